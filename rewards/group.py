@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import score_of
-from rewards.contract import Contract
 from rewards.errors import RewardFailed
-from rewards.port import Parts, RewardRequest
+from rewards.port import Contract, Parts, RewardRequest, fields_of, to_request
 from rewards.registry import checked
-from rewards.request_json import fields_of, to_request
 
 Reward = float | dict[str, float]
 

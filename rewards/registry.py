@@ -16,33 +16,32 @@ from bus.errors import WireError
 from bus.system.foreign import described, errors_as, repr_at
 from bus.system.functions import Defect, FunctionRefused, find_function, nearest
 from bus.wire.invariants import check_reward
-from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from rewards.peers import AsyncPeerReward, PeerReward, path_in, system_of
-from rewards.port import Parts, RewardRequest, Scorer
-from rewards.request_json import from_request, to_request
+from rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
+from rewards.part_settings import BY_ROLLOUT
+from rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
 TABLE = {
-    "by_rollout": "rewards.by_rollout:by_rollout",
+    "by_rollout": "rewards.registry:by_rollout",
     "code": "rewards.code.tests_passed:code",
-    "dapo": "rewards.dapo:dapo",
-    "deepscaler": "rewards.deepscaler:deepscaler",
-    "digits": "rewards.digits:digits",
-    "exact": "rewards.exact:exact",
-    "f1": "rewards.token_f1:f1",
-    "format": "rewards.format_tags:format_tags",
-    "gpqa": "rewards.gpqa:gpqa",
-    "gsm8k": "rewards.gsm8k:gsm8k",
-    "ifeval": "rewards.ifeval:ifeval",
+    "dapo": "rewards.builtin.math_rewards:dapo",
+    "deepscaler": "rewards.builtin.math_rewards:deepscaler",
+    "digits": "rewards.builtin.text:digits",
+    "exact": "rewards.builtin.text:exact",
+    "f1": "rewards.builtin.text:f1",
+    "format": "rewards.builtin.text:format_tags",
+    "gpqa": "rewards.builtin.gpqa:gpqa",
+    "gsm8k": "rewards.builtin.math_rewards:gsm8k",
+    "ifeval": "rewards.builtin.ifeval:ifeval",
     "judge": "rewards.http.judge:Judge",
-    "length": "rewards.length:length",
-    "math": "rewards.math_boxed:math",
-    "math_answer": "rewards.math_answer:math_answer",
-    "overlong": "rewards.overlong:overlong",
-    "math_verify": "rewards.symbolic:math_verify",
-    "regex": "rewards.regex:regex",
+    "length": "rewards.builtin.lengths:length",
+    "math": "rewards.builtin.math_rewards:math",
+    "math_answer": "rewards.builtin.math_answer:math_answer",
+    "overlong": "rewards.builtin.lengths:overlong",
+    "math_verify": "rewards.builtin.math_symbolic:math_verify",
+    "regex": "rewards.builtin.text:regex",
     "remote": "rewards.http.remote:Remote",
-    "repetition": "rewards.repetition:repetition",
+    "repetition": "rewards.builtin.lengths:repetition",
     "reward_model": "rewards.http.reward_model:RewardModel",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
@@ -265,6 +264,11 @@ REWARD = Contract(
     checked=checked,
 )
 """The contract of rewards: a RewardRequest in, a number or named numbers out."""
+
+
+def by_rollout(request: RewardRequest) -> float:
+    """Raise RewardFailed: it is asked only for a response that has no reward yet."""
+    raise RewardFailed(BY_ROLLOUT, "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes")
 
 
 class _Threaded:

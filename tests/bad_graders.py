@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from rewards.digits import digits
+from rewards.builtin.text import digits
 from rewards.port import RewardRequest
 
 OURS = {

@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from rewards.digits import digits
+from rewards.builtin.text import digits
 from rewards.port import RewardRequest
 from tests.unhurried import WAIT_S
 

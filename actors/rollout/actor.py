@@ -50,7 +50,7 @@ from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
 from rewards.part_settings import fits
 from rewards.port import RewardRequest, Scorer
-from rewards.scorers.groups import GroupScorer
+from rewards.scorers import GroupScorer
 
 logger = logging.getLogger(__name__)
 

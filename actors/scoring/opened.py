@@ -6,9 +6,7 @@ from actors.config import ActorConfig
 from bus.processes.limits import ProcessLimits
 from rewards.part_settings import read_parts
 from rewards.port import Scorer
-from rewards.scorers.groups import GroupScorer, opened_group
-from rewards.scorers.parts import opened_parts
-from rewards.scorers.single import opened
+from rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 
 
 async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:

@@ -22,11 +22,10 @@ from bus.client.http_answer import content_of
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
-from rewards.contract import Contract
 from rewards.errors import RewardFailed
 from rewards.group import GROUP, GroupRequest
 from rewards.http.calls import MAX_ANSWER_BYTES
-from rewards.port import RewardRequest
+from rewards.port import Contract, RewardRequest
 from rewards.registry import REWARD
 
 ROLE = "scorer"
@@ -102,7 +101,7 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``rewards.port.Scorer``, ``rewards.scorers.groups.GroupScorer``)."""
+    """The rewards of a run as its actor calls them (``rewards.port.Scorer``, ``rewards.scorers.GroupScorer``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool

@@ -21,10 +21,9 @@ from bus.system.coroutines import ended
 from bus.wire.messages import Status
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
-from rewards.port import RewardRequest, Scorer
+from rewards.port import RewardRequest, Scorer, to_request
 from rewards.registry import MAX_THREADS, checked
-from rewards.request_json import to_request
-from rewards.scorers.groups import GroupScorer
+from rewards.scorers import GroupScorer
 from weightstore.access import Access, Route, TokenAccess
 from weightstore.bodies import body_in, json_in
 from weightstore.listener import Listener

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from actors.errors import BadRequest
 from actors.text.tool_calls import form_of
 from bus.wire.json_object import JsonMapping
-from rewards.message_template import MessageTemplate
+from rewards.model_text.message_template import MessageTemplate
 
 
 class ChatTemplate(MessageTemplate):

@@ -14,7 +14,7 @@ from learner.data.mixing import Share
 from learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
 from learner.data.responses import Recordings
 from learner.errors import PromptError, TemplateLacks
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 from rewards.part_settings import fits
 
 SETTING = "data.path"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from launch.checks.findings import Report
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 
 TOPIC = "ends"
 

@@ -23,7 +23,7 @@ from rewards.group import GROUP
 from rewards.part_settings import BY_ROLLOUT, read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0

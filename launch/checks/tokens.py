@@ -13,7 +13,7 @@ from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import PromptTokenizer
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""

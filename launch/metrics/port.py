@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from bus.wire.json_object import JsonMapping
-from rewards.contract import Contract
 from rewards.errors import RewardFailed
+from rewards.port import Contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from launch.run.access import auth_dir
 from launch.run.roles import LONG_WAIT_S, importing
 from launch.settings.config_loader import SettingsError
 from launch.settings.run_config import RunConfig
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 
 if TYPE_CHECKING:
     from bus.streams.bus import Bus

@@ -285,8 +285,7 @@ async def run_reward_server(
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
     from actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
     from bus.processes.limits import become_undumpable
-    from rewards.scorers.groups import opened_group
-    from rewards.scorers.single import opened
+    from rewards.scorers import opened, opened_group
 
     become_undumpable()
     async with AsyncExitStack() as stack:

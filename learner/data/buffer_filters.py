@@ -13,8 +13,8 @@ from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt, Sample, Status, Task
 from learner.data.filter_settings import FilterConfig
 from learner.data.filters import FILTER, Decision, decision_of
-from rewards.contract import Contract
 from rewards.errors import RewardFailed
+from rewards.port import Contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from bus.wire.episodes import SequenceSize
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Prompt, Sample, Status, Task
 from learner.data.filter_settings import BUILT_IN
-from rewards.contract import Contract
 from rewards.errors import RewardFailed
+from rewards.port import Contract
 
 MAX_REASON = 40
 """Characters of a filter's reason for a drop that are kept."""

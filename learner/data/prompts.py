@@ -25,7 +25,7 @@ from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Re
 from learner.data.saved_tokenizer import saved_tokenizer
 from learner.data.source import Source, rollout_named
 from learner.errors import CannotRender, PromptError, TemplateLacks
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 Tokenize = Callable[..., Sequence[int]]
 """Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With

@@ -7,8 +7,7 @@ from typing import Any
 from rewards.errors import RewardFailed
 from rewards.group import GROUP, GroupRequest, group_fields
 from rewards.http.calls import Calls
-from rewards.port import Parts, RewardRequest
-from rewards.request_json import fields_of
+from rewards.port import Parts, RewardRequest, fields_of
 
 
 class Remote:

@@ -9,7 +9,7 @@ from typing import Any
 from bus.wire.chat_messages import chat_messages
 from rewards.http.calls import Calls
 from rewards.http.remote import bearer
-from rewards.message_template import MessageTemplate
+from rewards.model_text.message_template import MessageTemplate
 from rewards.port import RewardRequest
 
 Tokenize = Callable[[list[dict[str, object]]], list[int]]

@@ -23,8 +23,8 @@ import sys
 from bus.processes import limits
 from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonObject
-from rewards.contract import contract_at
 from rewards.errors import BadRewardOption, UnknownReward
+from rewards.port import contract_at
 from rewards.processes import worker
 from rewards.registry import Bound, bind
 

@@ -17,8 +17,8 @@ from dataclasses import asdict
 from bus.processes.connection import START_S, CallFailed, Connection
 from bus.processes.limits import ProcessLimits, environment
 from bus.wire.json_object import JsonMapping, JsonObject
-from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.port import Contract
 from rewards.processes import keeper as keeper_program
 from rewards.processes.keeper import command, settings_file
 

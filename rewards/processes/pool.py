@@ -17,8 +17,8 @@ from typing import Any
 from bus.processes import frames
 from bus.processes.connection import CallFailed, Connection
 from bus.processes.limits import ProcessLimits
-from rewards.contract import Contract
 from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from rewards.port import Contract
 from rewards.processes.keeper_process import KeeperProcess
 
 RESTART_S = 5.0

@@ -19,8 +19,8 @@ from bus.processes import frames, limits
 from bus.system.foreign import repr_at
 from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonMapping
-from rewards.contract import contract_at
 from rewards.errors import RewardFailed
+from rewards.port import contract_at
 from rewards.registry import Bound, bind
 
 MAX_REASON = 2000

@@ -38,7 +38,7 @@ from learner.data.batch import StepBatch
 from learner.data.batching import build_batches
 from learner.data.packing import assign
 from learner.settings.config import OptimizerConfig
-from rewards.digits import digits
+from rewards.builtin.text import digits
 from rewards.port import RewardRequest
 
 Corrupt = Callable[[list[Sample], "PinnedLoop"], list[Sample]]

@@ -41,10 +41,9 @@ from bus.system.coroutines import beside
 from bus.wire.messages import Status
 from rewards import group
 from rewards.part_settings import BY_ROLLOUT
-from rewards.port import RewardRequest
+from rewards.port import RewardRequest, fields_of
 from rewards.registry import bind
-from rewards.request_json import fields_of
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 from tests.bench import plain_rewards as plain
 
 ROUNDS = 3

@@ -31,8 +31,7 @@ from learner.data.row_functions import PREFIX, add_rows, rows_of
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest
 from rewards.registry import Bound, bind
-from rewards.scorers.groups import opened_group
-from rewards.scorers.single import opened
+from rewards.scorers import opened, opened_group
 from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
 from tests.web_hook import web_hook

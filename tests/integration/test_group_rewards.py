@@ -19,8 +19,7 @@ from rewards.errors import BadRewardOption, RewardFailed
 from rewards.group import GROUP, GroupRequest, relative_length
 from rewards.port import RewardRequest
 from rewards.registry import bind
-from rewards.scorers.groups import opened_group
-from rewards.scorers.single import opened
+from rewards.scorers import opened, opened_group
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture

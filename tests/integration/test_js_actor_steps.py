@@ -16,7 +16,7 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.codec import encode_task
 from bus.wire.messages import Dead, Sample, Sampling, Status, Task
-from rewards.exact import exact
+from rewards.builtin.text import exact
 from rewards.port import RewardRequest
 from tests.actor_kit import (
     LABEL,

@@ -20,7 +20,7 @@ from rewards.port import RewardRequest, Scorer
 from rewards.processes import pool
 from rewards.processes.keeper_process import KeeperProcess
 from rewards.registry import REWARD
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 from tests.conftest import waited_for_a_core_s
 
 HERE = "tests.child_rewards"

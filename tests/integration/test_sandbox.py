@@ -16,7 +16,7 @@ from rewards.code.tests_passed import code
 from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import bind
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 
 BOUNDS = Bounds(seconds=60.0, memory_mb=512)
 BRIEF = Bounds(seconds=1.0, memory_mb=512)

@@ -22,7 +22,7 @@ from learner.data.prompts import PromptFile, RowRules, RowTokens
 from learner.data.source import Source
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
-from rewards.message_template import MessageTemplate
+from rewards.model_text.message_template import MessageTemplate
 from tests.check_kit import write_model, write_prompts, write_run
 
 TEMPLATE = MessageTemplate(

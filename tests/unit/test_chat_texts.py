@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from learner.data.responses import RecordedRow, Recordings, Response
 from learner.errors import PromptError
-from rewards.message_template import MessageTemplate
+from rewards.model_text.message_template import MessageTemplate
 from tests.examples import examples
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")

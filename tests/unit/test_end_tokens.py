@@ -13,7 +13,7 @@ from actors.serving.sglang.server_process import command_line, end_of_turn
 from launch.checks.end_tokens import check_end_tokens
 from launch.checks.findings import Report
 from launch.run.learner_roles import eos_ids
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 from tests.tiny_models import write_tiny_model
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

@@ -15,10 +15,10 @@ import pytest
 from actors.episodes.programs.multi_turn import MultiTurn
 from actors.text import tool_calls
 from bus.wire.messages import Status
+from rewards.builtin.ifeval import follows
+from rewards.builtin.math_answer import find_answer, format_share, last_boxed, same_answer
 from rewards.code.tests_passed import cases_in, program_in, same_output
 from rewards.errors import RewardFailed
-from rewards.ifeval import follows
-from rewards.math_answer import find_answer, format_share, last_boxed, same_answer
 from rewards.port import RewardRequest
 from rewards.registry import bind
 from tests.unit.test_rewards_any_input import HERE, ROWS

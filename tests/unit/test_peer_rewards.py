@@ -10,7 +10,7 @@ from bus.wire.messages import Status
 from rewards.errors import RewardFailed, UnknownReward
 from rewards.port import RewardRequest
 from rewards.registry import load
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 
 HERE = "tests.peer_rewards"
 REQUEST = RewardRequest(

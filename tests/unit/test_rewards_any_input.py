@@ -23,13 +23,14 @@ from hypothesis import strategies as st
 
 from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
-from rewards import group, ifbench
+from rewards import group
+from rewards.builtin import ifbench
+from rewards.builtin.ifeval import INSTRUCTIONS, follows
 from rewards.code.tests_passed import cases_in, program_in, same_output, same_value
 from rewards.errors import RewardFailed
-from rewards.ifeval import INSTRUCTIONS, follows
 from rewards.port import RewardRequest
 from rewards.registry import ASKING, TABLE, bind, checked
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 from tests.examples import examples
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES

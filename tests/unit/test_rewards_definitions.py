@@ -16,15 +16,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from bus.wire.messages import Status, score_of
-from rewards.digits import digits
-from rewards.exact import exact
-from rewards.format_tags import format_tags
+from rewards.builtin.lengths import length
+from rewards.builtin.math_answer import math_answer
+from rewards.builtin.math_symbolic import math_verify
+from rewards.builtin.text import digits, exact, format_tags, regex
 from rewards.group import GroupRequest, relative_length
-from rewards.length import length
-from rewards.math_answer import math_answer
 from rewards.port import RewardRequest
-from rewards.regex import regex
-from rewards.symbolic import math_verify
 from tests.bench import plain_rewards as plain
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
 

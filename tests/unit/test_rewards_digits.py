@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.wire.messages import Status
-from rewards.digits import digits
-from rewards.exact import exact
+from rewards.builtin.text import digits, exact
 from rewards.port import RewardRequest
 
 

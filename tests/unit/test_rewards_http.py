@@ -22,7 +22,7 @@ from rewards.http.judge import Judge, fill
 from rewards.http.remote import Remote
 from rewards.port import RewardRequest
 from rewards.registry import bind, load
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 
 Answer = Callable[[int, Any], web.StreamResponse]
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rewards.builtin.ifbench import CAPITALS, INSTRUCTIONS, sentences
+from rewards.builtin.ifeval import follows
 from rewards.errors import RewardFailed
-from rewards.ifbench import CAPITALS, INSTRUCTIONS, sentences
-from rewards.ifeval import follows
 from tests.examples import examples
 
 PALINDROMES = "level radar civic refer kayak rotor madam tenet stats Racecar!"

@@ -10,10 +10,10 @@ import pytest
 
 from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
-from rewards.ifeval import INSTRUCTIONS, follows
+from rewards.builtin.ifeval import INSTRUCTIONS, follows
 from rewards.port import RewardRequest
 from rewards.registry import UNBOUNDED
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifeval_reference.json").read_text(encoding="utf-8"))
 OF_CASE = ("change_case:english_capital", "change_case:english_lowercase")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import launch
 from bus.wire.messages import Status
+from rewards.builtin.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
 from rewards.errors import RewardFailed
-from rewards.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
 from rewards.port import RewardRequest
 
 

@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Status
-from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler
-from rewards.gsm8k import gsm8k
-from rewards.math_answer import math_answer, to_number
-from rewards.math_boxed import math
+from rewards.builtin.math_answer import math_answer, to_number
+from rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from rewards.builtin.math_symbolic import math_verify
 from rewards.port import RewardRequest
-from rewards.symbolic import math_verify
 
 WHOLE = ("18", "7", "9", "4", "-3", "120")
 LARGE = ("1234", "10236", "1000000", "-4321")

@@ -7,11 +7,11 @@ import pytest
 
 from bus.processes.limits import ProcessLimits
 from bus.wire.messages import Status
+from rewards.builtin.math_rewards import math
 from rewards.errors import BadRewardOption, RewardFailed
-from rewards.math_boxed import math
 from rewards.port import RewardRequest
 from rewards.registry import bind, is_unbounded
-from rewards.scorers.single import opened
+from rewards.scorers import opened
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
 
 

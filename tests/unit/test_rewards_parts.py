@@ -17,7 +17,7 @@ from launch.settings.run_config import RunConfig
 from rewards.errors import RewardFailed
 from rewards.part_settings import read_parts
 from rewards.port import RewardRequest
-from rewards.scorers.parts import opened_parts
+from rewards.scorers import opened_parts
 from tests.check_kit import write_prompts, write_run
 
 TWO = {

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Status
-from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler
-from rewards.gpqa import gpqa
-from rewards.gsm8k import gsm8k
-from rewards.math_boxed import math
-from rewards.overlong import overlong
+from rewards.builtin.gpqa import gpqa
+from rewards.builtin.lengths import overlong, repetition
+from rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from rewards.builtin.text import f1
 from rewards.port import RewardRequest
-from rewards.repetition import repetition
-from rewards.token_f1 import f1
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
 SHAPING = [json.loads(line) for line in (Path(__file__).parents[1] / "data/shaping_references.jsonl").read_text().splitlines()]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rewards.digits import digits
+from rewards.builtin.text import digits
 from rewards.port import RewardRequest
 from tests.actor_kit import all_samples, row_until
 from tests.js_kit import installed, js_actor

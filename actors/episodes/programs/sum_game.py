@@ -12,7 +12,7 @@ from typing import Any
 from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.tools import calculator
 from bus.wire.messages import Status
-from rewards.digits import digits
+from rewards.builtin.text import digits
 from rewards.port import RewardRequest
 
 DIGITS = 3

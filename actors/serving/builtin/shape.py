@@ -9,7 +9,7 @@ from actors.errors import UnsupportedModel
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.model_values import as_older
 from bus.wire.routed_experts import RoutedShape
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""

@@ -19,7 +19,7 @@ from actors.serving.sglang.api import Api
 from bus.server.ports import KeptPort
 from bus.system.files import write_whole
 from bus.system.processes import Child
-from rewards.end_tokens import EndTokens
+from rewards.model_text.end_tokens import EndTokens
 
 log = logging.getLogger(__name__)
 
