@@ -18,15 +18,15 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
-from actors.episodes.programs.gem_environment import Gem
-from actors.episodes.programs.model import BudgetSpent, Policy
-from actors.episodes.programs.openenv import OpenEnv
-from actors.episodes.programs.skyrl_environment import SkyRL
-from actors.episodes.programs.tools import FAILED, Tool, tools_of
-from bus.system.coroutines import to_the_end
-from bus.system.functions import find_object
-from bus.wire.chat_messages import chat_messages, chat_tools
+from tidemill.actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
+from tidemill.actors.episodes.programs.gem_environment import Gem
+from tidemill.actors.episodes.programs.model import BudgetSpent, Policy
+from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.skyrl_environment import SkyRL
+from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
+from tidemill.bus.system.coroutines import to_the_end
+from tidemill.bus.system.functions import find_object
+from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
