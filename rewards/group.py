@@ -9,11 +9,9 @@ from dataclasses import dataclass
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import score_of
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.port import Parts, RewardRequest
+from tidemill.rewards.port import Contract, Parts, RewardRequest, fields_of, to_request
 from tidemill.rewards.registry import checked
-from tidemill.rewards.request_json import fields_of, to_request
 
 Reward = float | dict[str, float]
 

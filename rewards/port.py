@@ -1,5 +1,11 @@
-"""The reward interface: a function from one finished response to a number. Knows no reward and no transport."""
+"""The interface of rewards and of users' other functions: what one gets and gives, and how that is written for another process.
 
+A reward is a function from one finished response to a number. There is one contract for rewards (``rewards/registry.py``), one for rewards
+of groups, and one for the filters of the learner (``learner/data/filters.py``). Knows no reward and no transport.
+"""
+
+import base64
+import json
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -7,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Status
 
@@ -45,4 +52,69 @@ may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as an actor calls it: options bound, always awaitable, result validated.
 
-Raises TimeoutError after its time limit (``tidemill.rewards.scorers.single.opened``), and RewardFailed for everything else."""
+Raises TimeoutError after its time limit (``tidemill.rewards.scorers.opened``), and RewardFailed for everything else."""
+
+
+def from_request(request: RewardRequest) -> bytes:
+    """Return a request as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    return json.dumps(fields_of(request)).encode()
+
+
+def fields_of(request: RewardRequest) -> JsonObject:
+    """Return the map that is a request's JSON. ``tokens``: base64 of little-endian int32."""
+    return {
+        "prompt": request.prompt,
+        "response": request.response,
+        "label": request.label,
+        "status": request.status.value,
+        "tokens": base64.b64encode(np.ascontiguousarray(request.tokens, "<i4").tobytes()).decode(),
+        "metadata": dict(request.metadata),
+        "response_length": request.response_length,
+        "sampled_length": request.sampled_length,
+        "num_turns": request.num_turns,
+        "transcript": list(request.transcript),
+    }
+
+
+def to_request(found: JsonMapping) -> RewardRequest:
+    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one call."""
+    return RewardRequest(
+        prompt=found["prompt"],
+        response=found["response"],
+        label=found["label"],
+        status=Status(found["status"]),
+        tokens=np.frombuffer(base64.b64decode(found["tokens"], validate=True), "<i4").astype(np.int32),
+        metadata=found["metadata"],
+        response_length=found["response_length"],
+        sampled_length=found.get("sampled_length", found["response_length"]),
+        num_turns=found.get("num_turns", 1),
+        transcript=tuple(found.get("transcript", ())),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contract:
+    """A kind of functions of users, which child processes run alike."""
+
+    word: str
+    """Name of the kind in messages: "reward"."""
+    options: str
+    """Setting of their options, in messages."""
+    argument: str
+    """Name of the first parameter's type, in messages."""
+    path: str
+    """Import path of this contract: child processes find it by this."""
+    table: Mapping[str, str]
+    """Import paths of the built-in functions by name."""
+    encode: Callable[[Any], bytes]
+    """Writes an argument as JSON. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    decode: Callable[[JsonMapping], Any]
+    """Returns the argument in the map that ``encode`` has written."""
+    checked: Callable[[str, object], Any]
+    """Returns the result of the function with this name, as JSON has it. Raises RewardFailed."""
+
+
+def contract_at(path: str) -> Contract:
+    """Return the contract at an import path."""
+    contract: Contract = find_object(path)
+    return contract

@@ -5,7 +5,6 @@ Knows how a reward is called, not its computation.
 
 import asyncio
 import contextlib
-import difflib
 import importlib
 import inspect
 import threading
@@ -15,34 +14,34 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.system.foreign import described, errors_as, repr_at
+from tidemill.bus.system.functions import Defect, FunctionRefused, find_function, nearest
 from tidemill.bus.wire.invariants import check_reward
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from tidemill.rewards.peers import AsyncPeerReward, PeerReward, path_in, system_of
-from tidemill.rewards.port import Parts, RewardRequest, Scorer
-from tidemill.rewards.request_json import from_request, to_request
+from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
 TABLE = {
-    "by_rollout": "tidemill.rewards.by_rollout:by_rollout",
+    "by_rollout": "tidemill.rewards.registry:by_rollout",
     "code": "tidemill.rewards.code.tests_passed:code",
-    "dapo": "tidemill.rewards.dapo:dapo",
-    "deepscaler": "tidemill.rewards.deepscaler:deepscaler",
-    "digits": "tidemill.rewards.digits:digits",
-    "exact": "tidemill.rewards.exact:exact",
-    "f1": "tidemill.rewards.token_f1:f1",
-    "format": "tidemill.rewards.format_tags:format_tags",
-    "gpqa": "tidemill.rewards.gpqa:gpqa",
-    "gsm8k": "tidemill.rewards.gsm8k:gsm8k",
-    "ifeval": "tidemill.rewards.ifeval:ifeval",
+    "dapo": "tidemill.rewards.builtin.math_rewards:dapo",
+    "deepscaler": "tidemill.rewards.builtin.math_rewards:deepscaler",
+    "digits": "tidemill.rewards.builtin.text:digits",
+    "exact": "tidemill.rewards.builtin.text:exact",
+    "f1": "tidemill.rewards.builtin.text:f1",
+    "format": "tidemill.rewards.builtin.text:format_tags",
+    "gpqa": "tidemill.rewards.builtin.gpqa:gpqa",
+    "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
+    "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
     "judge": "tidemill.rewards.http.judge:Judge",
-    "length": "tidemill.rewards.length:length",
-    "math": "tidemill.rewards.math_boxed:math",
-    "math_answer": "tidemill.rewards.math_answer:math_answer",
-    "overlong": "tidemill.rewards.overlong:overlong",
-    "math_verify": "tidemill.rewards.symbolic:math_verify",
-    "regex": "tidemill.rewards.regex:regex",
+    "length": "tidemill.rewards.builtin.lengths:length",
+    "math": "tidemill.rewards.builtin.math_rewards:math",
+    "math_answer": "tidemill.rewards.builtin.math_answer:math_answer",
+    "overlong": "tidemill.rewards.builtin.lengths:overlong",
+    "math_verify": "tidemill.rewards.builtin.math_symbolic:math_verify",
+    "regex": "tidemill.rewards.builtin.text:regex",
     "remote": "tidemill.rewards.http.remote:Remote",
-    "repetition": "tidemill.rewards.repetition:repetition",
+    "repetition": "tidemill.rewards.builtin.lengths:repetition",
     "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
@@ -174,22 +173,13 @@ def _is_async(function: Callable[..., Any]) -> bool:
 
 def _find(name: str, contract: Contract) -> Callable[..., Any]:
     table, word = contract.table, contract.word
-    path = table.get(name, name)
-    module_name, colon, attribute = path.partition(":")
-    if not colon:
-        raise UnknownReward(name, f"want one of {sorted(table)}{_nearest(name, table)}, or an import path package.module:function", word)
+    if ":" not in name and name not in table:
+        raise UnknownReward(name, f"want one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function", word)
     try:
-        with errors_as(lambda error: RewardNotImported(name, f"importing {module_name}: {described(error)}", word), but=(ImportError,)):
-            module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise UnknownReward(name, f"cannot import {module_name}: {error}", word) from error
-    function = getattr(module, attribute, None)
-    if function is None:
-        raise UnknownReward(name, f"{module_name} has no {attribute!r}{_nearest(attribute, vars(module))}", word)
-    if not callable(function):
-        raise UnknownReward(name, f"want a callable, {attribute} is {type(function).__name__}", word)
-    found: Callable[..., object] = function
-    return found
+        return find_function(table.get(name, name))
+    except FunctionRefused as error:
+        refused = RewardNotImported if error.defect is Defect.IMPORT else UnknownReward
+        raise refused(name, error.reason, word) from error
 
 
 def _check_options(name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract) -> None:
@@ -210,7 +200,7 @@ def _check_options(name: str, function: Callable[..., object], options: Mapping[
     for option in options:
         if option not in named and not takes_any:
             known = sorted([*named, *([IN_THREAD] if contract is REWARD else [])])
-            raise refused(option, f"no such option{_nearest(option, named)}; there are {known}")
+            raise refused(option, f"no such option{nearest(option, named)}; there are {known}")
     for option, parameter in named.items():
         if parameter.default is parameter.empty and option not in options:
             raise refused(option, "missing, and it has no default")
@@ -236,11 +226,6 @@ def _wanted_instead(value: object, kind: Any) -> str:
     # bool is a subclass of int, but true is no number of a configuration.
     fits = kind is bool if isinstance(value, bool) else isinstance(value, (int, float) if kind is float else kind)
     return "" if fits else _KINDS[kind]
-
-
-def _nearest(word: str, words: Mapping[str, object]) -> str:
-    found = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
-    return f" (nearest: {found[0]!r})" if found else ""
 
 
 def checked(name: str, result: object) -> float | dict[str, float]:
@@ -279,6 +264,11 @@ REWARD = Contract(
     checked=checked,
 )
 """The contract of rewards: a RewardRequest in, a number or named numbers out."""
+
+
+def by_rollout(request: RewardRequest) -> float:
+    """Raise RewardFailed: it is asked only for a response that has no reward yet."""
+    raise RewardFailed(BY_ROLLOUT, "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes")
 
 
 class _Threaded:

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from tidemill.rewards.digits import digits
+from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
 OURS = {

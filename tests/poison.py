@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from tests.unhurried import WAIT_S
-from tidemill.rewards.digits import digits
+from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
 

@@ -145,7 +145,7 @@ class Script:
         return len(self.options)
 
     async def fault(self, data):
-        from tidemill_rollout import PolicyFault
+        from tidemill.actors.episodes.child_program import PolicyFault
 
         raise PolicyFault(data["metadata"]["value"])
 
@@ -243,6 +243,12 @@ class Script:
 
     async def prints(self, data):
         print("from a program")
+        return 1
+
+    async def loud(self, data):
+        for file in (sys.stdout, sys.stderr):
+            print("from a program" * 1000, file=file, flush=True)
+        await asyncio.to_thread(print, "from a thread", file=sys.stderr, flush=True)
         return 1
 
 

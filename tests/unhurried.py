@@ -7,7 +7,7 @@ import asyncio
 import os
 import time
 
-import tidemill.rewards.digits
+import tidemill.rewards.builtin.text
 from tidemill.rewards.port import RewardRequest
 
 WAIT_S = 0.4
@@ -18,7 +18,7 @@ UNHURRIED = "actor.reward=tests.unhurried:digits"
 
 async def digits(request: RewardRequest) -> float:
     await asyncio.sleep(WAIT_S)
-    return tidemill.rewards.digits.digits(request)
+    return tidemill.rewards.builtin.text.digits(request)
 
 
 async def held(request: RewardRequest, *, until: str = "") -> float:
@@ -26,4 +26,4 @@ async def held(request: RewardRequest, *, until: str = "") -> float:
     deadline = time.monotonic() + HELD_S
     while time.monotonic() < deadline and not os.path.exists(until):  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(LOOK_S)
-    return tidemill.rewards.digits.digits(request)
+    return tidemill.rewards.builtin.text.digits(request)

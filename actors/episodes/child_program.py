@@ -1,19 +1,20 @@
 """The program of a child process that runs rollouts: one file of the standard library, for any interpreter from Python 3.9 on.
 
-Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map:
+Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map,
+as ``bus/processes/connection.py`` has them. Two requests:
 
-    in    {"type": "load", "use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
-           "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}                               then {"type": "ready"} or "refused"
-          {"type": "run", "episode": ID, "base_url": URL, "api_key": KEY, "task": {...}}              then one {"type": "result"}
-          {"type": "cancel", "episode": ID}
-    out   {"type": "result", "episode": ID} with one of "value", "fault" and "error"; with "out_of_memory" or "unusable" it is to be killed
-          {"type": "hung", "text": TEXT}                                                              a call of a tool that hangs
+    {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
+              "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}                    result {"tools": [NAME]}
+    {"base_url": URL, "api_key": KEY, "task": {...}}, an episode                               result {"value": ...} or {"fault": NUMBER}
+
+and two notes, "hung" (a call of a tool that hangs) and "lost" (output that could not be written, once for a process).
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
 The program is a class, made once with the options, with ``run(data, **extra)`` called for each episode, or a function that is called
 as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
-class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state".
+class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state". Its attribute ``chat_tools``, if it
+has one, names the tools that it offers in chats: the model's chat template must write them.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import ctypes
 import importlib
 import importlib.util
 import inspect
+import io
 import json
 import math
 import mmap
@@ -35,11 +37,13 @@ import threading
 import traceback
 import types
 from collections.abc import Callable
-from typing import Any
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 MAX_RESULT_BYTES = 1 << 20
 MAX_REASON = 2000
 """Characters of the text of an error that are sent."""
+OUT_OF_MEMORY = "another episode used up the memory of their process, which was killed: rollouts.NAME.memory_mb"
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIMITS = {"cpu_s": ("RLIMIT_CPU", 1, 1), "open_files": ("RLIMIT_NOFILE", 1, 0), "file_mb": ("RLIMIT_FSIZE", 1 << 20, 0)}
@@ -52,6 +56,28 @@ class PolicyFault(Exception):
     def __init__(self, reward: float = 0.0) -> None:
         super().__init__(reward)
         self.reward = reward
+
+
+class Output(io.FileIO):
+    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program that prints it."""
+
+    def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._report_lost = report_lost
+
+    def write(self, data: Any) -> int:
+        """Write what can be written; all of it counts as written, because a buffer would keep the rest and fail again."""
+        try:
+            return super().write(data) or len(data)
+        except OSError as error:
+            self._report_lost(str(error))
+            return len(data)
+
+
+def text_file(descriptor: int, report_lost: Callable[[str], None]) -> io.TextIOWrapper:
+    """Return a text file on an open descriptor: a line is written at once, or lost."""
+    file = io.BufferedWriter(Output(descriptor, report_lost))
+    return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def arrange(parent: int) -> None:
@@ -114,30 +140,41 @@ def imported(module: str) -> Any:
     return found
 
 
-def load(message: dict[str, Any]) -> tuple[Callable[..., Any], Callable[..., Any] | None, dict[str, Any]]:
-    """Return the program as a function of (data, extra), its ``resume``, and options. Raises whatever the user's module raises."""
-    limit_memory(message["memory_mb"])
-    limit_others(message["limits"])
-    for entry in message["path"]:
+class Loaded(NamedTuple):
+    """A program."""
+
+    run: Callable[..., Any]
+    """Function of (data, extra)."""
+    resume: Callable[..., Any] | None
+    options: dict[str, Any]
+    """Further arguments of ``run``."""
+    tools: list[str]
+
+
+def load(request: dict[str, Any]) -> Loaded:
+    """Return the program. Raises whatever the user's module raises."""
+    limit_memory(request["memory_mb"])
+    limit_others(request["limits"])
+    for entry in request["path"]:
         if entry not in sys.path:
             sys.path.append(entry)
-    module, _, name = message["use"].rpartition(":")
+    module, _, name = request["use"].rpartition(":")
     found = imported(module)
     for part in name.split("."):
         found = getattr(found, part)
-    options = message["options"]
+    options = request["options"]
     if inspect.isclass(found):
         program = found(**options)
         run = getattr(program, "run", None)
         if not callable(run):
             raise TypeError("want a class with a method run(data, **extra)")
-        resume = getattr(program, "resume", None) if message["resumes"] else None
-        if message["resumes"] and not callable(resume):
+        resume = getattr(program, "resume", None) if request["resumes"] else None
+        if request["resumes"] and not callable(resume):
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
-        return run, resume, {}
-    if message["resumes"] or not callable(found):
-        raise TypeError(f"want a class{' with again: resume' if message['resumes'] else ' or a function'}, got {type(found).__name__}")
-    return found, None, options
+        return Loaded(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
+    if request["resumes"] or not callable(found):
+        raise TypeError(f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got {type(found).__name__}")
+    return Loaded(found, None, options, [])
 
 
 def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -200,63 +237,70 @@ class Child:
         self.options: dict[str, Any] = {}
         self.alone = False
         self.memory_mb = 0
-        self.running: dict[str, asyncio.Future[None]] = {}
+        self.running: dict[int, asyncio.Future[None]] = {}
         self._client: Any = None
+        self._loop, self._lost = asyncio.get_running_loop(), False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message; a result that is too large is an error of its episode."""
+        """Send one message; a result that is too large, or has values that JSON lacks, is a failure of its call."""
         try:
             body = json.dumps(message, allow_nan=False).encode()
         except ValueError as error:
-            body = json.dumps({"type": "result", "episode": message["episode"], "error": str(error)}).encode()
+            body = json.dumps({"id": message["id"], "failed": str(error)}).encode()
         if len(body) > MAX_RESULT_BYTES:
             text = f"result: want at most {MAX_RESULT_BYTES} bytes, got {len(body)}"
-            body = json.dumps({"type": "result", "episode": message["episode"], "error": text}).encode()
+            body = json.dumps({"id": message["id"], "failed": text}).encode()
         self.writer.write(_LENGTH.pack(len(body)) + body)
 
     def take(self, message: dict[str, Any]) -> None:
         """Carry out a message."""
-        kind = message["type"]
-        if kind == "load":
-            self.load(message)
-        elif kind == "run":
-            self.running[message["episode"]] = asyncio.ensure_future(self.episode(message))
-        elif kind == "cancel" and message["episode"] in self.running:
-            self.running[message["episode"]].cancel()
+        number = message["id"]
+        if "cancel" in message:
+            if number in self.running:
+                self.running[number].cancel()
+        elif "load" in message["request"]:
+            self.send({"id": number, **self.load(message["request"]["load"])})
+        else:
+            self.running[number] = asyncio.ensure_future(self.episode(number, message["request"]))
 
-    def load(self, message: dict[str, Any]) -> None:
-        """Import the program."""
-        self.memory_mb = message["memory_mb"]
+    def load(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Import the program, and return the answer."""
+        self.memory_mb, self.alone = request["memory_mb"], request["alone"]
         try:
-            self.run, self.resume, self.options = load(message)
+            loaded = load(request)
         except MemoryError as error:
-            self.send({"type": "refused", "reason": self.out_of_memory(error)})
-            return
+            return {"failed": self.out_of_memory(error)}
         except BaseException as error:  # the module is the user's, and may raise anything
-            self.send({"type": "refused", "reason": reason_of(error)})
-            return
-        self.alone = message["alone"]
-        self.send({"type": "ready"})
+            return {"failed": reason_of(error)}
+        self.run, self.resume, self.options = loaded.run, loaded.resume, loaded.options
+        return {"result": {"tools": loaded.tools}}
 
     def report_hung(self, text: str) -> None:
         """Report a call that hangs, to the actor's log and status row."""
-        self.send({"type": "hung", "text": str(text)[:MAX_REASON]})
+        self.send({"note": "hung", "text": str(text)[:MAX_REASON]})
 
-    async def episode(self, message: dict[str, Any]) -> None:
+    def report_lost(self, reason: str) -> None:
+        """Report, once, that output could not be written, to the actor's log. Called from any thread that prints."""
+        if not self._lost:
+            self._lost = True
+            with suppress(RuntimeError):  # the loop is closed: the actor has ended this process
+                self._loop.call_soon_threadsafe(self.send, {"note": "lost", "text": reason[:MAX_REASON]})
+
+    async def episode(self, number: int, request: dict[str, Any]) -> None:
         """Run one episode and send its result."""
-        id = message["episode"]
         try:
-            answer: dict[str, Any] = {"value": result_of(await self.call(message))}
+            answer: dict[str, Any] = {"result": {"value": result_of(await self.call(request))}}
         except asyncio.CancelledError:
-            answer = {"error": "cancelled"}
-        except MemoryError as error:
-            answer = {"error": self.out_of_memory(error), "out_of_memory": True}
+            answer = {"failed": "cancelled"}
+        except MemoryError as error:  # after a failed allocation anything may be half done
+            answer = {"failed": self.out_of_memory(error), "last": OUT_OF_MEMORY}
         except BaseException as error:
-            answer = self.fault(error) if type(error).__name__ == "PolicyFault" else {"error": reason_of(error)}
+            answer = self.fault(error) if type(error).__name__ == "PolicyFault" else {"failed": reason_of(error)}
             if type(error).__name__ == "ProcessUnusable":
-                answer = {"error": str(error)[:MAX_REASON], "unusable": True}
-        self.running.pop(id, None)
-        self.send({"type": "result", "episode": id, **answer})
+                text = str(error)[:MAX_REASON]
+                answer = {"failed": text, "last": f"their process was killed with another episode: {text}"}
+        self.running.pop(number, None)
+        self.send({"id": number, **answer})
 
     def out_of_memory(self, error: MemoryError) -> str:
         """Return the reason of an episode, or an import, that needs more memory than there is."""
@@ -266,23 +310,23 @@ class Child:
     def fault(self, error: BaseException) -> dict[str, Any]:
         """Return the answer for a PolicyFault, of this file or of a class of that name."""
         try:
-            return {"fault": number(getattr(error, "reward", 0.0), "PolicyFault.reward")}
+            return {"result": {"fault": number(getattr(error, "reward", 0.0), "PolicyFault.reward")}}
         except (TypeError, ValueError, OverflowError) as wrong:
-            return {"error": reason_of(wrong)}
+            return {"failed": reason_of(wrong)}
 
-    async def call(self, message: dict[str, Any]) -> Any:
+    async def call(self, request: dict[str, Any]) -> Any:
         """Return the program's result."""
         extra = {
-            "base_url": message["base_url"],
-            "api_key": message["api_key"],
+            "base_url": request["base_url"],
+            "api_key": request["api_key"],
             "http_client": self.client(),
             "saves": self.resume is not None,
         }
         if self.alone:  # variables belong to the process, not to an episode
-            root = message["base_url"].rsplit("/v1", 1)[0]
-            os.environ.update(OPENAI_BASE_URL=message["base_url"], OPENAI_API_KEY=message["api_key"])
-            os.environ.update(ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=message["api_key"])
-        run, data = self.run, dict(message["task"])
+            root = request["base_url"].rsplit("/v1", 1)[0]
+            os.environ.update(OPENAI_BASE_URL=request["base_url"], OPENAI_API_KEY=request["api_key"])
+            os.environ.update(ANTHROPIC_BASE_URL=root, ANTHROPIC_API_KEY=request["api_key"])
+        run, data = self.run, dict(request["task"])
         if self.resume is not None and "state" in data:
             run, extra["state"] = self.resume, data.pop("state")
         arguments = {**self.options, **accepted(run, extra)}
@@ -348,6 +392,11 @@ async def serve(connection: socket.socket) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     child = Child(writer)
     sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
+    if sys.stdout is not None:  # None: its descriptor is closed, and print does nothing
+        sys.stdout = text_file(1, child.report_lost)
+    if sys.stderr is not None:
+        sys.stderr = text_file(2, child.report_lost)
+    child.send({"up": True})
     while True:
         try:
             (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))

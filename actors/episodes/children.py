@@ -10,6 +10,7 @@ A child has no credentials: it knows the gateway's address and the key of its ep
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import os
@@ -17,35 +18,31 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.processes.connection import START_S, CallFailed, Connection
+from tidemill.bus.processes.limits import environment, kill_tree
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.children import frames
-from tidemill.rewards.children.keeper_process import environment
-from tidemill.rewards.children.limits import children_of
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 
 PROGRAM = Path(__file__).with_name("child_program.py")
 STATUS_S = 10.0
 """Longest wait for the exit code of a child that has closed its socket: its episodes fail with it as the reason."""
-START_S = 120.0
-"""Seconds for the import of a program, with the packages that it needs."""
 LOADS = 3
 """Starts of the first child of an actor, while its process ends before it has loaded the program."""
 RESTART_S = 5.0
 """Seconds after a failed start in which episodes fail at once, with the same reason."""
-MOST_ROUNDS = 100
-"""Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +61,7 @@ class ChildBounds:
 
     @property
     def limits(self) -> dict[str, int]:
-        """Limits of a process besides memory, by setting, for the message ``load``."""
+        """Limits of a process besides memory, by setting, as the child reads them."""
         return {name: value for name in ("cpu_s", "open_files", "file_mb") if (value := getattr(self, name))}
 
 
@@ -85,20 +82,15 @@ class ChildCounters:
     """Calls of tools that had no result in time, and still ran."""
 
 
-@dataclass(slots=True, eq=False)
 class _Child:
-    process: asyncio.subprocess.Process
-    writer: asyncio.StreamWriter
-    loaded: "asyncio.Future[None]"
-    episodes: "dict[str, asyncio.Future[EpisodeResult]]" = field(default_factory=dict)
-    ended: str = ""
-    """Why it takes no more episodes; empty while it does."""
-    reading: "asyncio.Task[None] | None" = None
+    """A process with the program."""
 
-    def send(self, message: Mapping[str, object]) -> None:
-        """Send a message, unless it has ended."""
-        if not self.ended:
-            self.writer.write(frames.encode(message))
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.calls: Connection
+        """Its load, then its episodes."""
+        self.ending = False
+        """True once it takes no more episodes."""
 
 
 class Children:
@@ -125,6 +117,8 @@ class Children:
         self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
         self._repeated = Repeated(logger)
         self.counters = ChildCounters()
+        self.chat_tools: tuple[str, ...] = ()
+        """Tools that the loaded program offers in chats, which the model's chat template must write."""
         self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()
         self._changed = Waiter()
@@ -165,30 +159,24 @@ class Children:
 
         When cancelled, the episode is cancelled in its child, which is killed if that has no effect.
         """
-        message = {"type": "run", "episode": episode, "base_url": base_url, "api_key": api_key, "task": task}
+        message = {"episode": episode, "base_url": base_url, "api_key": api_key, "task": task}
         try:
-            frames.encode(message)
+            request = json.dumps(message).encode()
         except (TypeError, ValueError, RecursionError) as error:
             raise ProgramFailed(f"want values that JSON has in prompt, label and metadata: {error}") from None
         self.counters.episodes += 1
+        blocked = f"another episode, {episode}, did not end when it was cancelled, and their process was killed"
         try:
             child = await self._ready()
-            future = child.episodes[episode] = asyncio.get_running_loop().create_future()
-            child.send(message)
             try:
-                return await asyncio.shield(future)
-            except asyncio.CancelledError:
-                if not future.done():
-                    child.send({"type": "cancel", "episode": episode})
-                    asyncio.get_running_loop().call_later(self._bounds.kill_after_s, self._give_up, child, episode)
-                raise
+                return _result(await child.calls.call(request, cancel_s=self._bounds.kill_after_s, blocked=blocked))
+            except CallFailed as error:
+                raise ProgramFailed(error.reason, ended=error.ended) from None
+            finally:
+                self._changed.wake()
         except ProgramFailed:
             self.counters.failed += 1
             raise
-
-    def _give_up(self, child: _Child, episode: str) -> None:
-        if episode in child.episodes:
-            self._kill(child, f"another episode, {episode}, did not end when it was cancelled, and their process was killed")
 
     async def _ready(self) -> _Child:
         """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not run."""
@@ -200,9 +188,9 @@ class Children:
     async def _free(self) -> _Child:
         """Return a child with room for an episode. Raises ProgramFailed."""
         while True:
-            able = [child for child in self._children if len(child.episodes) < self._bounds.episodes_per_child]
+            able = [child for child in self._children if len(child.calls) < self._bounds.episodes_per_child]
             if able:
-                return min(able, key=lambda child: len(child.episodes))
+                return min(able, key=lambda child: len(child.calls))
             if len(self._children) < self._bounds.processes and not self._starting.locked():
                 async with self._starting:
                     return await self._start()
@@ -239,105 +227,80 @@ class Children:
             raise ProgramFailed(f"rollouts.NAME.python: cannot start {python!r}: {error}") from None
         finally:
             theirs.close()
-        reader, writer = await asyncio.open_unix_connection(sock=ours)
-        child = _Child(process, writer, asyncio.get_running_loop().create_future())
+        child = _Child(process)
+        child.calls = Connection(
+            process.pid,
+            lambda _, reason: self._kill(child, reason),
+            closed=lambda _: self._end(child, ""),
+            note=partial(self._log_note, process.pid),
+            freed=self._changed.wake,
+        )
         self.counters.started += 1
-        child.reading = asyncio.create_task(self._read(child, reader), name=f"rollout child {process.pid}")
-        path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
         try:
-            how = {"path": path, "alone": self._bounds.episodes_per_child == 1, "resumes": self._resumes}
-            limits = {"memory_mb": self._bounds.memory_mb, "limits": self._bounds.limits}
-            child.send({"type": "load", "use": self._use, "options": self._options, **how, **limits})
             async with asyncio.timeout(START_S):
-                await child.loaded
+                await child.calls.open(ours)
+                loaded = await child.calls.call(json.dumps(self._load_request()).encode())
         except TimeoutError:
             self._kill(child, f"{self._use}: not imported within {START_S:g} s")
-            raise ProgramFailed(child.ended) from None
+            raise ProgramFailed(child.calls.ended) from None
+        except CallFailed as error:
+            self._kill(child, "not loaded")
+            raise ProgramFailed(error.reason if error.ended else f"{self._use}: {error.reason}", ended=error.ended) from None
         except BaseException:
             self._kill(child, "not loaded")
             raise
+        tools = loaded.get("tools") if isinstance(loaded, dict) else None
+        self.chat_tools = tuple(map(str, tools)) if isinstance(tools, list) else ()
         logger.info("rollout program loaded use=%s pid=%d python=%s", self._use, process.pid, python)
         return child
 
-    async def _read(self, child: _Child, reader: asyncio.StreamReader) -> None:
-        try:
-            while (message := await frames.read(reader)) is not None:
-                self._take(child, message)
-        except frames.BadFrame as error:
-            self._kill(child, f"its process wrote {error}")
-            return
-        self._end(child, "")
+    def _load_request(self) -> JsonObject:
+        path = [] if self._python else [entry or os.getcwd() for entry in sys.path]
+        how = {"path": path, "alone": self._bounds.episodes_per_child == 1, "resumes": self._resumes}
+        limits = {"memory_mb": self._bounds.memory_mb, "limits": self._bounds.limits}
+        return {"load": {"use": self._use, "options": self._options, **how, **limits}}
 
-    def _take(self, child: _Child, message: JsonMapping) -> None:
-        kind = message.get("type")
-        if kind == "ready" and not child.loaded.done():
-            child.loaded.set_result(None)
-        elif kind == "refused" and not child.loaded.done():
-            child.loaded.set_exception(ProgramFailed(f"{self._use}: {str(message.get('reason'))[:2000]}"))
-        elif kind == "result":
-            future = child.episodes.pop(str(message.get("episode")), None)
-            self._changed.wake()
-            if future is not None and not future.done():
-                _settle(future, message)
-            if message.get("out_of_memory"):  # after a failed allocation anything may be half done
-                self._kill(child, "another episode used up the memory of their process, which was killed: rollouts.NAME.memory_mb")
-            elif message.get("unusable"):
-                self._kill(child, f"their process was killed with another episode: {str(message.get('error'))[:2000]}")
-        elif kind == "hung":
+    def _log_note(self, pid: int, kind: str, text: str) -> None:
+        if kind == "hung":
             self.counters.hung += 1
-            text = str(message.get("text"))[:2000]
-            self._repeated("a call of a tool hangs", f"use={self._use} pid={child.process.pid} {text}")
+            self._repeated("a call of a tool hangs", f"use={self._use} pid={pid} {text}")
             self._note_hung(text)
-        else:
-            raise frames.BadFrame(f"a message of type {str(kind)[:80]!r}, want a result")
+        elif kind == "lost":
+            self._repeated("output of a rollout program is lost", f"use={self._use} pid={pid} {text}")
 
     def _kill(self, child: _Child, reason: str) -> None:
-        self.counters.killed += not child.ended
+        self.counters.killed += not child.ending
         self._end(child, reason)
 
     def _end(self, child: _Child, reason: str) -> None:
         """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by itself."""
-        if child.ended:
+        if child.ending:
             return
-        child.ended = reason or "its child process ended"
+        child.ending = True
+        if reason:
+            child.calls.end(reason)
         with contextlib.suppress(ValueError):
             self._children.remove(child)
         self._changed.wake()
-        end = asyncio.create_task(self._ended(child, by_itself=not reason), name=f"end of rollout child {child.process.pid}")
+        end = asyncio.create_task(self._ended(child), name=f"end of rollout child {child.process.pid}")
         self._ends.add(end)
         end.add_done_callback(self._ends.discard)
 
-    async def _ended(self, child: _Child, *, by_itself: bool) -> None:
-        pid = child.process.pid
-        if by_itself:
+    async def _ended(self, child: _Child) -> None:
+        reason = "its child process ended"
+        if not child.calls.ended:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STATUS_S):
-                    child.ended = f"its child process ended: {_how(await child.process.wait())}"
-        futures: list[asyncio.Future[Any]] = [child.loaded, *child.episodes.values()]
-        for future in futures:
-            if not future.done():
-                future.set_exception(ProgramFailed(child.ended, ended=True))
-                future.exception()  # an episode that was cancelled does not retrieve it
-        child.episodes.clear()
-        child.writer.transport.abort()
-        await asyncio.to_thread(kill_tree, pid, alive=child.process.returncode is None)
+                    reason = f"its child process ended: {_how(await child.process.wait())}"
+        child.calls.end(reason)
+        await asyncio.to_thread(kill_tree, child.process.pid, alive=child.process.returncode is None)
         await child.process.wait()
-        if child.reading is not None and child.reading is not asyncio.current_task():
-            child.reading.cancel()
 
 
-def _settle(future: "asyncio.Future[EpisodeResult]", message: JsonMapping) -> None:
-    try:
-        future.set_result(_result(message))
-    except ProgramFailed as error:
-        future.set_exception(error)
-        future.exception()
-
-
-def _result(message: JsonMapping) -> EpisodeResult:
-    """Return the result in a message. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken for granted."""
-    if "error" in message:
-        raise ProgramFailed(str(message["error"])[:2000])
+def _result(message: object) -> EpisodeResult:
+    """Return the result of a call. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken for granted."""
+    if not isinstance(message, dict):
+        raise ProgramFailed(f"result: want a map, got {str(message)[:80]}")
     if "fault" in message:
         return EpisodeResult(fault=_number(message["fault"], "PolicyFault.reward"))
     value = message.get("value")
@@ -359,26 +322,3 @@ def _how(status: int) -> str:
         return f"exit code {status}"
     limit = " (its processor time, rollouts.NAME.cpu_s)" if -status == signal.SIGXCPU else ""
     return f"killed by {signal.Signals(-status).name}{limit}"
-
-
-def kill_tree(root: int, *, alive: bool) -> None:
-    """Kill a process, its session, and everything below it. ``alive`` = false: it has been waited for, and its number may be another's."""
-    found: set[int] = set()
-    if alive:
-        found = {root}
-        for _ in range(MOST_ROUNDS):  # stopped first: a stopped process starts nothing
-            for pid in found:
-                _send(pid, signal.SIGSTOP)
-            more = children_of(found) - found
-            if not more:
-                break
-            found |= more
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(root, signal.SIGKILL)
-    for pid in found:
-        _send(pid, signal.SIGKILL)
-
-
-def _send(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)

@@ -27,6 +27,8 @@ from tidemill.bus.wire.messages import Sampling, Task
 SEEDS = 2**31
 """Number of different seeds: every engine takes those below."""
 NO_LIMIT = 2**31 - 1
+LENGTH = "length"
+"""Finish reason of a response that ran into its limit of tokens."""
 
 
 class Spent(BadRequest):
@@ -84,6 +86,8 @@ class Episode:
     """Text of the last answer; those of untrained calls do not count behind a trained one."""
     answered: bool = False
     """True if a turn that is trained is recorded."""
+    cut_by_length: bool = False
+    """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
     """Returns the messages of the call that gave ``text``, its answer included. Called once: only those of the last call are wanted."""
     queued_s: float = 0.0
@@ -172,6 +176,8 @@ class Episode:
         if self.answered and not output.trained:
             return False
         self.text, self.answered = text, output.trained
+        # A program may ask for fewer tokens, as a game does for a move: such an answer is whole.
+        self.cut_by_length = output.finish == LENGTH and len(output.tokens) >= self.sampling.max_new_tokens
         return True
 
     def restore(self, text_of: Callable[[NDArray[np.int32]], str]) -> None:

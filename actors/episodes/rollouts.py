@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from tidemill.actors.engines.responses import GenerationFailed
-from tidemill.actors.episodes.episode import Episode
+from tidemill.actors.episodes.episode import LENGTH, Episode
 from tidemill.actors.episodes.gateway import KEY_PATH, Gateway
 from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
 from tidemill.actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
@@ -171,7 +171,7 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     if lost:
         raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
     turns = replace(found.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
-    task, limit = episode.task, episode.spent or episode.cut
+    task, finish_reason = episode.task, _finish_reason(episode, result)
     scored = reward is not None
     sample = Sample(
         run=task.run,
@@ -187,14 +187,14 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         loss_mask=found.loss_mask,
         spans=found.spans,
         reward=reward if reward is not None else 0.0,
-        status=Status.TRUNCATED if limit else Status.COMPLETED,
+        status=Status.COMPLETED if finish_reason == "stop" else Status.TRUNCATED,
         sampling=task.sampling,
         kind=task.kind,
         label=task.label,
         metadata={**task.metadata, **_remarks(episode)},
         engine=episode.engine,
         timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=before_s + sum(behind_s)),
-        finish_reason=f"budget.{limit}" if limit else "stop",
+        finish_reason=finish_reason,
         rollout=task.rollout,
         sequences=found.sequences if len(found.sequences) > 1 else (),
         turns=turns,
@@ -202,6 +202,14 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         routed_experts=found.routed_experts,
     )
     return Made(sample=sample, scored=scored)
+
+
+def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
+    """Return the limit that has ended an episode or cut its last answer; ``stop`` without one, and for a fault of the policy."""
+    limit = episode.spent or episode.cut
+    if limit:
+        return f"budget.{limit}"
+    return LENGTH if episode.cut_by_length and result.fault is None else "stop"
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:

@@ -22,7 +22,7 @@ from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.text import Text
 from tidemill.actors.text.tool_calls import Call, ParsedReply
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, text_of
+from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, chat_tools, text_of
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.template_args import OF_TEMPLATE
 
@@ -424,9 +424,10 @@ def _template(body: Mapping[str, object]) -> JsonObject:
     more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
     if given := OF_TEMPLATE & more.keys():
         raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
-    tools = _of(body, "tools", list, [])
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
+    try:
+        tools = chat_tools(_of(body, "tools", list, []))
+    except WireError as error:
+        raise BadRequest(str(error)) from None
     return {
         **more,
         "tools": tools if tools and body.get("tool_choice") != "none" else None,

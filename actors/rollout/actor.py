@@ -50,7 +50,7 @@ from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.part_settings import fits
 from tidemill.rewards.port import RewardRequest, Scorer
-from tidemill.rewards.scorers.groups import GroupScorer
+from tidemill.rewards.scorers import GroupScorer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ A path that is not listed is refused: among those of an engine are commands, whi
 """
 
 import asyncio
-import importlib
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from tidemill.actors.router.forward import Asker, Forwarder
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.functions import find_function
 from tidemill.weightstore.access import Route, RunAccess
 from tidemill.weightstore.bodies import BodyLimits, body_in
 from tidemill.weightstore.listener import Listener
@@ -203,12 +203,8 @@ class Router:
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises ValueError when it does not exist."""
-    module, _, name = path.partition(":")
-    try:
-        factory: Callable[[RouterConfig], Middleware] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"middleware: want package.module:factory, got {path!r}: {error}") from error
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does not exist."""
+    factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 
 

@@ -3,12 +3,10 @@
 from contextlib import AsyncExitStack
 
 from tidemill.actors.config import ActorConfig
-from tidemill.rewards.children.limits import Limits
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.rewards.part_settings import read_parts
 from tidemill.rewards.port import Scorer
-from tidemill.rewards.scorers.groups import GroupScorer, opened_group
-from tidemill.rewards.scorers.parts import opened_parts
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 
 
 async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:
@@ -16,7 +14,7 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
 
     Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
     """
-    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    limits = ProcessLimits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     score: Scorer | None = None
     if config.reward_parts:
         score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))

@@ -22,11 +22,10 @@ from tidemill.bus.client.http_answer import content_of
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest
 from tidemill.rewards.http.calls import MAX_ANSWER_BYTES
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.port import Contract, RewardRequest
 from tidemill.rewards.registry import REWARD
 
 ROLE = "scorer"
@@ -102,7 +101,7 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``, ``tidemill.rewards.scorers.groups.GroupScorer``)."""
+    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``, ``tidemill.rewards.scorers.GroupScorer``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool

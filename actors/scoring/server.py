@@ -21,10 +21,9 @@ from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
-from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.port import RewardRequest, Scorer, to_request
 from tidemill.rewards.registry import MAX_THREADS, checked
-from tidemill.rewards.request_json import to_request
-from tidemill.rewards.scorers.groups import GroupScorer
+from tidemill.rewards.scorers import GroupScorer
 from tidemill.weightstore.access import Access, Route, TokenAccess
 from tidemill.weightstore.bodies import body_in, json_in
 from tidemill.weightstore.listener import Listener

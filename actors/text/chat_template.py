@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.text.tool_calls import form_of
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import MessageTemplate
 
 
 class ChatTemplate(MessageTemplate):

@@ -1,11 +1,12 @@
-"""Chat messages in one form: of rows, of requests of every API, of tools and of environments. Knows no template and no transport.
+"""Chat messages and tools in one form: of rows, of requests of every API, and of environments. Knows no template and no transport.
 
     role developer                            ->  system
     content null, or text parts               ->  a text
     arguments of calls as JSON text           ->  a map
     results with the id of their call alone   ->  with the tool's name, too
+    tools with their name on top              ->  {"type": "function", "function": {"name": ..., ...}}
 
-Chat templates and renderers read this form alone, so that the same messages have the same tokens wherever they come from.
+Chat templates and renderers read this form alone, so that the same messages and tools have the same tokens wherever they come from.
 """
 
 import json
@@ -34,6 +35,23 @@ def chat_messages(value: object, where: str = "messages") -> list[JsonObject]:
     if not isinstance(value, list | tuple) or not value:
         raise WireError(where, "a list of at least one message", _short(value))
     return _with_names([_message(message, f"{where}[{place}]") for place, message in enumerate(value)])
+
+
+def chat_tools(value: object, where: str = "tools") -> list[JsonObject]:
+    """Return tools in the one form. Raises WireError, which names the tool."""
+    if not isinstance(value, list | tuple):
+        raise WireError(where, "a list of tools", _short(value))
+    return [_tool(tool, f"{where}[{place}]") for place, tool in enumerate(value)]
+
+
+def _tool(value: object, where: str) -> JsonObject:
+    tool = dict(value) if isinstance(value, Mapping) else {}
+    if "function" not in tool:  # as of the Responses API: name and parameters beside the type
+        tool = {"type": tool.pop("type", "function"), "function": tool}
+    function = tool["function"]
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise WireError(where, 'a tool with a name: {"type": "function", "function": {"name": ..., "parameters": ...}}', _short(value))
+    return tool if "type" in tool else {"type": "function", **tool}
 
 
 def text_of(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:

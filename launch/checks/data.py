@@ -14,7 +14,7 @@ from tidemill.learner.data.mixing import Share
 from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
 from tidemill.learner.data.responses import Recordings
 from tidemill.learner.errors import PromptError, TemplateLacks
-from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"

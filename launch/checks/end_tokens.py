@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
-from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.model_text.end_tokens import EndTokens
 
 TOPIC = "ends"
 

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 
 from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.foreign import described, errors_as
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
@@ -17,13 +18,12 @@ from tidemill.learner.algorithms.choices import OFFERED
 from tidemill.learner.data.buffer_filters import contract_of
 from tidemill.learner.data.filter_settings import read_filters
 from tidemill.learner.data.prompts import Row
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
 from tidemill.rewards.part_settings import BY_ROLLOUT, read_parts
 from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0
@@ -201,7 +201,7 @@ def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Ro
 
 
 async def _in_child(name: str, options: JsonObject, request: RewardRequest) -> float | dict[str, float]:
-    async with opened(name, options, Limits(timeout_s=CALL_S, workers=1)) as score:
+    async with opened(name, options, ProcessLimits(timeout_s=CALL_S, workers=1)) as score:
         return await score(request)
 
 

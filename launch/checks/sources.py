@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.learner.algorithms.own_functions import asked_for, imported
+from tidemill.bus.system.functions import FunctionRefused, check_call, find_function
 
 _FOLLOWED = 8
 """Imports that are followed from one module to the next."""
@@ -99,9 +99,9 @@ def _misfit_here(path: str, count: int, offered: Sequence[str]) -> str:
     if path.partition(":")[0].partition(".")[0] not in sys.stdlib_module_names:
         return ""
     try:
-        asked_for(imported(path, "it"), [f"argument_{number}" for number in range(count)], offered, path=path, what="it")
-    except ValueError as bad:
-        return str(bad).rpartition(f"{path!r}: ")[2]
+        check_call(find_function(path), [f"argument_{number}" for number in range(count)], offered, path=path, setting="")
+    except FunctionRefused as error:
+        return error.reason
     return ""
 
 

@@ -1,21 +1,27 @@
 """Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
 
+import asyncio
+from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.actors.rollout_settings import MULTI_TURN, parse_rollouts
+from tidemill.actors.episodes.children import Children
+from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.rollout_settings import MULTI_TURN, PROGRAM, RolloutConfig, parse_rollouts
 from tidemill.actors.text.text import Text
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import SETTING, CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.prompts import PromptTokenizer
-from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
 QUESTION = ({"role": "user", "content": "What is three plus four?"},)
 """Chat that chat templates and renderers are tried with."""
 TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+LOAD_S = 30.0
+"""Seconds in which a program by import path is loaded."""
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
 
@@ -74,18 +80,38 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
 
 
 def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
-    """Report tools of ``multi_turn`` that the model's chat template leaves out. Those of a renderer are checked with the renderer."""
+    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the renderer.
+
+    A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at all.
+    """
     if model is None or model.directory is None or config.actor.gateway.renderer:
         return
-    offering = [
-        name
-        for name, rollout in parse_rollouts(config.rollouts).items()
-        if rollout.use == MULTI_TURN and rollout.options.get("tools") and rollout.options.get("protocol", CHAT) == CHAT
+    rollouts = [
+        (name, rollout) for name, rollout in parse_rollouts(config.rollouts).items() if rollout.use.startswith((MULTI_TURN, PROGRAM))
     ]
-    got = _leaves_out_tools(model.directory, config.data.chat_template_args) if offering else ""
-    for name in offering if got else ():
+    got = _leaves_out_tools(model.directory, config.data.chat_template_args) if rollouts else ""
+    for name, rollout in rollouts if got else ():
+        setting, tools = "options.tools", rollout.options.get("tools")
+        if rollout.use.startswith(PROGRAM):
+            setting, tools = "use", asyncio.run(_tools_of_program(rollout))
+        elif rollout.options.get("protocol", CHAT) != CHAT:
+            continue
+        if not tools:
+            continue
         want, cure = "a chat template that writes tools, or the option protocol: text", f"change chat_template.jinja in {model.directory}"
-        report.error("rollouts", report.at(f"rollouts.{name}.options.tools"), want=want, got=got, cure=cure)
+        offered = f" for {', '.join(tools)}" if setting == "use" else ""
+        report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
+
+
+async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
+    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the reason."""
+    async with Children(rollout.program, options=rollout.options, python=rollout.python) as children:
+        try:
+            async with asyncio.timeout(LOAD_S):
+                await children.load()
+        except (ProgramFailed, TimeoutError):
+            return ()
+        return children.chat_tools
 
 
 def _leaves_out_tools(directory: Path, template_args: JsonObject) -> str:

@@ -265,8 +265,8 @@ def reward_server(args: argparse.Namespace) -> int:
     import math
 
     from tidemill.bus.config import is_loopback
+    from tidemill.bus.processes.limits import ProcessLimits
     from tidemill.launch.run import process, roles
-    from tidemill.rewards.children.limits import Limits
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""
     if args.token_env and not token:
@@ -275,7 +275,7 @@ def reward_server(args: argparse.Namespace) -> int:
         raise ValueError(f"--host {args.host}: want --token-env VARIABLE, or --insecure: other machines could use the reward")
     if not 0 < args.timeout < math.inf or args.workers < 1 or args.memory_mb < 0:
         raise ValueError("want --timeout > 0, --workers >= 1 and --memory-mb >= 0")
-    limits = Limits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
+    limits = ProcessLimits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
     process.set_up_logging("reward-server", args.reward)
     reward = roles.ServedReward(name=args.reward, options=given_options(args.option), of_groups=args.group)
     refused: list[ValueError] = []

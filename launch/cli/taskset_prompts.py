@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from tidemill.bus.processes.limits import environment
 from tidemill.learner.errors import PromptError
-from tidemill.rewards.children.keeper_process import environment
 
 PROGRAM = VERIFIERS.rpartition(":")[0]
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from tidemill.launch.run.access import auth_dir
 from tidemill.launch.run.roles import LONG_WAIT_S, importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.model_text.end_tokens import EndTokens
 
 if TYPE_CHECKING:
     from tidemill.bus.streams.bus import Bus

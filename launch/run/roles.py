@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from tidemill.actors.config import EngineConfig
     from tidemill.actors.router.config import RouterConfig
     from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.bus.processes.limits import ProcessLimits
     from tidemill.launch.run.host_learner import HostLearner
     from tidemill.launch.settings.config_loader import Setting
-    from tidemill.rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -212,7 +212,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.rollout import actor_process
     from tidemill.actors.rollout_settings import RolloutPrograms
-    from tidemill.rewards.children.limits import become_undumpable
+    from tidemill.bus.processes.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
     run = run or await found_run(bus_url, "actor", draining)
@@ -235,7 +235,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
     from tidemill.bus.client.reach import AUTO
-    from tidemill.rewards.children.limits import become_undumpable
+    from tidemill.bus.processes.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -279,12 +279,13 @@ class ServedReward:
     """True for a reward of groups."""
 
 
-async def run_reward_server(reward: ServedReward, limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str) -> None:
+async def run_reward_server(
+    reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
+) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from tidemill.rewards.children.limits import become_undumpable
-    from tidemill.rewards.scorers.groups import opened_group
-    from tidemill.rewards.scorers.single import opened
+    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.rewards.scorers import opened, opened_group
 
     become_undumpable()
     async with AsyncExitStack() as stack:

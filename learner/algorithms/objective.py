@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tidemill.bus.system.functions import check_call, find_function
 from tidemill.learner.algorithms import policy_losses, rejection, token_returns
 from tidemill.learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, over_baselines, pass_at_k, roles_of, whitened
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, TokenLoss, aggregate
@@ -32,7 +33,6 @@ from tidemill.learner.algorithms.importance_weights import (
     weight_sums,
 )
 from tidemill.learner.algorithms.kl import corrected_kl, kl_T
-from tidemill.learner.algorithms.own_functions import asked_for, imported
 from tidemill.learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.shaping import distillation_advantages, overlong_penalty, sft_loss, top_k_divergence
@@ -203,9 +203,9 @@ class Objective:
         elif config.advantage in RUNNING:  # ``over_running_baselines`` makes the advantages
             self.asks = frozenset({"metadata"} if config.by_role else ())
         elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
-            self._advantages = imported(config.advantage, "advantage")
+            self._advantages = find_function(config.advantage, "advantage")
             given = ("rewards_N", "groups_N")
-            self.asks = asked_for(self._advantages, given, OFFERED, path=config.advantage, what="advantage")
+            self.asks = check_call(self._advantages, given, OFFERED, path=config.advantage, setting="advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
@@ -535,8 +535,8 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
 
 def _own(path: str, setting: str) -> Callable[..., Any]:
     """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the setting."""
-    function = imported(path, setting)
-    asked_for(function, _GIVEN[setting], (), path=path, what=setting)
+    function = find_function(path, setting)
+    check_call(function, _GIVEN[setting], path=path, setting=setting)
     return function
 
 

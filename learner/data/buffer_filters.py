@@ -13,8 +13,8 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
 from tidemill.learner.data.filter_settings import FilterConfig
 from tidemill.learner.data.filters import FILTER, Decision, decision_of
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Contract
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

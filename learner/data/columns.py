@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
 from tidemill.bus.config import RUN_NAME, SINGLE_TURN
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_tools
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
 from tidemill.learner.data.config import MOST_LETTERS, MOST_STOPS
@@ -110,7 +112,7 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
-    """Return the tools in column ``key``: a list of maps, or such a list as JSON text; none for null. Raises PromptError."""
+    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if found is None:
         return []
@@ -122,12 +124,11 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
     if not isinstance(found, list) or len(found) > MOST_TOOLS:
         got = f"{len(found)} tools" if isinstance(found, list) else kind_of(found)
         raise PromptError(where, f"a list of at most {MOST_TOOLS} tools, or one as JSON text, in {key!r}", got)
-    for tool in found:
-        function = tool.get("function", tool) if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise PromptError(where, f"tools with a name, or with function.name, in {key!r}", f"{tool!r:.80}")
     refuse_unsendable(found, where=where, key=key)
-    return found
+    try:
+        return chat_tools(found, key)
+    except WireError as error:
+        raise PromptError(where, f"tools with a name, or with function.name, in {key!r}", f"{error.got!r:.80}") from None
 
 
 def _listed(value: Any) -> tuple[Any, ...] | None:

@@ -18,8 +18,8 @@ from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
 from tidemill.learner.data.filter_settings import BUILT_IN
-from tidemill.rewards.contract import Contract
 from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Contract
 
 MAX_REASON = 40
 """Characters of a filter's reason for a drop that are kept."""

@@ -25,7 +25,7 @@ from tidemill.learner.data.responses import RecordedRow, RecordedSequence, Recor
 from tidemill.learner.data.saved_tokenizer import saved_tokenizer
 from tidemill.learner.data.source import Source, rollout_named
 from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks
-from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 Tokenize = Callable[..., Sequence[int]]
 """Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
@@ -301,6 +301,8 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
     reward = reward_in(values, source.reward_key, where=row.where) or source.reward
     tools = tools_in(values, source.tools_key, where=row.where)
     own: JsonObject = ({REWARD: reward} if reward else {}) | ({TOOLS: tools} if tools else {})
+    if tools and TOOLS in row.metadata:  # in the notation of the column, perhaps
+        row = replace(row, metadata={**row.metadata, TOOLS: tools_in(row.metadata, TOOLS, where=row.where)})
     for key, value in own.items():
         if row.metadata.get(key, value) != value:
             raise PromptError(row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata")

@@ -4,7 +4,6 @@ The function takes nothing and returns an iterable of maps, the same ones at eve
 """
 
 import hashlib
-import importlib
 import json
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.system.functions import FunctionRefused, find_function
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.errors import PromptError
 
@@ -53,10 +53,12 @@ def add_rows(digest: "hashlib._Hash", path: Path) -> None:
 
 
 def _called(path: Path) -> Iterator[Any]:
-    module, _, name = str(path).removeprefix(PREFIX).partition(":")
     want = "python:module:function, which returns an iterable of maps; modules are searched in this directory and in PYTHONPATH"
+    try:
+        function: Callable[[], Iterable[Any]] = find_function(str(path).removeprefix(PREFIX))
+    except FunctionRefused as error:
+        raise PromptError(str(path), want, error.reason) from error
     with errors_as(partial(_refused, str(path), want)):
-        function: Callable[[], Iterable[Any]] = getattr(importlib.import_module(module), name)
         return iter(function())
 
 

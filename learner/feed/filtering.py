@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Sample, Task
 from tidemill.learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
 from tidemill.learner.data.datasource import DataSource
@@ -24,9 +25,8 @@ from tidemill.learner.data.filter_settings import BUILT_IN, FilterConfig
 from tidemill.learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
 from tidemill.learner.data.groups import Verdict
 from tidemill.learner.data.selection import FILTERED
-from tidemill.rewards.children.limits import Limits
-from tidemill.rewards.children.pool import Children
 from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.processes.pool import FunctionProcesses
 from tidemill.rewards.registry import bind
 
 log = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple
             if config.use in BUILT_IN:
                 judge = _here(config)
             else:
-                limits = Limits(timeout_s=config.timeout_s, workers=config.workers)
-                judge = (await stack.enter_async_context(Children(config.use, config.options, limits, contract_of(config)))).call
+                limits = ProcessLimits(timeout_s=config.timeout_s, workers=config.workers)
+                judge = (await stack.enter_async_context(FunctionProcesses(config.use, config.options, limits, contract_of(config)))).call
             filters.append(OpenFilter(config, judge))
         yield tuple(filters)
 

@@ -10,7 +10,7 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tidemill.bus.system.foreign import described, errors_as
-from tidemill.learner.algorithms.own_functions import asked_for, imported
+from tidemill.bus.system.functions import check_call, find_function
 from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.errors import HookFailed
 from tidemill.learner.settings.hooks import HooksConfig
@@ -52,9 +52,9 @@ class Hooks:
         self._config = config
         self._functions: dict[str, Callable[[Any], object]] = {}
         for name, path in config.given.items():
-            what = f"learner.hooks.{name}"
-            self._functions[name] = imported(path, what)
-            asked_for(self._functions[name], ("moment",), (), path=path, what=what)
+            setting = f"learner.hooks.{name}"
+            self._functions[name] = find_function(path, setting)
+            check_call(self._functions[name], ("moment",), path=path, setting=setting)
 
     def before_log_probs(self, moment: BeforeLogProbs) -> None:
         """Call the hook of this name. Raises HookFailed."""

@@ -7,8 +7,7 @@ from typing import Any
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest, group_fields
 from tidemill.rewards.http.calls import Calls
-from tidemill.rewards.port import Parts, RewardRequest
-from tidemill.rewards.request_json import fields_of
+from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 
 class Remote:

@@ -9,7 +9,7 @@ from typing import Any
 from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.rewards.http.calls import Calls
 from tidemill.rewards.http.remote import bearer
-from tidemill.rewards.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import MessageTemplate
 from tidemill.rewards.port import RewardRequest
 
 Tokenize = Callable[[list[dict[str, object]]], list[int]]

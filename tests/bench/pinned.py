@@ -38,7 +38,7 @@ from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.data.batching import build_batches
 from tidemill.learner.data.packing import assign
 from tidemill.learner.settings.config import OptimizerConfig
-from tidemill.rewards.digits import digits
+from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
 Corrupt = Callable[[list[Sample], "PinnedLoop"], list[Sample]]

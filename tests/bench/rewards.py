@@ -37,15 +37,14 @@ from tidemill import launch
 from tidemill.actors.engines.server_pool import ServerStatus
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
 from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards import group
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.part_settings import BY_ROLLOUT
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest, fields_of
 from tidemill.rewards.registry import bind
-from tidemill.rewards.request_json import fields_of
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 ROUNDS = 3
 """Measurements of each side, in turn; the median counts."""
@@ -306,7 +305,7 @@ def nothing(request: RewardRequest) -> float:
 async def children(size: int, at_once: int, seconds: float) -> tuple[float, float]:
     """Return the calls of ``nothing`` in children per second, and the seconds of this process's core that each takes."""
     request = _request("x" * size, "7")
-    async with opened("tests.bench.rewards:nothing", {}, Limits(workers=min(at_once, 2))) as score:
+    async with opened("tests.bench.rewards:nothing", {}, ProcessLimits(workers=min(at_once, 2))) as score:
         await asyncio.gather(*(score(request) for _ in range(2)))
         begin, cpu_s, done = time.monotonic(), time.process_time(), 0
         while (took := time.monotonic() - begin) < seconds or not done:

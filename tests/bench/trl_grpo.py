@@ -13,7 +13,7 @@ import torch
 
 
 def dense_reward(completion_ids: list[list[int]], label: list[str], tokenizer: Any, max_new_tokens: int) -> list[float]:
-    """Return the rewards by the formula of ``rewards/digits.py``: right positions and the right end, over the longer length and one."""
+    """Return the rewards by the formula of ``digits``: right positions and the right end, over the longer length and one."""
     scores = []
     for ids, want in zip(completion_ids, label, strict=True):
         ended = tokenizer.eos_token_id in ids

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tidemill.bus.system.functions import find_function
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, coefficients
 from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
 from tidemill.learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
-from tidemill.learner.algorithms.own_functions import imported
 from tidemill.learner.algorithms.policy_losses import PolicyLoss
 from tidemill.learner.algorithms.presets import PRESETS
 
@@ -60,7 +60,7 @@ def estimator(request: pytest.FixtureRequest) -> Objective:
 
 @pytest.fixture
 def level(request: pytest.FixtureRequest) -> str | WeightFunction:
-    return imported(request.param, "weight") if ":" in request.param else request.param
+    return find_function(request.param, "weight") if ":" in request.param else request.param
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def rule(request: pytest.FixtureRequest) -> Objective:
 
 @pytest.fixture
 def mode(request: pytest.FixtureRequest) -> str | Reducer:
-    return imported(request.param, "aggregation") if ":" in request.param else request.param
+    return find_function(request.param, "aggregation") if ":" in request.param else request.param
 
 
 def row(seed: int = 0, spread: float = 0.3) -> tuple[Tensor, Tokens]:
@@ -213,7 +213,7 @@ def test_a_better_sample_of_a_group_has_no_smaller_advantage(estimator: Objectiv
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("no_such_module:f", "no_such_module"), ("math:no_such_function", "has no 'no_such_function'"), ("math:pi", "a float")],
+    [("no_such_module:f", "no_such_module"), ("math:no_such_function", "has no 'no_such_function'"), ("math:pi", "pi is float")],
 )
 def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"loss: want .*{reason}"):

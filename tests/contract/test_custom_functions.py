@@ -22,6 +22,7 @@ from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.messages import Status, score_of
@@ -30,12 +31,10 @@ from tidemill.launch.metrics.port import SINK, StepMetrics
 from tidemill.learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
 from tidemill.learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
 from tidemill.learner.data.row_functions import PREFIX, add_rows, rows_of
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import Bound, bind
-from tidemill.rewards.scorers.groups import opened_group
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened, opened_group
 
 EXAMPLES = "docs.examples.extending."
 OURS: dict[str, list[str]] = {
@@ -49,7 +48,7 @@ OURS: dict[str, list[str]] = {
     "sink": ["jsonl", EXAMPLES + "my_sink:hook"],
 }
 """Functions of each kind that are held to its contract: those that ship and need no options, and the examples."""
-LIMITS = Limits(timeout_s=60.0)
+LIMITS = ProcessLimits(timeout_s=60.0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -4,7 +4,7 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ async def test_two_turns_are_one_sample_with_the_log_probs_of_a_forward_pass(mod
         sample = (await scene.rollout.sample(task(), 2, "n0")).sample
         check_sample(sample)
         assert sample.turns is not None and len(sample.turns.at) == 2
-        assert (sample.rollout, sample.index, sample.status, sample.reward) == ("agent", 2, Status.COMPLETED, 1.0)
+        assert (sample.rollout, sample.index, sample.status, sample.reward) == ("agent", 2, Status.TRUNCATED, 1.0)
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
         at, done = 0, 0
         for size in sample.sizes:  # whole sequences, through the model alone
@@ -343,6 +343,29 @@ async def test_an_answer_that_the_models_context_cut_is_truncated(model_dir: Pat
         (Status.TRUNCATED, "budget.context"),
         (Status.COMPLETED, "stop"),
     ]
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+async def test_an_episode_whose_last_answer_is_cut_by_its_length_is_truncated_as_a_single_turn_is(model_dir: Path, streamed: bool) -> None:
+    """An earlier answer, a call that is context only, and an answer that the program itself wants short do not count."""
+
+    async def program(client: Client, calls: Sequence[Mapping[str, Any]]) -> float:
+        for number, call in enumerate(calls):
+            body = {"input_ids": [5, number], "sampling_params": call.get("params", {}), **({"stream": True} if streamed else {})}
+            async with client.session.post(client.root + "/generate", json=body, headers=call.get("headers", {})) as answer:
+                assert answer.status == 200
+                await answer.read()
+        return 0.5
+
+    cut: dict[str, Any] = {}
+    short, stopped = {"params": {"max_new_tokens": 2}}, {"params": {"stop_token_ids": [*range(299)]}}
+    context = {"headers": {"X-Tidemill-Train": "0"}}
+    outcomes = []
+    for calls in ((short, cut), (cut, short), (cut, stopped), (cut, stopped | context), (stopped, cut | context)):
+        sample = await sampled(model_dir, partial(program, calls=calls))
+        outcomes.append((sample.status, sample.finish_reason))
+    truncated, completed = (Status.TRUNCATED, "length"), (Status.COMPLETED, "stop")
+    assert outcomes == [truncated, completed, completed, truncated, completed]
 
 
 async def test_a_program_may_end_an_episode_at_a_limit_of_its_own(model_dir: Path) -> None:

@@ -66,7 +66,7 @@ async def test_results_of_tools_are_context_and_the_rest_has_the_log_probs_of_a_
 
 async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> None:
     for protocol in ("text", "chat"):
-        rollout = MultiTurn(protocol=protocol, environment=f"{GAMES}:Game", environment_options={"actions": 3})
+        rollout = MultiTurn(protocol=protocol, environment=f"{GAMES}:Game", environment_options={"actions": 3}, max_tokens=5)
         sample, _ = await made(model_dir, rollout)
         assert sample.turns is not None
         assert [(number, reward) for number, reward in sample.turns.rewards] == [(0, 1.0), (1, 2.0), (2, 3.0)]
@@ -310,15 +310,32 @@ async def test_max_turns_cut_an_episode_whose_last_answer_has_calls(last_calls: 
     ("options", "max_turns", "limit"),
     [
         ({"tools": [f"{GAMES}:told"], "call": ANYTHING}, 2, "budget.max_turns"),
-        ({"tools": [f"{GAMES}:told"], "call": "never(.*)"}, 1, "stop"),
+        ({"tools": [f"{GAMES}:told"], "call": "never(.*)"}, 1, "length"),
         ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 2, "budget.max_turns"),
-        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 3, "stop"),
+        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 3, "length"),
     ],
 )
 async def test_an_episode_that_max_turns_cut_is_truncated(model_dir: Path, options: dict[str, Any], max_turns: int, limit: str) -> None:
     sample, _ = await made(model_dir, MultiTurn(protocol="text", max_turns=max_turns, **options))
-    assert (sample.status, sample.finish_reason) == (Status.COMPLETED if limit == "stop" else Status.TRUNCATED, limit)
+    assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, limit), "answers of a random model are cut by their length"
     assert sample.turns is not None and len(sample.turns.at) == max_turns
+
+
+@pytest.mark.parametrize(
+    ("options", "max_new_tokens", "ending"),
+    [
+        ({}, 3, (Status.TRUNCATED, "length")),
+        ({"max_tokens": 3}, 12, (Status.TRUNCATED, "budget.max_tokens")),
+        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 1}, "max_tokens": 3}, 12, (Status.COMPLETED, "stop")),
+    ],
+    ids=["task", "turn", "move"],
+)
+async def test_an_episode_whose_last_answer_is_cut_by_its_length_is_truncated(
+    model_dir: Path, options: dict[str, Any], max_new_tokens: int, ending: tuple[Status, str]
+) -> None:
+    sample, _ = await made(model_dir, MultiTurn(protocol="text", call="never(.*)", **options), max_new_tokens=max_new_tokens)
+    assert sample.turns is not None and sample.turns.finish == ("length",)
+    assert (sample.status, sample.finish_reason) == ending
 
 
 async def test_the_sum_game_ends_with_its_second_turn_and_is_not_cut() -> None:

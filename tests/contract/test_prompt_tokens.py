@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from tests.chat_kit import CALL, TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.tiny_models import FAMILIES, write_tiny_model, write_tiny_tokenizer
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
 from tidemill.bus.wire.messages import Prompt
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import check_model
@@ -185,3 +186,25 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
         for one in (tokenize, theirs):
             with pytest.raises(PromptError, match="a:1: want a prompt that tokenizer and chat template accept, got "):
                 RowTokens(one, max_tokens=99).of(row_of_file)
+
+
+@pytest.mark.parametrize("notation", ["nested", "flat", "flat with a type", "without a type"])
+def test_tools_in_every_notation_have_the_same_tokens_on_every_way(tmp_path: Path, notation: str) -> None:
+    """Rows, servers, and ``multi_turn``, which is sent the tools of a row in its metadata."""
+    model = write_tiny_model(tmp_path / "model", FAMILIES[0], tied=False)
+    template = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(template)
+    nested = {"type": "function", "function": {"name": "calculator", "description": "Sums.", "parameters": {"type": "object"}}}
+    tool = {
+        "nested": nested,
+        "flat": nested["function"],
+        "flat with a type": {"type": "function", **nested["function"]},  # type: ignore[dict-item]
+        "without a type": {"function": nested["function"]},
+    }[notation]
+    paths, messages = Paths(model), [{"role": "user", "content": "2+3?"}]
+    expected = paths.ids(messages, [nested])
+    assert paths.ids(messages, [tool]) == expected
+    (offered,) = MultiTurn(tools=["calculator"])._offered({"metadata": paths.row(messages, [tool])().metadata}).values()
+    (as_written,) = MultiTurn(tools=["calculator"])._offered({"metadata": {"tools": [tool]}}).values()
+    assert offered.schema == as_written.schema == nested
+    assert paths.ids(messages, [offered.schema]) == expected

@@ -358,3 +358,28 @@ async def test_children_end_with_their_actor(tmp_path: Path) -> None:
 async def test_values_that_json_does_not_have_are_refused() -> None:
     async with children() as pool:
         assert "JSON" in await refusal(pool, "give", value={1, 2})
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+@pytest.mark.parametrize("broken", ["full", "closed"])
+async def test_a_program_that_prints_does_not_fail_where_its_output_cannot_be_written(
+    descriptor: int, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if broken == "full":
+        unwritable = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reader, unwritable = os.pipe()
+        os.close(reader)
+    before = os.dup(descriptor)
+    os.dup2(unwritable, descriptor)
+    try:
+        async with children() as pool:
+            assert (await run(pool, "loud")).value == 1.0
+            assert (await run(pool, "loud", id="2.0.a")).value == 1.0
+            assert pool.counters.started == 1
+    finally:
+        os.dup2(before, descriptor)
+        os.close(before)
+        os.close(unwritable)
+    reports = [record.getMessage() for record in caplog.records if "output of a rollout program is lost" in record.getMessage()]
+    assert len(reports) == 1, reports

@@ -47,7 +47,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def playing(python: str, model_dir: Path, environment: str, options: Any, **more: Any) -> AsyncIterator[ProgramRollout]:
     """Give the rollout of an environment, with one child."""
-    asked = {"environment": environment, "environment_options": options, **more}
+    asked = {"environment": environment, "environment_options": options, "max_tokens": 8, **more}  # moves, which are whole
     config = parse_rollouts({"it": {"use": "multi_turn", "options": asked, "python": python}})["it"]
 
     async def none(client: object) -> None:

@@ -18,13 +18,13 @@ from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
 from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.processes.limits import children_of
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Kind, Status
 from tidemill.launch.cli.status import unserved
-from tidemill.rewards.children.limits import children_of
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,16 +15,15 @@ from tidemill.actors.config import ActorConfig
 from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
 from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Kind, Sample, Status
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest, relative_length
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind
-from tidemill.rewards.scorers.groups import opened_group
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened, opened_group
 
 HERE = "tests.child_group_rewards"
 
@@ -97,7 +96,7 @@ async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpen
 
 
 async def test_a_server_scores_groups(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with opened_group("relative_length", {"weight": 2.0}, Limits()) as score, opened("digits") as digits:
+    async with opened_group("relative_length", {"weight": 2.0}, ProcessLimits()) as score, opened("digits") as digits:
         server = RewardServer("relative_length", None, score, token="s")
         async with serving(server, "127.0.0.1", 0) as url, open_bus() as bus, engine(bus):
             tasks = await issue(bus, await take_over(bus), 2)
@@ -140,7 +139,7 @@ ONE, TWO = [0.5, {"score": 1.0}], {"rewards": [1, 2]}
 )
 async def test_answers_of_a_server_for_groups(answer: Any, found: Any) -> None:
     async with answering(lambda number, asked: web.json_response(answer)) as (url, asked):
-        async with opened_group("remote", {"url": url, "retries": 0}, Limits()) as score:
+        async with opened_group("remote", {"url": url, "retries": 0}, ProcessLimits()) as score:
             if isinstance(found, list):
                 assert await score(GroupRequest(samples=requests(1, 2), rewards=(0.0, {"score": 1.0}))) == found
             else:
@@ -200,7 +199,7 @@ async def test_options_and_names_are_checked() -> None:
     with pytest.raises(BadRewardOption, match=r"group_reward_options.wieght: no such option.*nearest: 'weight'"):
         bind("relative_length", {"wieght": 1.0}, GROUP)
     with pytest.raises(ValueError, match="group reward 'relative': want one of"):
-        async with opened_group("relative", {}, Limits()):
+        async with opened_group("relative", {}, ProcessLimits()):
             pass
 
 
@@ -209,6 +208,6 @@ async def test_whatever_a_built_in_reward_raises_is_its_failure(monkeypatch: pyt
         raise ZeroDivisionError("no samples")
 
     monkeypatch.setattr("tidemill.rewards.group.relative_length", broken)
-    async with opened_group("relative_length", {}, Limits()) as score:
+    async with opened_group("relative_length", {}, ProcessLimits()) as score:
         with pytest.raises(RewardFailed, match=r"ZeroDivisionError\('no samples'\)"):
             await score(GroupRequest(samples=()))

@@ -33,7 +33,7 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.codec import encode_task
 from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
-from tidemill.rewards.exact import exact
+from tidemill.rewards.builtin.text import exact
 from tidemill.rewards.port import RewardRequest
 
 CONFIG = {

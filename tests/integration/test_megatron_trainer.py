@@ -230,7 +230,7 @@ def test_the_hooks_of_the_examples_log(make: Any, caplog: pytest.LogCaptureFixtu
     assert first.startswith("log-probs step=10 policy=proximal tokens=") and second.startswith("before step=10 minibatch=0 largest_weight=")
 
 
-@pytest.mark.parametrize(("name", "message"), [("two", "too many|missing"), ("none", "has no 'none'"), ("CALLED", "a list")])
+@pytest.mark.parametrize(("name", "message"), [("two", "too many|missing"), ("none", "has no 'none'"), ("CALLED", "CALLED is list")])
 def test_a_hook_that_cannot_be_called_is_refused_at_the_start(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"learner.hooks.before_step: want .*({message})"):
         Hooks(HooksConfig(before_step=f"{__name__}:{name}"))

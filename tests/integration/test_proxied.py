@@ -15,9 +15,9 @@ from urllib.parse import urlsplit
 import pytest
 
 from tidemill.actors.episodes.children import Children
+from tidemill.bus.processes.limits import environment
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.proxies import direct_opener, without_proxy
-from tidemill.rewards.children.keeper_process import environment
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bus", "weightstore", "rewards", "actors", "learner", "launch")

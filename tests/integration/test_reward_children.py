@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from tests.conftest import waited_for_a_core_s
+from tidemill.bus.processes.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children import pool
-from tidemill.rewards.children.keeper_process import KeeperProcess
-from tidemill.rewards.children.limits import Limits, children_of
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.processes import pool
+from tidemill.rewards.processes.keeper_process import KeeperProcess
 from tidemill.rewards.registry import REWARD
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 HERE = "tests.child_rewards"
-LIMITS = Limits(timeout_s=30.0, workers=3)
-BRIEF = Limits(timeout_s=0.5, workers=3)
+LIMITS = ProcessLimits(timeout_s=30.0, workers=3)
+BRIEF = ProcessLimits(timeout_s=0.5, workers=3)
 """For calls that never end; others are tried again (``surely``), as a busy machine may take longer."""
 
 
@@ -34,7 +34,7 @@ def request(response: str, label: Any = None, **more: Any) -> RewardRequest:
 
 
 @asynccontextmanager
-async def scoring(function: str, limits: Limits = LIMITS, **options: Any) -> AsyncIterator[Scorer]:
+async def scoring(function: str, limits: ProcessLimits = LIMITS, **options: Any) -> AsyncIterator[Scorer]:
     """Give the scorer; afterwards nothing that it has started is left."""
     before = children_of({os.getpid()})  # servers of other tests
     async with opened(f"{HERE}:{function}", options, limits) as score:
@@ -208,7 +208,7 @@ async def test_a_call_that_is_cancelled_is_killed() -> None:
 
 async def test_processes_that_a_reward_has_started_end_with_it_in_whatever_session(tmp_path: Path) -> None:
     file = tmp_path / "pids"
-    async with scoring("leaves_processes", Limits(timeout_s=30.0), file=str(file)) as score:
+    async with scoring("leaves_processes", ProcessLimits(timeout_s=30.0), file=str(file)) as score:
         call = asyncio.ensure_future(score(request("")))
         async with asyncio.timeout(30):
             while not file.exists() or not file.read_text().endswith("\n"):  # noqa: ASYNC110
@@ -237,7 +237,7 @@ async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch
 async def test_calls_of_an_async_reward_share_a_process_and_one_that_blocks_it_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    async with scoring("counted", Limits(timeout_s=60.0, workers=3)) as score:
+    async with scoring("counted", ProcessLimits(timeout_s=60.0, workers=3)) as score:
         assert [await score(request("")) for _ in range(3)] == [1.0, 2.0, 3.0]
         with monkeypatch.context() as patch:
             patch.setattr(pool, "CANCEL_S", 60.0)  # a busy machine is late with the confirmation, too

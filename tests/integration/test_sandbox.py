@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.bus.processes.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children.limits import Limits, children_of
 from tidemill.rewards.code.sandbox import Bounds, Outcome, run
 from tidemill.rewards.code.tests_passed import code
 from tidemill.rewards.errors import RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 BOUNDS = Bounds(seconds=60.0, memory_mb=512)
 BRIEF = Bounds(seconds=1.0, memory_mb=512)
@@ -220,13 +220,13 @@ def test_a_machine_without_a_sandbox_is_refused_before_the_first_response(monkey
 
 async def test_the_reward_in_an_actor_s_children_leaves_nothing_running() -> None:
     label = {"inputs": ["1\n", "5\n"], "outputs": ["2\n", "6\n"]}
-    async with opened("code", {"seconds": 20.0}, Limits(timeout_s=60.0, workers=2)) as score:
+    async with opened("code", {"seconds": 20.0}, ProcessLimits(timeout_s=60.0, workers=2)) as score:
         for program, want in (("print(int(input()) + 1)", 1.0), ("print(2)", 0.0), ("import os\nos.fork()", 0.0)):
             response = f"I would write\n```python\n{program}\n```\nand that is it."
             found = await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED))
             assert isinstance(found, dict)
             assert (found["score"], found["tests"]) == (want, 2.0)
-    async with opened("code", {"seconds": 30.0}, Limits(timeout_s=0.5, workers=1)) as score:
+    async with opened("code", {"seconds": 30.0}, ProcessLimits(timeout_s=0.5, workers=1)) as score:
         with pytest.raises(TimeoutError):
             await score(RewardRequest(prompt="p", response="```python\nwhile True: pass\n```", label=label, status=Status.COMPLETED))
 
@@ -235,7 +235,7 @@ async def test_an_actor_with_many_open_files_has_its_children_too() -> None:
     """A process inherits its socket under the number that it has in the actor, and ``select.select`` takes numbers up to 1023 only."""
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
-        async with opened("code", {"seconds": 60.0}, Limits(timeout_s=120.0, workers=1)) as score:
+        async with opened("code", {"seconds": 60.0}, ProcessLimits(timeout_s=120.0, workers=1)) as score:
             label = {"inputs": ["1\n"], "outputs": ["2\n"]}
             response = "```python\nprint(int(input()) + 1)\n```"
             assert await score(RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED)) == {

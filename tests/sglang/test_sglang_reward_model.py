@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.engine_kinds import sglang_server
 from tests.tiny_models import tiny_config, write_tiny_tokenizer
 from tests.unit.test_rewards_http import request
-from tidemill.rewards.children.limits import Limits
-from tidemill.rewards.scorers.single import opened
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.rewards.scorers import opened
 
 
 def write_reward_model(directory: Path, family: str) -> Path:
@@ -44,7 +44,7 @@ async def test_its_outputs_are_those_of_transformers(python: str, tmp_path: Path
 
     async def score(url: str) -> list[float]:
         options = {"url": url, "model": str(reward_model), "scale": 2.0, "offset": 0.25}
-        async with opened("reward_model", options, Limits()) as scorer:
+        async with opened("reward_model", options, ProcessLimits()) as scorer:
             found = await asyncio.gather(*(scorer(request(response, prompt=prompt)) for prompt in prompts for response in responses))
         return [one["score"] for one in found]
 

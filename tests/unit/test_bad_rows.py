@@ -23,7 +23,7 @@ from tidemill.learner.data.prompts import PromptFile, RowRules, RowTokens
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import ConfigRefused, PromptError
 from tidemill.learner.evaluation.prompts import EvalPrompts
-from tidemill.rewards.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ m.role) }}{% endif %}"

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from tests.examples import examples
 from tidemill.learner.data.responses import RecordedRow, Recordings, Response
 from tidemill.learner.errors import PromptError
-from tidemill.rewards.message_template import MessageTemplate
+from tidemill.rewards.model_text.message_template import MessageTemplate
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 END = 2

@@ -67,7 +67,7 @@ def test_a_function_that_can_be_called(name: str) -> None:
         ("mine:too_short", "it takes a; it is called with 4 arguments, and may ask for lengths_N"),
         ("mine:needs", "it takes a, b, c, d, scale; it is called with 4 arguments, and may ask for lengths_N"),
         ("math:sin", "too many positional arguments"),
-        ("math:pi", "a float"),
+        ("math:pi", "want a callable, pi is float"),
     ],
 )
 def test_what_cannot_be_called(path: str, defect: str) -> None:

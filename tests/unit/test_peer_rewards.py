@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.errors import RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import load
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 HERE = "tests.peer_rewards"
 REQUEST = RewardRequest(
@@ -52,7 +52,7 @@ async def test_an_empty_response_has_no_ids() -> None:
 
 async def test_in_a_child_of_an_actor() -> None:
     for name, options, reward in (REWARDS[0], REWARDS[2], REWARDS[4]):
-        async with opened(name, options, Limits(timeout_s=60.0, workers=1)) as score:
+        async with opened(name, options, ProcessLimits(timeout_s=60.0, workers=1)) as score:
             assert await score(REQUEST) == pytest.approx(reward)
 
 

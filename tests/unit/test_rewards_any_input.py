@@ -24,20 +24,21 @@ from hypothesis import strategies as st
 from tests.examples import examples
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards import group, ifbench
-from tidemill.rewards.children.limits import Limits
+from tidemill.rewards import group
+from tidemill.rewards.builtin import ifbench
+from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
 from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output, same_value
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.ifeval import INSTRUCTIONS, follows
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import ASKING, TABLE, bind, checked
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 IN_CHILDREN = {"math_verify", "regex"}
 """Rewards without a bound of their own: a formula or a pattern may take any time."""
 HERE = sorted(TABLE.keys() - ASKING - IN_CHILDREN - {"code", "ifeval"})
-LIMIT_S = Limits().timeout_s
+LIMIT_S = ProcessLimits().timeout_s
 """Seconds that a call may take; one that runs in the event loop takes less than a thousandth of it."""
 IN_LOOP_S = 4.0
 """Seconds of processor time for a text of ``MOST`` characters: forty times the usual; a square of the length takes more."""
@@ -273,14 +274,14 @@ async def drawn(score: Callable[[RewardRequest], Any], name: str, given_here: Ca
 
 async def test_any_answer_to_math_verify_gets_a_number_a_refusal_or_the_end_of_its_time() -> None:
     some = st.sampled_from(HARD) | TEXTS
-    async with opened("math_verify", {}, Limits(timeout_s=TIMEOUT_S, workers=1)) as score:
+    async with opened("math_verify", {}, ProcessLimits(timeout_s=TIMEOUT_S, workers=1)) as score:
         await drawn(score, "math_verify", given(st.builds(asked, some, some | JSON)), 20)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 async def test_any_pattern_gets_a_number_a_refusal_or_the_end_of_its_time(pattern: str) -> None:
     some = REPEATED | MIXED | st.sampled_from(["a" * 40, "a" * 30 + "b", "x" * 40])
-    async with opened("regex", {"pattern": pattern}, Limits(timeout_s=TIMEOUT_S, workers=1)) as score:
+    async with opened("regex", {"pattern": pattern}, ProcessLimits(timeout_s=TIMEOUT_S, workers=1)) as score:
         await drawn(score, "regex", given(st.builds(asked, some, st.none())), 8)
 
 

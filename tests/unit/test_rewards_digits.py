@@ -5,8 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.digits import digits
-from tidemill.rewards.exact import exact
+from tidemill.rewards.builtin.text import digits, exact
 from tidemill.rewards.port import RewardRequest
 
 

@@ -14,15 +14,15 @@ import pytest
 from aiohttp import ClientSession, web
 
 from tidemill.actors.scoring.server import RewardServer, request_in, serving
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.http import calls
 from tidemill.rewards.http.judge import Judge, fill
 from tidemill.rewards.http.remote import Remote
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind, load
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 Answer = Callable[[int, Any], web.StreamResponse]
 
@@ -243,7 +243,7 @@ async def test_the_server_scores_what_the_client_asks() -> None:
 
 async def test_client_and_server_in_their_own_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_SERVER_TOKEN", "secret")
-    limits = Limits(timeout_s=20.0, workers=2)
+    limits = ProcessLimits(timeout_s=20.0, workers=2)
     async with opened("tests.child_rewards:echo", {}, limits) as there:
         async with serving(RewardServer("echo", there, token="secret"), "127.0.0.1", 0) as url:
             options = {"url": f"{url}/score", "token_env": "REWARD_SERVER_TOKEN"}

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
+from tidemill.rewards.builtin.ifbench import CAPITALS, INSTRUCTIONS, sentences
+from tidemill.rewards.builtin.ifeval import follows
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.ifbench import CAPITALS, INSTRUCTIONS, sentences
-from tidemill.rewards.ifeval import follows
 
 PALINDROMES = "level radar civic refer kayak rotor madam tenet stats Racecar!"
 QUESTIONS = "".join(f"Question {n}. {'Who is it' * n}?\nA. a\nB. b\nC. c\nD. d\nE. e\n" for n in range(1, 5))

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children.limits import Limits
-from tidemill.rewards.ifeval import INSTRUCTIONS, follows
+from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import UNBOUNDED
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifeval_reference.json").read_text(encoding="utf-8"))
 OF_CASE = ("change_case:english_capital", "change_case:english_lowercase")
@@ -42,10 +42,10 @@ async def test_it_runs_in_child_processes_because_a_prompt_may_have_any_number_o
     assert "ifeval" in UNBOUNDED
     here, number = psutil.Process(os.getpid()), 500
     rules = {"instruction_id_list": ["ratio:sentence_balance"] * number, "kwargs": [{}] * number}
-    async with opened("ifeval", {}, Limits(timeout_s=0.5, workers=1)) as score:
+    async with opened("ifeval", {}, ProcessLimits(timeout_s=0.5, workers=1)) as score:
         with pytest.raises(TimeoutError):  # tens of seconds of work, which would hold this loop up
             await score(RewardRequest(prompt="p", response="A! " * 20_000, label=rules, status=Status.COMPLETED))
         assert len(here.children()) >= 1, "its keeper"
     few = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
-    async with opened("ifeval", {}, Limits(workers=1)) as score:
+    async with opened("ifeval", {}, ProcessLimits(workers=1)) as score:
         assert await score(RewardRequest(prompt="p", response="a", label=few, status=Status.COMPLETED)) == {"score": 1.0, "followed": 1.0}

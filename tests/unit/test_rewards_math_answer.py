@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from tidemill import launch
 from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
 from tidemill.rewards.port import RewardRequest
 
 

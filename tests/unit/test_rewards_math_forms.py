@@ -12,13 +12,10 @@ from typing import Any
 import pytest
 
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.dapo import dapo
-from tidemill.rewards.deepscaler import deepscaler
-from tidemill.rewards.gsm8k import gsm8k
-from tidemill.rewards.math_answer import math_answer, to_number
-from tidemill.rewards.math_boxed import math
+from tidemill.rewards.builtin.math_answer import math_answer, to_number
+from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from tidemill.rewards.builtin.math_symbolic import math_verify
 from tidemill.rewards.port import RewardRequest
-from tidemill.rewards.symbolic import math_verify
 
 WHOLE = ("18", "7", "9", "4", "-3", "120")
 LARGE = ("1234", "10236", "1000000", "-4321")

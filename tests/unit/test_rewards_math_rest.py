@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.builtin.math_rewards import math
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
-from tidemill.rewards.math_boxed import math
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import bind, is_unbounded
-from tidemill.rewards.scorers.single import opened
+from tidemill.rewards.scorers import opened
 
 
 def asked(response: str, label: Any) -> RewardRequest:
@@ -86,10 +86,10 @@ def test_with_the_rest_it_runs_in_child_processes_and_without_in_the_event_loop(
 
 
 async def test_an_answer_that_takes_the_library_for_ever_ends_with_its_process() -> None:
-    async with opened("math", {"rest": "math_verify"}, Limits(timeout_s=1.0, workers=1)) as score:
+    async with opened("math", {"rest": "math_verify"}, ProcessLimits(timeout_s=1.0, workers=1)) as score:
         with pytest.raises((TimeoutError, RewardFailed)):
             await score(asked(r"\boxed{9^{9^{9^{9}}} + 1}", r"\int_0^1 x^{x^{x}} dx"))
-    async with opened("math", {"rest": "math_verify"}, Limits(workers=1)) as score:
+    async with opened("math", {"rest": "math_verify"}, ProcessLimits(workers=1)) as score:
         assert await score(asked(r"\boxed{5!}", "120")) == 1.0
 
 

@@ -10,15 +10,15 @@ from tests.check_kit import write_prompts, write_run
 from tidemill.actors.allowed import refuse_foreign
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.errors import NotAllowed
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.rewards.children.limits import Limits
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.part_settings import read_parts
 from tidemill.rewards.port import RewardRequest
-from tidemill.rewards.scorers.parts import opened_parts
+from tidemill.rewards.scorers import opened_parts
 
 TWO = {
     "right": {"reward": "math_answer", "weight": 2, "options": {"format_weight": 0.0}},
@@ -39,7 +39,7 @@ def request(response: str, label: Any = "7", *, length: int = 5, **metadata: Any
 
 
 async def score(parts: dict[str, Any], of: RewardRequest) -> float | dict[str, float]:
-    async with opened_parts(read_parts(parts), Limits()) as scorer:
+    async with opened_parts(read_parts(parts), ProcessLimits()) as scorer:
         return await scorer(of)
 
 

@@ -12,15 +12,11 @@ from typing import Any
 import pytest
 
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.dapo import dapo
-from tidemill.rewards.deepscaler import deepscaler
-from tidemill.rewards.gpqa import gpqa
-from tidemill.rewards.gsm8k import gsm8k
-from tidemill.rewards.math_boxed import math
-from tidemill.rewards.overlong import overlong
+from tidemill.rewards.builtin.gpqa import gpqa
+from tidemill.rewards.builtin.lengths import overlong, repetition
+from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from tidemill.rewards.builtin.text import f1
 from tidemill.rewards.port import RewardRequest
-from tidemill.rewards.repetition import repetition
-from tidemill.rewards.token_f1 import f1
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
 SHAPING = [json.loads(line) for line in (Path(__file__).parents[1] / "data/shaping_references.jsonl").read_text().splitlines()]

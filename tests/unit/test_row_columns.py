@@ -278,7 +278,12 @@ def test_tools_reach_the_tokenizer_and_the_metadata_and_may_be_json_text(tmp_pat
     prompts = PromptFile(data.used, tokenize=lambda prompt, tools=(): [7] * (1 + len(tools)), max_tokens=100, shuffle=False)
     drawn = [prompts.at(0, offset) for offset in range(4)]
     assert [len(one.tokens) for one in drawn] == [2, 2, 1, 1]
-    assert [one.row.metadata for one in drawn] == [{"tools": [TOOL]}, {"tools": [{"name": "add"}]}, {}, {}]
+    assert [one.row.metadata for one in drawn] == [
+        {"tools": [TOOL]},
+        {"tools": [{"type": "function", "function": {"name": "add"}}]},
+        {},
+        {},
+    ]
 
 
 @pytest.mark.parametrize(
@@ -321,6 +326,28 @@ def test_tools_that_the_model_would_not_be_told_are_found_before_the_start(tmp_p
     assert all(complaint in error.text for error in report.errors)
 
 
+GAMES = """
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
+
+
+class ChatGame(MultiTurn):
+    def __init__(self):
+        super().__init__(tools=["calculator"])
+
+
+class TextGame(MultiTurn):
+    def __init__(self):
+        super().__init__(tools=["calculator"], protocol="text")
+
+
+def plain(data, base_url, api_key):
+    return 1.0
+
+
+class Refuses(MultiTurn):
+    def __init__(self):
+        raise RuntimeError("no room")
+"""
 SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -346,6 +373,33 @@ def test_tools_of_a_rollout_that_the_template_leaves_out_are_found_before_the_st
     rollout = {"use": "multi_turn", "options": {"tools": ["calculator"], **options}}
     report = check(load(config, [f"rollouts={json.dumps({'r': rollout})}", "data.rollout=r"]), Purpose(trains=trains))
     assert [complaint in error.text for error in report.errors if error.topic == "rollouts"] == ([True] if complaint else [])
+
+
+@pytest.mark.parametrize(
+    ("program", "template", "complains"),
+    [
+        ("ChatGame", "{% for m in messages %}{{ m.content }}{% endfor %}", True),
+        ("ChatGame", SHOWS_TOOLS, False),
+        ("TextGame", "{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("plain", "{% for m in messages %}{{ m.content }}{% endfor %}", False),
+        ("Refuses", "{% for m in messages %}{{ m.content }}{% endfor %}", False),
+    ],
+)
+def test_tools_of_a_program_that_the_template_leaves_out_are_found_before_the_start(
+    tmp_path: Path, program: str, template: str, complains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``ChatGame`` is a ``MultiTurn`` with tools of its own; a program that cannot be loaded is no matter of its tools."""
+    config = write_run(tmp_path)
+    write_model(tmp_path / "model", chat_template=False)
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    (tmp_path / "chat_games.py").write_text(GAMES)
+    monkeypatch.syspath_prepend(tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl", row())
+    rollout = {"use": f"agent:chat_games:{program}"}
+    report = check(load(config, [f"rollouts={json.dumps({'r': rollout})}", "data.rollout=r"]), Purpose())
+    complaints = [error.text for error in report.errors if error.topic == "rollouts"]
+    assert len(complaints) == complains
+    assert all("rollouts.r.use" in text and "calculator" in text for text in complaints)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@
 Every request begins with the texts of the one before, so tokens are reused and results are context: they are never trained.
 """
 
-import importlib
 import inspect
 import json
 import re
@@ -26,7 +25,8 @@ from tidemill.actors.episodes.programs.openenv import OpenEnv
 from tidemill.actors.episodes.programs.skyrl_environment import SkyRL
 from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
 from tidemill.bus.system.coroutines import to_the_end
-from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.system.functions import find_object
+from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
@@ -50,8 +50,8 @@ class Played:
     """Rewards of the turns, by an environment."""
     spent: bool = False
     """True if the budget ended it."""
-    cut: bool = False
-    """True if ``max_turns`` ended it: a call was not made, or the environment had not ended."""
+    cut: str = ""
+    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty = none."""
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -78,7 +78,7 @@ class MultiTurn:
     stop: Sequence[str] = ()
     """Strings that end a turn."""
     max_tokens: int = 0
-    """Tokens of one turn at most; 0 = the task's."""
+    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a move is whole."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
     max_hung_calls: int = MOST_HUNG
@@ -129,6 +129,11 @@ class MultiTurn:
         if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
             self.resume = self._resume  # an environment that cannot return its state has none
 
+    @property
+    def chat_tools(self) -> Sequence[str]:
+        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes them."""
+        return tuple(self._tools) if self.protocol == "chat" else ()
+
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
         """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
@@ -161,7 +166,7 @@ class MultiTurn:
                 while not played.done:
                     await turn(policy, played)
                     if not played.done and len(played.ids) >= self.max_turns:
-                        played.done, played.cut = True, not self.has_fixed_turns
+                        played.done, played.cut = True, "" if self.has_fixed_turns else "max_turns"
                     if saves:
                         await policy.save(asdict(played))
             except BudgetSpent:
@@ -169,7 +174,7 @@ class MultiTurn:
                     raise
                 played.spent = True
             if played.cut:
-                await policy.truncated("max_turns")
+                await policy.truncated(played.cut)
         return played
 
     def _offered(self, data: Mapping[str, Any]) -> Mapping[str, Tool]:
@@ -181,18 +186,19 @@ class MultiTurn:
         if not isinstance(named, list) or not all(isinstance(one, Mapping) for one in named):
             return self._tools
         found = {}
-        for one in named:
-            schema = one if isinstance(one.get("function"), Mapping) else {"type": "function", "function": one}
-            name = schema["function"].get("name")
+        for schema in chat_tools(named, "tools of the data row"):
+            name = schema["function"]["name"]
             if name not in self._tools:
                 raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
             found[name] = replace(self._tools[name], schema=schema)
         return found
 
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
-        message = _noted(played, await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more))
+        choice = await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more)
+        message = _noted(played, choice)
         calls = message.get("tool_calls") or []
         played.done = not calls
+        played.cut = self._cut(choice, played)
         if not calls or len(played.ids) == self.max_turns:
             return
         played.messages.append(message)
@@ -205,9 +211,11 @@ class MultiTurn:
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
     async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
-        said = await _completed(policy, played, self._more)
+        choice = await _completed(policy, played, self._more)
+        said = played.answers[-1]
         found = self._call.search(said) if tools else None
         played.done = found is None
+        played.cut = self._cut(choice, played)
         if found is None or len(played.ids) == self.max_turns:
             return
         groups = found.groupdict()
@@ -248,7 +256,8 @@ class MultiTurn:
                 message = _noted(played, await policy.chat(played.messages, **self._more))
                 said = str(message.get("content") or "")
             else:
-                said = await _completed(policy, played, self._more)
+                await _completed(policy, played, self._more)
+                said = played.answers[-1]
             observation, reward, played.done = await _awaited(game.step(said))
             played.rewards.append(float(reward))
             if not played.done and self.protocol == "chat":
@@ -258,6 +267,10 @@ class MultiTurn:
             played.place = await _awaited(game.state()) if hasattr(game, "state") else None
 
         return turn
+
+    def _cut(self, choice: Mapping[str, Any], played: Played) -> str:
+        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to the gateway."""
+        return "max_tokens" if self.max_tokens and played.done and choice.get("finish_reason") == "length" else ""
 
     async def _called(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
         tool = tools.get(name)
@@ -278,11 +291,11 @@ def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
     return {} if first is None else {first: text}
 
 
-async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> str:
+async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> Mapping[str, Any]:
     choice = await policy.complete(played.text, **more)
     played.ids.append(choice["id"])
     played.answers.append(str(choice["text"]))
-    return played.answers[-1]
+    return choice
 
 
 def _noted(played: Played, choice: Mapping[str, Any]) -> dict[str, Any]:
@@ -321,10 +334,9 @@ def _environment(path: str, options: Mapping[str, Any]) -> tuple[Any, dict[str, 
     if path in ENVIRONMENTS:
         ENVIRONMENTS[path](**options)  # it refuses impossible options
         return ENVIRONMENTS[path], dict(options)
-    module, colon, name = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise ValueError(f"environment: want {', '.join(ENVIRONMENTS)} or module:Class, got {path!r}")
-    made = getattr(importlib.import_module(module), name)
+    made = find_object(path, "environment", want="module:Class")
     for method in ("reset", "step"):
         if not callable(getattr(made, method, None)):
             raise ValueError(f"environment: want a class with {method}, {path} has none")

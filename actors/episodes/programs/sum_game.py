@@ -12,7 +12,7 @@ from typing import Any
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
 from tidemill.actors.episodes.programs.tools import calculator
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.digits import digits
+from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest
 
 DIGITS = 3

@@ -5,7 +5,6 @@ import asyncio
 import dataclasses
 import datetime
 import enum
-import importlib
 import inspect
 import json
 import math
@@ -22,6 +21,7 @@ from uuid import UUID
 from tidemill.actors.episodes.programs.call_threads import CallThreads
 from tidemill.actors.episodes.programs.tool_schemas import hints_of, schema_of, typed
 from tidemill.bus.system.foreign import errors_as, text_of
+from tidemill.bus.system.functions import find_function
 from tidemill.rewards.code.sandbox import Bounds, run
 
 FAILED = "Error:"
@@ -130,17 +130,13 @@ def _tool(wanted: object, where: str) -> Tool:
     if not isinstance(use, str) or not isinstance(options, Mapping) or not entry.keys() <= {"use", "options", "name"}:
         raise ValueError(f"{where}: want a name, module:function, or a map with use, options and name, got {wanted!r}")
     path = TABLE.get(use, use)
-    module, colon, attribute = path.partition(":")
-    if not colon:
+    if ":" not in path:
         raise ValueError(f"{where}: want one of {', '.join(TABLE)}, or module:function, got {use!r}")
-    try:
-        made = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"{where}: {use!r}: {error}") from error
+    made: Any = find_function(path, where)
     if inspect.isclass(made):
         made, options = made(**options), {}
     function: Callable[..., Any] = made if inspect.isroutine(made) else made.__call__
-    name = str(entry.get("name") or (use if use in TABLE else attribute))
+    name = str(entry.get("name") or (use if use in TABLE else use.rpartition(":")[2]))
     return Tool(name, _with(function, options), schema_of(name, function, options), hints_of(function))
 
 

@@ -9,8 +9,8 @@ import torch
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
+from tidemill.bus.system.functions import find_function
 from tidemill.bus.wire.model_values import in_older_keys
-from tidemill.learner.algorithms.own_functions import imported
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
@@ -68,7 +68,7 @@ def open_bridge(
 
 def _own(path: str) -> type[LocalLayers]:
     """Return the class at an import path. Raises ValueError for one that is no bridge."""
-    found = imported(path, "learner.bridge", form="module:Class")
+    found = find_function(path, "learner.bridge", want="module:Class")
     if not (isinstance(found, type) and issubclass(found, LocalLayers) and issubclass(found, LLMBridge)):
         want = "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's bridges, in this order"
         raise ValueError(f"learner.bridge: want {want}, got {path!r}: {getattr(found, '__mro__', type(found).__name__)}")

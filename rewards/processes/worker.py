@@ -15,12 +15,12 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
+from tidemill.bus.processes import frames, limits
 from tidemill.bus.system.foreign import repr_at
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.children import frames, limits
-from tidemill.rewards.contract import contract_at
 from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import contract_at
 from tidemill.rewards.registry import Bound, bind
 
 MAX_REASON = 2000
@@ -32,10 +32,12 @@ def main() -> None:
     start, parent = json.load(sys.stdin), os.getppid()
     lossy_standard_files()
     connection = socket.socket(fileno=int(sys.argv[1]))
-    serve(connection, bind(start["name"], start["options"], contract_at(start["contract"])), limits.Limits(**start["limits"]), parent)
+    serve(
+        connection, bind(start["name"], start["options"], contract_at(start["contract"])), limits.ProcessLimits(**start["limits"]), parent
+    )
 
 
-def serve(connection: socket.socket, function: Bound, limit: limits.Limits, keeper: int) -> None:
+def serve(connection: socket.socket, function: Bound, limit: limits.ProcessLimits, keeper: int) -> None:
     """Answer requests until the connection ends. Does not return before."""
     limits.end_with_parent(keeper)
     if os.getsid(0) != os.getpid():
@@ -60,7 +62,7 @@ def _seed() -> None:
         numpy.random.seed()
 
 
-def _serve_one_by_one(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
+def _serve_one_by_one(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
     while (message := frames.receive(connection)) is not None:
         limits.limit_cpu(limit.timeout_s * (os.cpu_count() or 1))
         reply, goes_on = _answer(function, message)
@@ -79,7 +81,7 @@ def _answer(function: Bound, message: JsonMapping) -> tuple[bytes, bool]:
     except BaseException as error:  # of the user's code, SystemExit and KeyboardInterrupt too
         # After a failed allocation anything may be half done: the actor takes another process.
         out_of_memory = isinstance(error, MemoryError)
-        return _failed(message["id"], error, **{"last": True} if out_of_memory else {}), not out_of_memory
+        return _failed(message["id"], error, **{"last": "it takes no more calls"} if out_of_memory else {}), not out_of_memory
 
 
 async def _awaited(result: Awaitable[object]) -> object:
@@ -98,7 +100,7 @@ def _failed(id: int, error: BaseException, **fields: object) -> bytes:
     return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
 
 
-async def _serve_many(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
+async def _serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=connection)
     calls: dict[int, asyncio.Task[bytes]] = {}
 

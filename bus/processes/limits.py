@@ -1,25 +1,32 @@
-"""Limits of a reward's processes, and the calls of Linux that find and end all of them. No part of it needs privileges."""
+"""Limits and environment of child processes, and the calls of Linux that find and end all of them. No part of it needs privileges."""
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+from tidemill.bus.system.proxies import without_proxy
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 1, 4, 36
 MAX_OPEN_FILES = 1024
 MAX_FILE_BYTES = 1 << 30
 """Size of the largest file that a reward may write."""
+MAX_ROUNDS = 100
+"""Times that a process tree is read before it is killed as it is: one that forks all the time never stands still."""
+SECRET_PREFIXES = ("TIDEMILL_", "NATS_")
+"""Variables that children do not inherit: they may hold the credentials of the bus."""
 SWEEP_S = 5.0
 """Seconds after which a sweep ends although processes are left: one that forks all the time. The next sweep goes on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Limits of one reward that runs in child processes."""
+class ProcessLimits:
+    """Limits of one function that runs in child processes."""
 
     timeout_s: float = 30.0
     """Seconds for one call, by the wall clock, from the moment a worker begins it."""
@@ -77,7 +84,7 @@ def limit_cpu(seconds: float) -> None:
 
 def children_of(parents: set[int]) -> set[int]:
     """Return the living and dead children of these processes, by reading /proc."""
-    found = set()
+    children = set()
     for name in os.listdir("/proc"):
         if not name.isdecimal():
             continue
@@ -87,8 +94,8 @@ def children_of(parents: set[int]) -> set[int]:
         except (OSError, ValueError, IndexError):  # it has ended in between
             continue
         if parent in parents:
-            found.add(int(name))
-    return found
+            children.add(int(name))
+    return children
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
@@ -107,3 +114,34 @@ def end_strays(known: Callable[[], set[int]]) -> int:
             except (ProcessLookupError, ChildProcessError):
                 continue
     return 0
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of child processes: without the credentials of the bus, with one thread for numerical libraries, and
+    without a proxy to this machine."""
+    kept = {name: value for name, value in inherited.items() if not name.startswith(SECRET_PREFIXES)}
+    # A keeper with threads cannot fork, and OpenBLAS starts some when numpy is imported.
+    return without_proxy({"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", **kept})
+
+
+def kill_tree(root: int, *, alive: bool) -> None:
+    """Kill a process, its session, and everything below it. ``alive`` = false: it has been waited for, and its number may be another's."""
+    pids: set[int] = set()
+    if alive:
+        pids = {root}
+        for _ in range(MAX_ROUNDS):  # stopped first: a stopped process starts nothing
+            for pid in pids:
+                _send(pid, signal.SIGSTOP)
+            below = children_of(pids) - pids
+            if not below:
+                break
+            pids |= below
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(root, signal.SIGKILL)
+    for pid in pids:
+        _send(pid, signal.SIGKILL)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)

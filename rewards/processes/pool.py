@@ -14,31 +14,33 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from tidemill.rewards.children import frames
-from tidemill.rewards.children.keeper_process import KeeperProcess, Worker
-from tidemill.rewards.children.limits import Limits
-from tidemill.rewards.contract import Contract
+from tidemill.bus.processes import frames
+from tidemill.bus.processes.connection import CallFailed, Connection
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import Contract
+from tidemill.rewards.processes.keeper_process import KeeperProcess
 
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
 CANCEL_S = 2.0
 """Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is blocked."""
+BLOCKED = "another call blocked its event loop, and the process was killed"
 
 
-class Children:
+class FunctionProcesses:
     """The workers of one reward, or of another function with a contract, while entered."""
 
-    def __init__(self, name: str, options: Mapping[str, object], limits: Limits, contract: Contract) -> None:
+    def __init__(self, name: str, options: Mapping[str, object], limits: ProcessLimits, contract: Contract) -> None:
         self._name, self._options, self._limits, self._contract = name, options, limits, contract
         self._keeper: KeeperProcess | None = None
         self._starting = asyncio.Lock()
         self._refused, self._refused_s = "", 0.0
         self._places = asyncio.Semaphore(limits.workers)
-        self._idle: list[Worker] = []
-        self._shared: Worker | None = None
+        self._idle: list[Connection] = []
+        self._shared: Connection | None = None
 
-    async def __aenter__(self) -> "Children":
+    async def __aenter__(self) -> "FunctionProcesses":
         """Import the function in its process. Raises UnknownReward, BadRewardOption, RewardFailed."""
         contract = self._contract
         try:
@@ -63,7 +65,7 @@ class Children:
         try:
             keeper = await self._running_keeper()
             result = await (self._call_shared(keeper, message) if keeper.is_async else self._call_one(keeper, message))
-        except RewardFailed as error:
+        except CallFailed as error:
             raise self._failed(error.reason) from None
         return self._contract.checked(self._name, result)
 
@@ -75,7 +77,7 @@ class Children:
             worker = await self._idle_worker(keeper)
             try:
                 result = await worker.call(message, self._limits.timeout_s)
-            except RewardFailed:  # a reply with a reason, or the end of the worker
+            except CallFailed:  # a reply with a reason, or the end of the worker
                 self._idle.append(worker)
                 raise
             except BaseException:
@@ -84,7 +86,7 @@ class Children:
             self._idle.append(worker)
             return result
 
-    async def _idle_worker(self, keeper: KeeperProcess) -> Worker:
+    async def _idle_worker(self, keeper: KeeperProcess) -> Connection:
         while self._idle:
             worker = self._idle.pop()
             if not worker.ended:
@@ -96,7 +98,7 @@ class Children:
             if self._shared is None or self._shared.ended:
                 self._shared = await keeper.worker()
             worker = self._shared
-        return await worker.call(message, self._limits.timeout_s, cancel_s=CANCEL_S)
+        return await worker.call(message, self._limits.timeout_s, cancel_s=CANCEL_S, blocked=BLOCKED)
 
     async def _running_keeper(self) -> KeeperProcess:
         async with self._starting:

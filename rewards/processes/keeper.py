@@ -20,25 +20,27 @@ import socket
 import subprocess
 import sys
 
+from tidemill.bus.processes import limits
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.rewards.children import limits, worker
-from tidemill.rewards.contract import contract_at
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
+from tidemill.rewards.port import contract_at
+from tidemill.rewards.processes import worker
 from tidemill.rewards.registry import Bound, bind
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from tidemill.rewards.children.{module} import main; main()"
+BOOT = "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[2]); importlib.import_module(sys.argv[3]).main()"
 """Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
 
-Its arguments are the descriptor of its socket and that path. Settings are on stdin: all users of a machine can read a command line."""
+Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin: all users of a
+machine can read a command line."""
 MAX_REASON = 10_000
 """Characters of a refusal, which must fit into one packet."""
 
 
 def command(module: str, descriptor: int) -> list[str]:
-    """Return the command of a new interpreter that runs ``main`` of ``tidemill.rewards.children.MODULE``."""
+    """Return the command of a new interpreter that runs ``main`` of a module."""
     path = [entry or os.getcwd() for entry in sys.path]
-    return [sys.executable, "-P", "-c", BOOT.format(module=module), str(descriptor), json.dumps(path)]
+    return [sys.executable, "-P", "-c", BOOT, str(descriptor), json.dumps(path), module]
 
 
 def settings_file(settings: object) -> int:
@@ -82,7 +84,7 @@ def _send(control: socket.socket, message: JsonObject) -> None:
 class _Keeper:
     def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
-        self._limits = limits.Limits(**start["limits"])
+        self._limits = limits.ProcessLimits(**start["limits"])
         self._workers: dict[int, int] = {}
         """Worker id by process id."""
         # Servers that the module has started at its import belong to the reward.
@@ -157,7 +159,9 @@ class _Keeper:
     def _started(self, descriptor: int) -> int:
         settings = settings_file(self._start)
         try:
-            return subprocess.Popen(command("worker", descriptor), stdin=settings, pass_fds=(descriptor,), start_new_session=True).pid
+            return subprocess.Popen(
+                command(worker.__name__, descriptor), stdin=settings, pass_fds=(descriptor,), start_new_session=True
+            ).pid
         finally:
             os.close(settings)
 

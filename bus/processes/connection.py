@@ -1,0 +1,162 @@
+"""Calls of one child process, from the process that started it: each request has one result or a reason. Starts and kills no process.
+
+    to the child      {"id": N, "request": {...}}     {"id": N, "cancel": true}
+    from the child    {"up": true} once               {"id": N, "result": ...} or {"id": N, "failed": TEXT}, with "last": TEXT where the
+                                                      process takes no more calls, and TEXT is the reason of the others
+                      {"note": KIND, "text": TEXT}    something for the log
+
+Code of users can write to the child's end, so nothing is taken for granted; any other message ends the child.
+"""
+
+import asyncio
+import itertools
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from tidemill.bus.processes import frames
+from tidemill.bus.wire.json_object import JsonMapping
+
+START_S = 120.0
+"""Seconds for the import of a user's module, with the packages that it needs."""
+LAST_WORDS_S = 1.0
+"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below it lives on."""
+MAX_TEXT = 2000
+"""Characters of a text of the child that are kept."""
+
+
+class CallFailed(Exception):
+    """A call has no result."""
+
+    def __init__(self, reason: str, *, ended: bool = False) -> None:
+        """``ended``: its process has ended, or takes no more calls."""
+        super().__init__(reason)
+        self.reason, self.ended = reason, ended
+
+    def __str__(self) -> str:
+        return self.reason
+
+
+class Connection:
+    """Connection to one child process."""
+
+    def __init__(
+        self,
+        number: int,
+        kill: "Callable[[Connection, str], None]",
+        *,
+        closed: "Callable[[Connection], None]" = lambda connection: None,
+        note: Callable[[str, str], None] = lambda kind, text: None,
+        freed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """``kill`` ends the process, with a reason for its calls. ``closed``: called when the child has closed its end. ``note``: gets
+        its notes, by kind. ``freed``: called when a call has ended."""
+        self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
+        self.ended = ""
+        """Why it takes no more calls; empty while it does."""
+        self._calls: dict[int, asyncio.Future[object]] = {}
+        self._ids = itertools.count(1)
+        self._up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def __len__(self) -> int:
+        """Return the number of calls that run, those that were cancelled and have not ended included."""
+        return len(self._calls)
+
+    async def open(self, connection: socket.socket) -> None:
+        """Begin to read, and wait until the process is up. Raises CallFailed when it ends before, TimeoutError."""
+        reader, self._writer = await asyncio.open_unix_connection(sock=connection)
+        self._reading = asyncio.create_task(self._read(reader), name=f"child process {self.number}")
+        async with asyncio.timeout(START_S):
+            await self._up
+
+    async def call(self, request: bytes, timeout_s: float | None = None, *, cancel_s: float = 0.0, blocked: str = "") -> object:
+        """Return the result of one call. Raises CallFailed with the child's reason, TimeoutError.
+
+        ``cancel_s``: a call that is cancelled or past its limit is cancelled in the child, which confirms that within this time if it is
+        alive; else it is ended, and ``blocked`` is the reason of its other calls. 0 = the caller ends the process.
+        """
+        if self.ended or self._writer is None:
+            raise CallFailed(self.ended or "not started", ended=True)
+        number = next(self._ids)
+        future = self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self._writer.write(frames.encode_call(number, request))
+                return await asyncio.shield(future)
+        finally:
+            if cancel_s and not future.done():
+                self._writer.write(frames.encode({"id": number, "cancel": True}))
+                asyncio.get_running_loop().call_later(cancel_s, self._give_up, number, blocked)
+            else:
+                self._calls.pop(number, None)
+                future.cancel()
+
+    def process_ended(self, reason: str) -> None:
+        """End, once the output from before the process's end is read: its end may be reported before the last reply comes."""
+        if self._reading is None or self._reading.done():
+            self.end(reason)
+            return
+        timer = asyncio.get_running_loop().call_later(LAST_WORDS_S, self.end, reason)
+
+        def read(_: object) -> None:
+            """End: all is read."""
+            timer.cancel()
+            self.end(reason)
+
+        self._reading.add_done_callback(read)
+
+    def end(self, reason: str) -> None:
+        """Take no more calls, and fail those that run."""
+        if self.ended:
+            return
+        self.ended = reason
+        futures: list[asyncio.Future[Any]] = [self._up, *self._calls.values()]
+        for future in futures:
+            if not future.done():
+                future.set_exception(CallFailed(reason, ended=True))
+                future.exception()  # a call that was cancelled does not retrieve it
+        self._calls.clear()
+        if self._writer is not None:
+            self._writer.transport.abort()
+        if self._reading is not None and self._reading is not asyncio.current_task():
+            self._reading.cancel()
+
+    def _give_up(self, number: int, blocked: str) -> None:
+        if self._calls.pop(number, None) is not None:
+            self._kill(self, blocked)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        try:
+            while (message := await frames.read(reader)) is not None:
+                self._take_message(message)
+        except frames.BadFrame as error:
+            self._kill(self, f"its process wrote {error}")
+        except OSError as error:
+            self._kill(self, f"connection to its process: {error}")
+        else:
+            self._closed(self)
+
+    def _take_message(self, message: JsonMapping) -> None:
+        number = message.get("id")
+        if "up" in message:
+            if not self._up.done():
+                self._up.set_result(None)
+        elif "note" in message:
+            self._note(str(message["note"]), str(message.get("text"))[:MAX_TEXT])
+        elif type(number) is int:
+            self._settle(self._calls.pop(number, None), message)
+        else:
+            raise frames.BadFrame(f"a message of {', '.join(message) or 'nothing'}, want a result"[:200])
+
+    def _settle(self, future: "asyncio.Future[object] | None", message: JsonMapping) -> None:
+        if future is not None and not future.done():
+            if "result" in message:
+                future.set_result(message["result"])
+            else:
+                future.set_exception(CallFailed(str(message.get("failed", "a reply without a result"))[:MAX_TEXT]))
+                future.exception()
+        self._freed()
+        if "last" in message:
+            self._kill(self, str(message["last"])[:MAX_TEXT])

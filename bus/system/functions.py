@@ -1,0 +1,109 @@
+"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no setting.
+
+Modules are searched in the working directory and in PYTHONPATH, as Python does it for a program that is started there.
+"""
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from tidemill.bus import exit_codes
+from tidemill.bus.system.foreign import described, errors_as
+
+FUNCTION = "module:function"
+"""Form of an import path in messages."""
+
+
+class Defect(StrEnum):
+    """Reason for which a function is refused."""
+
+    FORM = "form"
+    """The path has no module, or no name."""
+    MODULE = "module"
+    """There is no such module, or one that it imports is missing."""
+    IMPORT = "import"
+    """The module raises an error while it is imported."""
+    NAME = "name"
+    """The module has no such name."""
+    KIND = "kind"
+    """The object of this name is no function or class."""
+    SIGNATURE = "signature"
+    """It does not take the arguments with which it is called."""
+
+
+class FunctionRefused(ValueError):
+    """A function or class that a setting names is not there, or cannot be called as it would be."""
+
+    exit_code = exit_codes.CONFIG  # no restart cures it
+
+    def __init__(self, path: str, defect: Defect, reason: str, setting: str = "", want: str = FUNCTION) -> None:
+        super().__init__(path, defect, reason, setting, want)
+        self.path, self.defect, self.reason, self.setting, self.want = path, defect, reason, setting, want
+
+    def __str__(self) -> str:
+        where = f"{self.setting}: " if self.setting else ""
+        return f"{where}want {self.want}, got {self.path!r}: {self.reason}"
+
+
+def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Callable[..., Any]:
+    """Return the function or class at ``module:name``. ``setting``, ``want``: for messages. Raises FunctionRefused."""
+    function = find_object(path, setting, want=want)
+    if not callable(function):
+        reason = f"want a callable, {path.partition(':')[2]} is {type(function).__name__}"
+        raise FunctionRefused(path, Defect.KIND, reason, setting, want)
+    return function  # type: ignore[no-any-return]
+
+
+def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
+    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's import too."""
+
+    def refused(defect: Defect, reason: str) -> FunctionRefused:
+        """Return the error."""
+        return FunctionRefused(path, defect, reason, setting, want)
+
+    module_name, _, name = path.partition(":")
+    if not (module_name and name):
+        raise refused(Defect.FORM, "no module, or no name in it")
+    try:
+        with errors_as(lambda error: refused(Defect.IMPORT, f"importing {module_name}: {described(error)}"), but=(ImportError,)):
+            place: Any = importlib.import_module(module_name)
+    except ImportError as error:
+        raise refused(Defect.MODULE, f"cannot import {module_name}: {error}") from error
+    for part in name.split("."):
+        if not hasattr(place, part):
+            raise refused(Defect.NAME, f"{module_name} has no {name!r}{nearest(part, getattr(place, '__dict__', {}))}")
+        place = getattr(place, part)
+    return place
+
+
+def nearest(word: str, words: Mapping[str, object]) -> str:
+    """Return the most similar public word, for the end of a message; empty without one."""
+    similar = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
+    return f" (nearest: {similar[0]!r})" if similar else ""
+
+
+def check_call(
+    function: Callable[..., Any], given: Sequence[str], offered: Sequence[str] = (), *, path: str, setting: str
+) -> frozenset[str]:
+    """Return the ``offered`` arguments that are parameters of the function: it is called with these by name.
+
+    ``given``: names of its positional arguments. A parameter with a default that is not offered keeps its default.
+    Raises FunctionRefused for a function that cannot be called so.
+    """
+    form = ", ".join([*given, *(["*", *offered] if offered else [])])
+    want = f"a function ({form})" + (", with any of the named ones" if offered else "")
+    if inspect.isclass(function) or inspect.iscoroutinefunction(function):
+        reason = "a class" if inspect.isclass(function) else "an async function"
+        raise FunctionRefused(path, Defect.KIND, reason, setting, want)
+    try:
+        signature = inspect.signature(function)
+        parameters = signature.parameters.values()
+        by_name = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+        asked = frozenset(by_name.intersection(offered))
+        signature.bind(*given, **dict.fromkeys(asked))
+    except (TypeError, ValueError) as error:
+        raise FunctionRefused(path, Defect.SIGNATURE, str(error), setting, want) from None
+    return asked

@@ -1,0 +1,1 @@
+"""The rewards that ship with Tidemill, by their subject."""

@@ -1,0 +1,1 @@
+"""Processes of rewards and of other functions of users: forked from one that has imported the function."""

@@ -1,0 +1,128 @@
+"""Scorers: a reward, a sum of rewards or a reward of groups as an actor calls it, in its own process or in child processes.
+
+A sum has named parts with weights, each for all samples or for those with certain metadata. Its score is the weighted sum of the parts that
+apply; the value of each is kept beside it, so ``tail`` and ``show`` have it.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS
+from tidemill.rewards.group import GROUP, GroupRequest, Reward
+from tidemill.rewards.group import TABLE as TABLE_OF_GROUPS
+from tidemill.rewards.part_settings import SCORE, Part
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.processes.pool import FunctionProcesses
+from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
+
+
+@asynccontextmanager
+async def opened(name: str, options: Mapping[str, object] | None = None, limits: ProcessLimits | None = None) -> AsyncIterator[Scorer]:
+    """Give the scorer of a reward: a built-in one runs in this process, one by import path in children, with their limits.
+
+    The option ``in_thread`` keeps a reward by import path in this process. A scorer raises TimeoutError after ``limits.timeout_s``.
+    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    """
+    limits = limits or ProcessLimits()
+    if (name in TABLE and not is_unbounded(name, options)) or IN_THREAD in (options or {}):
+        yield _within(load(name, options), limits.timeout_s)
+        return
+    if ":" not in name and name not in TABLE:
+        load(name, options)  # raises UnknownReward
+    async with FunctionProcesses(name, options or {}, limits, REWARD) as pool:
+        yield pool.call
+
+
+def _within(score: Scorer, timeout_s: float) -> Scorer:
+    async def bounded(request: RewardRequest) -> float | dict[str, float]:
+        """Score within the limit."""
+        async with asyncio.timeout(timeout_s):
+            return await score(request)
+
+    return bounded
+
+
+@asynccontextmanager
+async def opened_parts(parts: Sequence[Part], limits: ProcessLimits) -> AsyncIterator[Scorer]:
+    """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
+    async with AsyncExitStack() as stack:
+        yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
+
+
+def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
+    """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are ``part.name``.
+
+    It fails when one part fails, and when no part applies.
+    """
+
+    async def score(request: RewardRequest) -> float | dict[str, float]:
+        """Score all parts that apply, at the same time."""
+        applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
+        if not applying:
+            wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
+            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {wanted}"[:2000])
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
+        except BaseExceptionGroup as errors:
+            raise first_error(errors) from None
+        found: dict[str, float] = {SCORE: 0.0}
+        for (part, _), task in zip(applying, tasks, strict=True):
+            value = task.result()
+            found[part.name] = score_of(value)
+            found[SCORE] += part.weight * found[part.name]
+            if isinstance(value, dict):
+                found |= {f"{part.name}.{key}": number for key, number in value.items() if key != SCORE}
+        return checked("reward_parts", found)
+
+    return score
+
+
+async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
+    """Score one part; a failure names the part."""
+    try:
+        return await scorer(request)
+    except RewardFailed as error:
+        raise RewardFailed(part.name, f"{part.name}: {error.reason}") from None
+    except TimeoutError:
+        raise RewardFailed(part.name, f"{part.name}: no result in time") from None
+
+
+GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
+"""A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""
+
+
+@asynccontextmanager
+async def opened_group(name: str, options: Mapping[str, object], limits: ProcessLimits) -> AsyncIterator[GroupScorer]:
+    """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in child processes.
+
+    Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
+    """
+    if name not in ASKING_OF_GROUPS and (name in TABLE_OF_GROUPS or ":" not in name):
+        bound = bind(name, options, GROUP)
+
+        async def call(request: GroupRequest) -> Any:
+            """Call a built-in reward."""
+            return bound.checked(request)
+
+        yield _of_all(name, call)
+        return
+    async with FunctionProcesses(name, options, limits, GROUP) as pool:
+        yield _of_all(name, pool.call)
+
+
+def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
+    async def score(request: GroupRequest) -> list[Reward]:
+        """Score, and compare the number of rewards with that of the samples."""
+        found = await call(request)
+        if len(found) != len(request.samples):
+            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
+        return found
+
+    return score
