@@ -21,6 +21,7 @@ from bus.system.files import write_whole
 from bus.wire.messages import LiveRow
 from launch.run.access import auth_dir
 from launch.run.roles import BUS_URL_FILE, own_address
+from launch.run.watch import SERVER_RESTARTS
 from launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
@@ -59,9 +60,10 @@ async def _serve(config: RunConfig, url: str, servers: EmbeddedBus, keeper: Stor
     async with HeartbeatPublisher(bus, row) as heartbeat:
 
         def update() -> None:
-            """Write the first server's process into the live row, where it is another one."""
-            if heartbeat.row.pid != servers.pid:
-                heartbeat.update(pid=servers.pid)
+            """Write the first server's process and the restarts into the live row, where they have changed."""
+            restarts = {SERVER_RESTARTS: float(keeper.restarts)}
+            if (heartbeat.row.pid, heartbeat.row.load) != (servers.pid, restarts):
+                heartbeat.update(pid=servers.pid, load=restarts, trouble=keeper.last_restart)
 
         await first_of(_keep(keeper, bus, update), draining.wait())
 

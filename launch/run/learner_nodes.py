@@ -109,7 +109,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
-        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
+        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -118,12 +118,20 @@ class NodeWork:
     """The ranks of this node: ``learner.nodes.port.Work``."""
 
     def __init__(
-        self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace
+        self,
+        config: RunConfig,
+        arguments: Sequence[str],
+        node: Node,
+        devices: Sequence[Device],
+        *,
+        reach: Reach,
+        place: NodePlace,
+        on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        """``devices``: those that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as ``run_part``."""
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
-        self._place = place
+        self._place, self._on_sigterm = place, on_sigterm
         self._is_local = config.learner.checkpoint.store != SHARED
 
     @asynccontextmanager
@@ -213,6 +221,7 @@ class NodeWork:
             threads=self._config.learner.threads,
             drain_s=self._config.up.drain_s,
             on_step=on_step,
+            on_sigterm=self._on_sigterm,
             variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
         )
 

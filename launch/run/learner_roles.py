@@ -65,9 +65,11 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
             phase="working",
             capabilities=capabilities,
         )
+        heartbeat = HeartbeatPublisher(bus, row)
+        shown = LearnerRow(heartbeat)
         async with (
-            HeartbeatPublisher(bus, row) as heartbeat,
-            beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
+            heartbeat,
+            beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()),
             beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
             uploading(bus, config),
         ):
@@ -78,6 +80,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
                 draining=draining,
                 drain_s=config.up.drain_s,
                 variables=variables,
+                on_sigterm=shown.rank_drains,
             )
 
 

@@ -19,12 +19,18 @@ class LearnerRow:
 
     def __init__(self, heartbeat: HeartbeatPublisher) -> None:
         self._heartbeat = heartbeat
-        self._node = self._engines = ""
+        self._node = self._engines = self._rank = ""
 
     def show(self, row: NodeRow) -> None:
         """Show the agent's reason for waiting, and why its last attempt ended."""
         self._node = row.waits_for
+        self._rank = ""
         self._heartbeat.update(phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason)
+
+    def rank_drains(self) -> None:
+        """Show that a rank has received SIGTERM: its step may last long, and the learner ends behind it."""
+        self._rank = "a rank that has received SIGTERM to end its step"
+        self._heartbeat.update(phase="draining", waits_for=self._waits_for())
 
     async def follow_evicted(self, bus: Bus) -> None:
         """Background loop: show the engines that the learner does not push to, and why."""
@@ -35,4 +41,4 @@ class LearnerRow:
                 self._heartbeat.update(waits_for=self._waits_for())
 
     def _waits_for(self) -> str:
-        return "; ".join(text for text in (self._node, self._engines) if text)
+        return "; ".join(text for text in (self._rank, self._node, self._engines) if text)

@@ -30,6 +30,8 @@ UNANSWERED_S = 3.0
 """Seconds without an answer of the bus after which it counts as silent."""
 SILENT_S = 4.0
 """Seconds without a change of its live row after which a process counts as silent."""
+SERVER_RESTARTS = "server_restarts"
+"""Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one."""
 NUM_EVENTS = 20
 """Number of events kept for the view."""
 RECENT_STEPS = 20
@@ -94,6 +96,8 @@ class RunWatch:
         self.ending = False
         """Set when the processes are drained on purpose, so that their drains are no events."""
         self._refused: set[str] = set()
+        self._restarts: dict[str, float] = {}
+        """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
         """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does not change."""
         self._named: dict[str, str] = {}
@@ -247,10 +251,12 @@ class RunWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
-        """Record a trouble: the first of a process is an event, the newest goes to the summary."""
+        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the summary."""
+        restarts = count_in(row.load, SERVER_RESTARTS)
+        again, self._restarts[row.id] = restarts > self._restarts.get(row.id, 0), restarts
         if not row.trouble:
             return
-        if row.id not in self.troubles:
+        if row.id not in self.troubles or again:
             self.event(f"{row.id}: {row.trouble}")
         self.troubles[row.id] = row.trouble
 
@@ -265,7 +271,7 @@ class RunWatch:
         elif row.phase == "draining" and age <= SILENT_S and not self.ending:
             state = "drains"
         if state and state != self._named.get(name):
-            self.event(f"{name} {state}")
+            self.event(f"{name} {state}{_cause_of_drain(row)}")
         self._named[name] = state
 
     def _note_refused(self) -> None:
@@ -296,6 +302,10 @@ class RunWatch:
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
             "actors wait": f"{self.share('actor') or 0:.0%}",
         }
+
+
+def _cause_of_drain(row: LiveRow) -> str:
+    return f": waits for {row.waits_for}" if row.phase == "draining" and row.waits_for else ""
 
 
 def _ended_here(row: LiveRow) -> bool:

@@ -8,17 +8,20 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from rich.console import Console
 
+from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.wire.messages import Done, Evaluated, LiveRow
 from launch.run import view
 from launch.run.curves import draw, reward_limits, scores_of, smooth
 from launch.run.evaluated import lines_of
+from launch.run.learner_row import LearnerRow
 from launch.run.view import evaluations, picture, plot, show_plain, waits
-from launch.run.watch import SILENT_S, RunWatch
+from launch.run.watch import SERVER_RESTARTS, SILENT_S, RunWatch
 from tests import data_kit
 from tests.small_disk import small_disk
 
@@ -300,6 +303,27 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(row: dict[str, obje
     watch._take_rows([(working, 0.0)])
     watch._take_rows([(LiveRow(**{**values, "phase": "draining"}), 0.0)])  # type: ignore[arg-type]
     assert len(watch.events) == bool(event), "drained on purpose"
+
+
+def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> None:
+    watch = watch_of([], steps=9)
+    heartbeat = HeartbeatPublisher(
+        SimpleNamespace(rows=lambda _: None), LiveRow(role="learner", id="learner", host="h", pid=2, phase="working")
+    )  # type: ignore[arg-type]
+    LearnerRow(heartbeat).rank_drains()
+    for _ in range(2):
+        watch._take_rows([(heartbeat.row, 0.0)])
+    (event,) = watch.events
+    assert event.endswith("learner drains: waits for a rank that has received SIGTERM to end its step")
+
+
+def test_every_restart_of_a_server_is_an_event() -> None:
+    watch = watch_of([], steps=9)
+    row = LiveRow(role="bus", id="bus", host="h", pid=2, phase="serving", load={SERVER_RESTARTS: 0.0})
+    for restarts in (0, 1, 1, 2, 0, 1):  # the bus's own process was started again, too
+        trouble = f"nats-server ended, {restarts}" if restarts else ""
+        watch._take_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
+    assert [text[-1] for text in watch.events] == ["1", "2", "1"]
 
 
 def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
