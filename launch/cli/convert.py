@@ -1,5 +1,6 @@
 """``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a checkpoint."""
 
+import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from learner.layout.parallel import Parallel
+from launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    parser.add_argument(
+        "source", type=Path, metavar="FROM", help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory"
+    )
+    parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
+    parser.add_argument(
+        "--model", type=Path, default=None, metavar="DIR", help="model of the checkpoint: configuration, tokenizer (default: the run's)"
+    )
+    parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
+    require("learner")
+    return run_convert(args.source, args.out, args.model, args.bridge)
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:

@@ -24,6 +24,8 @@ from bus.streams.cursors import Cursors
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
+from launch.cli.arguments import add_run
+from launch.cli.find_run import look
 from launch.run import evaluated
 from launch.run.summary import SKIPPED
 from launch.samples.text import plain
@@ -38,6 +40,17 @@ _OF_EPISODES = (
     *("data/cut_", "data/overridden_", "data/malformed_"),
 )
 """Beginnings of the names of metrics about episodes."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
+    return look(args, show_status)
 
 
 class TaskCounts(TypedDict):

@@ -14,6 +14,8 @@ from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
+from launch.cli.arguments import add_run
+from launch.cli.find_run import look
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""
@@ -21,6 +23,17 @@ SHOWN = 5
 """Most tensors named of an engine that differs."""
 Checksums = dict[tuple[str, str, tuple[str, ...], int], str]
 """(scheme, dtype, tensors, zeros) -> checksum."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the version of each engine. Returns 0, or 1 when engines of one version differ. Raises ValueError."""
+    return look(args, show_weights)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import pytest
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.streams.cursors import WAIT, Cursors
-from launch.samples import archive
+from launch.cli import archive
 from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task

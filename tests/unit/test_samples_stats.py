@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from launch.cli.stats import complete_groups, pass_at_k, summarize
 from launch.samples.filters import Filter, Headline, Range
 from launch.samples.search import seconds
-from launch.samples.stats import complete_groups, pass_at_k, summarize
 from launch.samples.text import plain, shortened
 from tests import data_kit
 

@@ -1,6 +1,8 @@
 """``tidemill replay``: copies samples of a run or a recording into a recording, a file of JSON lines, or a run that only keeps samples."""
 
 import argparse
+import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -16,18 +18,48 @@ from bus.streams.samples import PARTS_HEADER
 from bus.wire import subjects
 from bus.wire.codec import encode_sample
 from bus.wire.messages import Sample
-from launch.samples.filter_arguments import filter_of, positive
-from launch.samples.filters import Filter, headline_of
+from launch.cli.arguments import add_filter, add_run, add_since
+from launch.cli.find_run import look
+from launch.cli.tail import tail
+from launch.run.process import set_up_logging
+from launch.samples.filters import Filter, filter_of, headline_of, positive
 from launch.samples.recording import Origin, Recorder, Recording
 from launch.samples.search import Search, as_map, opened
-from launch.samples.tail import tail
 from launch.samples.text import to_json
+from launch.settings.extras import require
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
 """Header with the ``<run>.<sequence>`` that a sample had where it was replayed from."""
 _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-Stream")
 """Headers that belong to a message as it was stored, not to its sample."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's")
+    parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl")
+    parser.add_argument("--to-bus", default="", metavar="URL", help="into the stream of a run on this bus")
+    parser.add_argument(
+        "--train", default="", metavar="DIRECTORY", help="into a learner: train the recorded steps of --run-dir again, in this directory"
+    )
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting")
+    parser.add_argument("--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)")
+    parser.add_argument("--last", type=int, metavar="N", help="the N newest that match (default: all)")
+    add_since(parser)
+    add_filter(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
+    if args.train:
+        require("learner")
+        from launch.cli.retrain import retrain
+
+        return retrain(args.run_dir, args.train, args.set)
+    set_up_logging("replay", level=logging.ERROR)
+    return asyncio.run(replay_file(args)) if args.source else look(args, replay_run)
 
 
 class Sink(Protocol):

@@ -18,8 +18,9 @@ from rich.table import Table
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Kind
-from launch.samples.filter_arguments import filter_of
-from launch.samples.filters import Headline
+from launch.cli.arguments import add_filter, add_run
+from launch.cli.find_run import look
+from launch.samples.filters import Headline, filter_of
 from launch.samples.search import Search, seconds
 
 _REFRESH_S = 2.0
@@ -27,6 +28,21 @@ _LIMIT = 1_000_000
 """Most messages read for a window of a number of samples."""
 _RIGHT = ("completed", "truncated")
 """Statuses of samples that count for groups."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)")
+    parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right means reward >= R (default 1)")
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("-f", "--follow", action="store_true", help="repeat every two seconds")
+    add_filter(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print statistics of the newest samples; with --follow until interrupted. Returns 0. Raises ValueError."""
+    return look(args, show_stats)
 
 
 class Statistics(TypedDict):

@@ -1,27 +1,77 @@
-"""``tidemill data check``: every bad row of prompt files by file and line, the number of good ones, and the first prompts."""
+"""``tidemill data``: checks files of prompts row by row, writes the tasks of a taskset as prompts, and imports responses."""
 
 import argparse
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
 from actors.text.text import Text
 from launch.checks.data import tokens_of
 from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.rows import row_check
 from launch.checks.tokens import check_tokenizer
+from launch.samples.imports import import_files
 from launch.settings.config_loader import load
 from learner.data.config import DataConfig
 from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError, TemplateLacks
+from rewards.children.keeper_process import environment
+
+if TYPE_CHECKING:
+    Words = argparse._SubParsersAction[argparse.ArgumentParser]
 
 Rendering = Callable[[Row], str]
+VERIFIERS_PROGRAM = VERIFIERS.rpartition(":")[0]
+"""Program that prints the tasks, run by the interpreter that has verifiers."""
 SHOWN = 400
 """Characters of a prompt that are shown."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its words and their arguments."""
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+    _add_taskset(words)
+    imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
+    imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
+    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write")
+    check = words.add_parser("check", help="name every bad row, count and show the others")
+    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
+    check.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
+    check.add_argument(
+        "--most", type=int, default=20, metavar="N", help="bad rows of a file that are named (default 20); others are counted"
+    )
+    check.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)")
+
+
+def _add_taskset(words: "Words") -> None:
+    taskset = words.add_parser("verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)")
+    taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
+    taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
+    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)")
+    taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
+    taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
+
+    Raises SettingsError, PromptError, ValueError.
+    """
+    if args.word == "verifiers":
+        return write_tasks(args)
+    if args.word == "import":
+        print(*import_files(args.files, args.out), sep="\n")
+        return 0
+    return run_check(args)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,3 +191,39 @@ def _shown(row: Row, render: Rendering | None) -> str:
     if row.metadata:
         line += f" metadata {row.metadata!a:.{SHOWN}}"
     return line if render is None else f"{line} {render(row)}"
+
+
+def write_tasks(args: argparse.Namespace) -> int:
+    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an unreadable taskset."""
+    python, out = args.python or sys.executable, Path(args.out)
+    if args.count < 0:
+        raise ValueError(f"--count: want a whole number >= 0 (0 = all), got {args.count}")
+    try:
+        options = json.loads(args.options)
+    except ValueError as error:
+        raise ValueError(f"--options: want JSON, as in rollouts.NAME.options: {error}") from None
+    parse_rollouts({"taskset": {"use": f"{OF_VERIFIERS}{args.taskset}", "options": options}}, "the arguments' rollouts")
+    part = out.with_name(f"{out.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            command = [python, VERIFIERS_PROGRAM, args.taskset, json.dumps(options), str(args.count)]
+            done = subprocess.run(command, stdout=file, stderr=subprocess.PIPE, env=environment(os.environ))
+        if done.returncode:
+            why = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+            raise PromptError(args.taskset, f"a taskset that {python} can read", f"{why}{_cure_of_import(why)}")
+        with part.open(encoding="utf-8") as file:
+            count = sum(1 for _ in file)
+        if not count:
+            raise PromptError(args.taskset, "a taskset with tasks", "none")
+        part.replace(out)
+    except OSError as error:
+        raise PromptError(str(error.filename or out), "a file or program that can be opened", error.strerror or error) from None
+    finally:
+        part.unlink(missing_ok=True)
+    settings = f"data.path={out}, data.metadata_key=metadata"
+    print(f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: {OF_VERIFIERS}{args.taskset}")
+    return 0
+
+
+def _cure_of_import(why: str) -> str:
+    return "; name the interpreter that has verifiers with --python" if "No module named 'verifiers'" in why else ""

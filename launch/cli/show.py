@@ -13,10 +13,11 @@ from rich.text import Text
 from bus.errors import NotFound, WireError
 from bus.streams.bus import Bus
 from bus.wire.messages import Sample
+from launch.cli.arguments import add_run
+from launch.cli.find_run import look
 from launch.samples.block import facts
 from launch.samples.episode import conversation, turns_table
-from launch.samples.filter_arguments import task_of
-from launch.samples.filters import Filter, prompt_text
+from launch.samples.filters import Filter, prompt_text, task_of
 from launch.samples.sample_history import SampleHistory, history_of
 from launch.samples.search import Found, Search, as_map, opened
 from launch.samples.text import plain, to_json
@@ -24,6 +25,20 @@ from launch.samples.tokens import Vocabulary
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
 """(lowest probability, style) of a token, in descending order."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--table", action="store_true", help="add a row for each token")
+    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="where tokenizer.json is, if not in the run's model directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
+    return look(args, show_sample)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

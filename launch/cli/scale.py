@@ -8,9 +8,26 @@ from rich.console import Console
 from actors.engines.membership import CONFIG_KEY
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
+from launch.cli.arguments import add_run
+from launch.cli.find_run import change
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost
 from launch.run.host import ROLE
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--host", default="", help="on this host, independent of the others")
+    where.add_argument("--pool", default="", help="on all hosts of this pool together")
+    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
+    args.counts = desired.parse(args.wanted)
+    return change(args, show_scale)
 
 
 async def _asks_scorers(bus: Bus) -> bool:

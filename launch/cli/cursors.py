@@ -6,6 +6,19 @@ from rich.console import Console
 
 from bus.streams.bus import Bus
 from bus.streams.cursors import WAIT, Cursors
+from launch.cli.arguments import add_run
+from launch.cli.find_run import change, look
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
+    return change(args, show_cursors) if args.forget else look(args, show_cursors)
 
 
 async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:

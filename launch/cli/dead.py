@@ -11,12 +11,33 @@ from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.streams.dead import DROP, REQUEUE
 from bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
+from launch.cli.arguments import add_run
+from launch.cli.find_run import change, look
 from launch.samples.text import plain, to_json
 
 ANSWER_S = 5.0
 """Seconds to wait for the learner's records of a decision."""
 PROMPT_SHOWN = 72
 """Most characters shown of a prompt."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("word", nargs="?", choices=("list", "requeue", "drop"), default="list")
+    parser.add_argument("tasks", nargs="*", type=int, metavar="TASK", help="these tasks; or --all, or --reason")
+    parser.add_argument("--all", action="store_true", help="all tasks; with list: also those that are decided")
+    parser.add_argument("--reason", default="", metavar="TEXT", help="tasks with this text in their reason")
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
+    if args.word == "list":
+        return look(args, show_dead)
+    if not (args.tasks or args.all or args.reason):
+        raise ValueError(f"{args.word}: want ids of tasks, --all or --reason TEXT")
+    return change(args, decide_dead_letters)
 
 
 async def show_dead(bus: Bus, args: argparse.Namespace) -> int:

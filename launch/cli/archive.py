@@ -20,7 +20,10 @@ from bus.errors import StreamTrimmed, WireError
 from bus.streams.bus import Bus, connect
 from bus.streams.cursors import LEAVE, Reader, ReaderRow
 from bus.streams.history import History, StoredSample
-from launch.samples.filter_arguments import positive
+from launch.cli.arguments import add_run
+from launch.cli.find_run import read_until_drained
+from launch.run.access import OPERATOR
+from launch.samples.filters import positive
 from launch.samples.recording import Origin, Recorder, repair
 
 log = logging.getLogger(__name__)
@@ -29,6 +32,22 @@ SUFFIX = ".tide"
 CONNECT_S = 60.0
 SYNC_EVERY_S = 1.0
 """Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings; existing ones are continued")
+    parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
+    policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
+    parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)")
+    parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
+    return read_until_drained(args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR)
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:

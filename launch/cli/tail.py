@@ -7,12 +7,32 @@ from collections.abc import AsyncIterator, Callable
 from rich.console import Console
 
 from bus.streams.bus import Bus
+from launch.cli.arguments import add_filter, add_run, add_since
+from launch.cli.find_run import look
 from launch.samples.block import block
-from launch.samples.filter_arguments import filter_of, positive
+from launch.samples.filters import filter_of, positive
 from launch.samples.search import Found, Search, as_map
 from launch.samples.text import to_json
 
 DEFAULT_LAST = 10
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
+    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)")
+    parser.add_argument("--full", action="store_true", help="do not shorten long texts")
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+    how.add_argument("--raw", action="store_true", help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map")
+    add_since(parser)
+    add_filter(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print samples of the stream; with --follow until interrupted. Returns 0. Raises ValueError."""
+    return look(args, show_tail)
 
 
 async def show_tail(bus: Bus, args: argparse.Namespace) -> int:

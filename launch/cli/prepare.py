@@ -1,0 +1,24 @@
+"""``tidemill prepare``: makes the small model and the prompts of the section ``prepare``."""
+
+import argparse
+
+from launch.cli.arguments import add_config
+from launch.cli.inputs import unprinted_config
+from launch.run.process import set_up_logging
+from launch.run.roles import run_prepare
+from launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_config(parser, positional=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
+    wanted = unprinted_config(args)
+    if wanted is None:
+        return 0
+    require("learner")
+    set_up_logging("prepare")
+    return run_prepare(wanted)
