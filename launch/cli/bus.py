@@ -1,4 +1,4 @@
-"""``tidemill bus``: the embedded nats-server, or a cluster (``launch.run.bus_role``)."""
+"""``tidemill bus``: the embedded nats-server, or a cluster (``launch.run.bus_process``)."""
 
 import argparse
 
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import bus_role, process
+    from launch.run import bus_process, process
 
     process.set_up_logging("bus")
-    return process.run(lambda draining: bus_role.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
+    return process.run(lambda draining: bus_process.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)

@@ -11,6 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bus.server.ports import KeptPort
 from launch.settings.extras import require
 from learner.debug.prompts import read_prompts
 
@@ -158,7 +162,6 @@ def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]],
         from actors.serving.builtin.scoring import score_directory
 
         return score_directory(args.model, prompts, args.names, dtype=dtype), dtype
-    from launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return score_by_learner(args.model, prompts, args.names, dtype=dtype), dtype
@@ -213,3 +216,22 @@ def _profile(args: argparse.Namespace) -> int:
     trace = root / DIRECTORY / trace_name(args.rank, "<first>", "<last>")
     print(f"requested: rank {args.rank} profiles its next {args.steps} steps, and writes {trace}")
     return 0
+
+
+def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules, as ``learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
+    import torch
+
+    from learner.layout import parallel
+    from learner.megatron.activations import module_outputs
+    from learner.megatron.model import build_policy
+
+    with KeptPort() as port:
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
+        os.environ.update(place)
+        torch.use_deterministic_algorithms(True)
+        here = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
+    try:
+        return module_outputs(build_policy(directory, dtype=dtype, parallel=here), prompts, names)
+    finally:
+        parallel.leave()

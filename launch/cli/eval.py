@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
-from launch.run.evaluated import in_words, line_of
+from launch.run.scores import in_words, line_of
 from launch.settings.config_loader import Loaded, load, render
 from launch.settings.extras import require
 

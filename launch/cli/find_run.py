@@ -14,9 +14,8 @@ from bus.client import discovery
 from bus.errors import BusError
 from bus.streams.bus import Bus, connect
 from launch.run import process
-from launch.run.access import OPERATOR, VIEWER, viewer_line
+from launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
 from launch.run.ended import EndedBus, started
-from launch.run.roles import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from launch.settings import yaml_file
 

@@ -11,7 +11,7 @@ from launch.run.access import allowed
 from launch.settings.extras import require
 
 if TYPE_CHECKING:
-    from launch.run.host_learner import HostLearner
+    from launch.run.host import HostLearner
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -39,15 +39,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
     from actors.engines.membership import host_name
-    from launch.run import process, roles
+    from launch.run import process
     from launch.run.desired import parse
-    from launch.run.host import HostExists, only_one, users_in
+    from launch.run.directory import HostExists, only_one
+    from launch.run.host import Machine, run_host, users_in
 
     name = args.name or user_name() or host_name()
     own = parse(args.wanted)
     if own.get("engine"):
         require("engine")
-    machine = roles.Machine(
+    machine = Machine(
         name=name,
         pool=args.pool,
         own=own,
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     with only_one(machine.directory, name):
         return process.run_refusing(
-            lambda draining: roles.run_host(args.run, args.bus, draining, machine), drain_s=2 * args.drain + 30, refusals=(HostExists,)
+            lambda draining: run_host(args.run, args.bus, draining, machine), drain_s=2 * args.drain + 30, refusals=(HostExists,)
         )
 
 
@@ -76,7 +77,7 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     if not args.config:
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
     require("learner")
-    from launch.run.host_learner import HostLearner
+    from launch.run.host import HostLearner
     from launch.run.node_rank import node_place
 
     loaded = loaded_config(args)

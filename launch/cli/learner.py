@@ -1,4 +1,4 @@
-"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``launch.run.learner_roles``)."""
+"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``launch.run.learner_process``)."""
 
 import argparse
 import os
@@ -64,7 +64,7 @@ def _run_learner(args: argparse.Namespace) -> int:
     if not args.checked:
         check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
     wanted = with_iteration(args, loaded_config(args)).config
-    from launch.run import learner_roles, process
+    from launch.run import learner_process, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address = bus_address(args, wanted, LEARNER)
@@ -78,7 +78,7 @@ def _run_learner(args: argparse.Namespace) -> int:
             uvloop=False,
         )
     return process.run(
-        lambda draining: learner_roles.run_learner(wanted, address, args.id, children_arguments(args), draining),
+        lambda draining: learner_process.run_learner(wanted, address, args.id, children_arguments(args), draining),
         drain_s=wanted.up.drain_s + 5,
         uvloop=False,
     )
@@ -89,13 +89,13 @@ def _run_feeder(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import learner_roles, process
+    from launch.run import feeder_process, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
     address, keys = bus_address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
     return process.run(
-        lambda draining: learner_roles.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch),
+        lambda draining: feeder_process.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch),
         drain_s=wanted.up.drain_s,
     )
 
@@ -105,10 +105,10 @@ def _run_rank(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import learner_roles, process
+    from launch.run import feeder_process, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
-    return learner_roles.run_rank(
+    return feeder_process.run_rank(
         wanted, bus_address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
     )

@@ -5,7 +5,7 @@ import argparse
 from launch.cli.arguments import add_config
 from launch.cli.inputs import unprinted_config
 from launch.run.process import set_up_logging
-from launch.run.roles import run_prepare
+from launch.run.workers import run_prepare
 from launch.settings.extras import require
 
 

@@ -17,7 +17,8 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Plan
 from bus.wire.subjects import SETTINGS_KEY
-from launch.run.up import CONFIG_FILE, directory_of_one, run_up
+from launch.run.directory import directory_of_one
+from launch.run.up import CONFIG_FILE, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig
 from learner.checkpoints import disk

@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use, OSError."""
     from bus.config import is_loopback
-    from launch.run import process, roles
+    from launch.run import process, workers
     from rewards.children.limits import Limits
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""
@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("want --timeout > 0, --workers >= 1 and --memory-mb >= 0")
     limits = Limits(timeout_s=args.timeout, workers=args.workers, memory_mb=args.memory_mb)
     process.set_up_logging("reward-server", args.reward)
-    reward = roles.ServedReward(name=args.reward, options=given_options(args.option), of_groups=args.group)
+    reward = workers.ServedReward(name=args.reward, options=given_options(args.option), of_groups=args.group)
     return process.run_refusing(
-        lambda draining: roles.run_reward_server(reward, limits, draining, host=args.host, port=args.port, token=token),
+        lambda draining: workers.run_reward_server(reward, limits, draining, host=args.host, port=args.port, token=token),
         drain_s=args.timeout + 5,
     )

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
     from actors.router.config import RouterConfig, check_url
     from bus.client.reach import AUTO
-    from launch.run import process, roles
+    from launch.run import process, workers
 
     if args.exact:
         require("router")
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
     address = bus_address(args, None, id) if args.bus else ""
 
     return process.run_refusing(
-        lambda draining: roles.run_router(wanted, args.run, address, id, draining, drain_s=DRAIN_S), drain_s=DRAIN_S + 5
+        lambda draining: workers.run_router(wanted, args.run, address, id, draining, drain_s=DRAIN_S), drain_s=DRAIN_S + 5
     )

@@ -1,4 +1,4 @@
-"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``launch.run.roles``)."""
+"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``launch.run.workers``)."""
 
 import argparse
 import asyncio
@@ -51,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
             return 0
     require("actor" if role == "scorer" else role)
     from bus.errors import BusUnavailable
-    from launch.run import process, roles
+    from launch.run import process, workers
 
     id = process_id(args)
     process.set_up_logging(role, id)
     address = bus_address(args, wanted, id)
     run_name = args.run or (wanted.run if wanted is not None else "")
     drain_s = wanted.up.drain_s if wanted is not None else 60.0
-    work = {"engine": roles.run_engine, "actor": roles.run_actor, "scorer": roles.run_scorer}[role]
-    own = roles.LocalSettings(
+    work = {"engine": workers.run_engine, "actor": workers.run_actor, "scorer": workers.run_scorer}[role]
+    own = workers.LocalSettings(
         allowed=allowed(args.allow, os.environ, replaced=changed),
         changed=changed,
         host=getattr(args, "host", ""),
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     async def body(draining: asyncio.Event) -> None:
         """Wait for the bus and do the work of the role. A bus that is not reached is recorded for the caller, not raised."""
         try:
-            await roles.reach_bus(address, role, draining, wait_s=args.wait)
+            await workers.reach_bus(address, role, draining, wait_s=args.wait)
         except BusUnavailable as error:
             unreachable.append(error)
             return

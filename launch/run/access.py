@@ -3,6 +3,7 @@
 A password comes from the environment, or from a file of the run; never from a command line, which all users of the machine can read.
 """
 
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ ALLOW_VARIABLE = "TIDEMILL_ALLOW"
 """Variable with patterns as those of --allow, separated by blanks."""
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
 """Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
+
+BUS_URL_FILE = "bus.url"
+"""File in the run's directory with the address of its embedded bus."""
 
 
 def auth_dir(config: RunConfig) -> Path:
@@ -123,3 +127,8 @@ def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
     if not file.exists():
         raise ValueError(f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE")
     return read_credentials(file)
+
+
+def own_address(config: RunConfig, url: str) -> str:
+    """Return the address with the learner's password, for processes of the run's own machine that may do everything."""
+    return address_line(url, config, LEARNER, os.environ)

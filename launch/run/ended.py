@@ -21,8 +21,7 @@ from bus.errors import ServerFailed
 from bus.server.auth import VIEWER
 from bus.server.cluster import EmbeddedBus
 from bus.server.nats_server import in_use
-from launch.run.access import AUTH_DIR, viewer_line
-from launch.run.roles import BUS_URL_FILE
+from launch.run.access import AUTH_DIR, BUS_URL_FILE, viewer_line
 from launch.settings import yaml_file
 from launch.settings.config_loader import from_map
 

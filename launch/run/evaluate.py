@@ -18,7 +18,7 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from launch.run import evaluated, learner_roles, roles
+from launch.run import access, feeder_process, scores
 from launch.run.supervisor import GaveUp, Supervisor
 from launch.settings import yaml_file
 from launch.settings.config_loader import to_map
@@ -44,7 +44,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     plan = await asyncio.to_thread(_plan, config)
     try:
         url = await _start_bus(config, supervisor)
-        async with connect(roles.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
+        async with connect(access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
@@ -63,13 +63,13 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
 
 
 def _plan(config: RunConfig) -> EvalPlan:
-    _, max_context = learner_roles.model_shape(Path(config.model.path))
-    return learner_roles.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
+    _, max_context = feeder_process.model_shape(Path(config.model.path))
+    return feeder_process.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
     """Start the bus and return its address. Raises GaveUp."""
-    address, deadline = config.root / roles.BUS_URL_FILE, time.monotonic() + BUS_START_S
+    address, deadline = config.root / access.BUS_URL_FILE, time.monotonic() + BUS_START_S
     keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
     while not address.exists():
         if keeper.done():
@@ -120,4 +120,4 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
                 failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
-    return [record for _, record in sorted((await evaluated.read(bus)).items())]
+    return [record for _, record in sorted((await scores.read(bus)).items())]

@@ -1,14 +1,18 @@
 """The learner on several machines: this machine's agent, with the facts of the machine and the commands of its ranks.
 
-The agent itself (``learner/nodes/``) knows no devices, no settings and no environment.
+The agent itself (``learner/nodes/``) knows no devices, no settings and no environment. gloo and NCCL are given the name of a network
+interface, not an address. Source of the interfaces by address: ``man 3 getifaddrs`` (Linux).
 """
 
 import asyncio
+import ctypes
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import platform
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -30,9 +34,7 @@ from launch.devices.shapes import Device, Node, RankPlace
 from launch.devices.visible import this_node
 from launch.devices.wanted import rank_variables, want_of
 from launch.run.access import auth_dir, last_key, write_keys
-from launch.run.interfaces import interface_of
-from launch.run.learner_roles import uploading
-from launch.run.learner_row import LearnerRow
+from launch.run.learner_process import LearnerRow, uploading
 from launch.run.node_rank import NodePlace
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
@@ -55,6 +57,9 @@ PROOF_S = 30.0
 """Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some seconds."""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+
+_ADDRESS_AT = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Offset and length of the address in ``sockaddr_in`` and ``sockaddr_in6``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -300,3 +305,54 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+class _Entry(ctypes.Structure):
+    """``struct ifaddrs``; the fields after the address are not read."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not Linux.
+
+    Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
+    """
+    bare, _, zone = address.strip("[]").partition("%")
+    try:
+        wanted = ipaddress.ip_address(bare)
+    except ValueError:
+        return ""
+    names = [name for name, found in _interface_addresses() if found == wanted]
+    return zone if zone in names else next(iter(names), "")
+
+
+def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Return (interface, address) of every address of this machine."""
+    if sys.platform != "linux":
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.freeifaddrs.argtypes = [ctypes.POINTER(_Entry)]
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        return []
+    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    try:
+        entry = first
+        while entry:
+            row = entry.contents
+            if row.address:  # an interface may have none
+                family = ctypes.c_ushort.from_address(row.address).value
+                if family in _ADDRESS_AT:
+                    offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
+                    found.append((row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length))))
+            entry = row.next
+    finally:
+        libc.freeifaddrs(first)
+    return found

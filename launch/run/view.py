@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bus.wire.messages import LiveRow, Sample
-from launch.run.evaluated import in_words, lines_of, newest_in_words
+from launch.run.scores import in_words, lines_of, newest_in_words
 from launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5

@@ -6,6 +6,7 @@ are events.
 """
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -19,8 +20,7 @@ from bus.errors import BusError
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Evaluated, LiveRow, Sample
-from launch.run import evaluated
-from launch.run.growing_file import GrowingFile
+from launch.run import scores
 from launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,45 @@ NUM_EVENTS = 20
 """Number of events kept for the view."""
 RECENT_STEPS = 20
 """Number of steps over which rates and the time left are computed."""
+
+
+class RunLines:
+    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written again, in order."""
+
+    def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
+        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it has some again."""
+        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
+        self._files, self._on_event = [GrowingFile(file) for file in files], on_event
+        self._unwritten = ""
+        """Reason why lines wait to be written; empty while none do."""
+
+    def add_step(self, line: Mapping[str, object]) -> None:
+        """Add a line of metrics."""
+        self._add(0, line)
+
+    def add_scores(self, line: Mapping[str, object]) -> None:
+        """Add a line of evaluations."""
+        self._add(1, line)
+
+    def _add(self, file: int, line: Mapping[str, object]) -> None:
+        if self._files:
+            self._files[file].append(line)
+            self.write()
+
+    def write(self) -> None:
+        """Write the lines that wait. A disk without room is an event, and so is the first line written after that."""
+        late = sum(file.num_waiting for file in self._files)
+        try:
+            for file in self._files:
+                file.write()
+        except OSError as error:
+            if not self._unwritten:
+                self._unwritten = f"{self._files[0].file}: cannot be written: {error.strerror}"
+                self._on_event(f"{self._unwritten}; its lines wait in memory until they can be")
+        else:
+            if self._unwritten:
+                self._on_event(f"{self._files[0].file}: written again, with {late} lines that waited")
+            self._unwritten = ""
 
 
 class RunWatch:
@@ -58,11 +97,7 @@ class RunWatch:
         """
         self._room, self._after_epoch = room, after_epoch
         self._bus, self.steps = bus, steps
-        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(evaluated.EVALUATIONS_FILE))
-        self._files = [GrowingFile(file) for file in files]
-        """Files of metrics and of evaluations."""
-        self._unwritten = ""
-        """Reason why lines wait to be written; empty while none do."""
+        self._lines = RunLines(metrics_file, self.event)
         self._answered_s = self._steady_s = time.monotonic()
         """Times of the bus's last answer, and since which it has answered without a gap."""
         self._resumed_at = max(earlier or {}, default=0)
@@ -163,7 +198,7 @@ class RunWatch:
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
-                self._note(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
+                self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self._after_epoch:
                 self._note_scores(record)
 
@@ -172,28 +207,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._note(1, evaluated.line_of(record))
-
-    def _note(self, file: int, line: Mapping[str, object]) -> None:
-        """Append a line to metrics.jsonl, or to the file beside it, at once; at the end the files are written again, in order."""
-        if self._files:
-            self._files[file].append(line)
-            self._write_lines()
-
-    def _write_lines(self) -> None:
-        """Write the lines that wait. A disk without room is an event, and so is the first line written after that."""
-        late = sum(file.num_waiting for file in self._files)
-        try:
-            for file in self._files:
-                file.write()
-        except OSError as error:
-            if not self._unwritten:
-                self._unwritten = f"{self._files[0].file}: cannot be written: {error.strerror}"
-                self.event(f"{self._unwritten}; its lines wait in memory until they can be")
-        else:
-            if self._unwritten:
-                self.event(f"{self._files[0].file}: written again, with {late} lines that waited")
-            self._unwritten = ""
+            self._lines.add_scores(scores.line_of(record))
 
     async def _await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
@@ -210,7 +224,7 @@ class RunWatch:
     async def _look_around(self) -> None:
         view = LiveView(self._bus)
         while True:
-            self._write_lines()
+            self._lines.write()
             try:
                 rows, now = await view.refresh(), time.monotonic()
                 if now - self._answered_s > UNANSWERED_S:
@@ -319,3 +333,42 @@ def _ended_here(row: LiveRow) -> bool:
     except PermissionError:
         pass
     return False
+
+
+class GrowingFile:
+    """JSON lines that are appended whole, in order, or not yet."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._waiting: list[bytes] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of lines that are not written yet."""
+        return len(self._waiting)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line, which ``write`` writes."""
+        self._waiting.append(json.dumps(line).encode() + b"\n")
+
+    def write(self) -> None:
+        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it was."""
+        if not self._waiting:
+            return
+        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            before = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, b"".join(self._waiting))
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+        self._waiting.clear()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(descriptor, left) :]

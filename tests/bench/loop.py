@@ -29,8 +29,8 @@ from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.streams.bus import Bus, connect
 from bus.system.processes import Child
 from bus.wire.messages import Done, Sample, Sampling, Task
+from launch.run.access import BUS_URL_FILE
 from launch.run.process import launched
-from launch.run.roles import BUS_URL_FILE
 from launch.settings.config_loader import load, to_map
 from launch.settings.run_config import RunConfig
 from learner.data.prompts import model_tokenizer

@@ -26,7 +26,7 @@ from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done
-from launch.run.roles import BUS_URL_FILE
+from launch.run.access import BUS_URL_FILE
 from tests.bench.learn import CONFIG, ROOT
 
 RUN = "recovery"

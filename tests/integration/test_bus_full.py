@@ -24,8 +24,8 @@ from bus.wire import subjects
 from launch.checks.findings import Report
 from launch.checks.machine import check_places
 from launch.cli.status import show_status
-from launch.run.bus_role import run_bus
-from launch.run.roles import BUS_URL_FILE
+from launch.run.access import BUS_URL_FILE
+from launch.run.bus_process import run_bus
 from launch.run.up import Up
 from launch.run.watch import RunWatch
 from launch.settings.config_loader import load

@@ -15,7 +15,7 @@ from bus.server.nats_server import EmbeddedServer
 from launch.checks import machine
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
-from launch.run.roles import LocalSettings, config_on_bus
+from launch.run.workers import LocalSettings, config_on_bus
 from launch.settings.config_loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run

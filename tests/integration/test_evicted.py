@@ -4,7 +4,7 @@ import asyncio
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.wire.messages import LiveRow
-from launch.run.learner_row import LearnerRow
+from launch.run.learner_process import LearnerRow
 from learner.nodes.node_rows import NodeRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener

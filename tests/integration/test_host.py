@@ -20,8 +20,7 @@ from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.cli.main import main
 from launch.run import desired, host
-from launch.run.host import SETTLE_S
-from launch.run.host_learner import HostLearner
+from launch.run.host import SETTLE_S, HostLearner
 from launch.run.supervisor import Supervisor
 from launch.settings.config_loader import from_map
 from learner.nodes.node_rows import NodeRow, node_of

@@ -24,7 +24,7 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from launch.run import ended
 from launch.run.access import AUTH_DIR
-from launch.run.up import directory_of_one
+from launch.run.directory import directory_of_one
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import RunConfig
 from tests import data_kit

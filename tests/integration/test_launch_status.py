@@ -20,7 +20,7 @@ from bus.wire.budget import Budget
 from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from launch.cli.find_run import find_run
 from launch.cli.status import print_status, read_status, unserved
-from launch.run.roles import BUS_URL_FILE
+from launch.run.access import BUS_URL_FILE
 from launch.run.up import CONFIG_FILE
 from tests import data_kit
 from tests.bus_fixtures import BusOpener

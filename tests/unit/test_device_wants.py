@@ -28,8 +28,8 @@ from launch.devices.shapes import EnginePlace, Node, RankPlace
 from launch.devices.visible import this_node
 from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
 from launch.run import learner_nodes
-from launch.run.learner_roles import place_ranks
-from launch.run.roles import refuse_small_devices, take_devices
+from launch.run.learner_process import place_ranks
+from launch.run.workers import refuse_small_devices, take_devices
 from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.settings.config import LearnerConfig

@@ -12,7 +12,7 @@ from actors.serving.builtin.shape import ModelShape
 from actors.serving.sglang.server_process import command_line, end_of_turn
 from launch.checks.end_tokens import check_end_tokens
 from launch.checks.findings import Report
-from launch.run.learner_roles import eos_ids
+from launch.run.feeder_process import eos_ids
 from rewards.end_tokens import EndTokens
 from tests.tiny_models import write_tiny_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.growing_file import GrowingFile
+from launch.run.watch import GrowingFile
 from tests.small_disk import small_disk
 
 

@@ -18,10 +18,10 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.wire.messages import Done, Evaluated, LiveRow
 from launch.run import view
 from launch.run.curves import draw, reward_limits, scores_of, smooth
-from launch.run.evaluated import lines_of
-from launch.run.learner_row import LearnerRow
+from launch.run.learner_process import LearnerRow
+from launch.run.scores import lines_of
 from launch.run.view import evaluations, picture, plot, show_plain, waits
-from launch.run.watch import SERVER_RESTARTS, SILENT_S, RunWatch
+from launch.run.watch import SERVER_RESTARTS, SILENT_S, RunLines, RunWatch
 from tests import data_kit
 from tests.small_disk import small_disk
 
@@ -308,8 +308,9 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(row: dict[str, obje
 def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> None:
     watch = watch_of([], steps=9)
     heartbeat = HeartbeatPublisher(
-        SimpleNamespace(rows=lambda _: None), LiveRow(role="learner", id="learner", host="h", pid=2, phase="working")
-    )  # type: ignore[arg-type]
+        SimpleNamespace(rows=lambda _: None),  # type: ignore[arg-type]
+        LiveRow(role="learner", id="learner", host="h", pid=2, phase="working"),
+    )
     LearnerRow(heartbeat).rank_drains()
     for _ in range(2):
         watch._take_rows([(heartbeat.row, 0.0)])
@@ -336,16 +337,17 @@ def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
 
 def test_metrics_outlive_a_full_disk_and_the_terminal_names_it(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
-        watch = RunWatch(NoBus(), steps=9, metrics_file=disk.root / "metrics.jsonl")  # type: ignore[arg-type]
-        watch._note(0, {"step": 1, "text": "x" * 5000})
+        events: list[str] = []
+        lines = RunLines(disk.root / "metrics.jsonl", events.append)
+        lines.add_step({"step": 1, "text": "x" * 5000})
         disk.fill(leaving=0)
         for step in (2, 3):
-            watch._note(0, {"step": step, "text": "x" * 5000})
-            watch._note(1, {"version": step})
-        (text,) = watch.events
+            lines.add_step({"step": step, "text": "x" * 5000})
+            lines.add_scores({"version": step})
+        (text,) = events
         assert f"{disk.root}/metrics.jsonl: cannot be written: No space left on device; its lines wait in memory" in text
         disk.clear()
-        watch._write_lines()
-        assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in watch.events[-1]
+        lines.write()
+        assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in events[-1]
         assert [json.loads(line)["step"] for line in (disk.root / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
         assert (disk.root / "evaluations.jsonl").read_text() == '{"version": 2}\n{"version": 3}\n'

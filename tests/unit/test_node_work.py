@@ -26,7 +26,7 @@ def work(directory: Path, **learner: object) -> NodeWork:
 
 
 def node_work(directory: Path, rank: int, learner: dict[str, object]) -> NodeWork:
-    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank))
+    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank), on_sigterm=pytest.fail)
 
 
 def offers(*devices: int) -> list[NodeRow]:

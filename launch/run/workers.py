@@ -1,6 +1,6 @@
-"""The bodies of processes, made from the run's configuration: settings become arguments here.
+"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become arguments here.
 
-Those of the learner are in ``learner_roles.py``, that of the bus in ``bus_role.py``.
+The learner's are in ``learner_process.py`` and ``feeder_process.py``, that of the bus is in ``bus_process.py``.
 """
 
 import asyncio
@@ -12,30 +12,23 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from actors.rollout_settings import parse_rollouts
 from bus.system.coroutines import first_of
 from bus.system.output import STANDARD_OUTPUT, lossy
-from launch.run.access import LEARNER, address_line
 from launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
     from actors.config import EngineConfig
     from actors.router.config import RouterConfig
     from actors.serving.engine_process import HeldDevices
-    from launch.run.host_learner import HostLearner
     from launch.settings.config_loader import Setting
     from rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
-BUS_URL_FILE = "bus.url"
-"""File in the run's directory with the address of its embedded bus."""
-HOST_RESTART_WINDOW_S = 300.0
-"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 LONG_WAIT_S = 300.0
 """Seconds that a process waits for a bus that is started after it."""
 
@@ -50,11 +43,6 @@ def run_prepare(config: RunConfig) -> int:
             fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may call this at the same time; the second finds it done
             prepare(config.prepare, config.root / "prepared")
     return 0
-
-
-def own_address(config: RunConfig, url: str) -> str:
-    """Return the address with the learner's password, for processes of the run's own machine that may do everything."""
-    return address_line(url, config, LEARNER, os.environ)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,80 +302,3 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     if found:
         log.info("run found run=%s", found)
     return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """This machine as a host of a run, from the command line."""
-
-    name: str
-    pool: str
-    own: Mapping[str, int]
-    """Desired numbers of this machine itself, by role; empty = its share of the total."""
-    directory: Path
-    drain_s: float
-    restarts: int
-    users: Mapping[str, Sequence[Path]] | None
-    allowed: Sequence[str]
-    server_words: Sequence[str]
-    """Arguments passed on to its engines and scorers."""
-    learner: "HostLearner | None" = None
-    """The learner's node of this machine."""
-
-    def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
-        """Return the arguments behind ``python -m launch`` of one of its processes."""
-        passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from bus.client.reach import bare
-
-        words = () if role == "actor" else self.server_words
-        if role == "scorer":  # a port is that of an engine
-            words = [bare(word) for word in words]
-        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *words]
-
-
-async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
-
-    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
-    """
-    from contextlib import AsyncExitStack
-
-    from actors.engines.membership import connected
-    from bus.config import BusConfig
-    from bus.errors import Forbidden
-    from launch.run import desired
-    from launch.run.engine_devices import EngineDevices
-    from launch.run.host import Host, refuse_another
-    from launch.run.supervisor import Supervisor
-
-    name, directory, learner = machine.name, machine.directory, machine.learner
-    address = address_line(bus_url, None, name, os.environ)
-    run = run or (learner.config.run if learner else await found_run(address, "host", draining))
-    if not run:
-        return
-    supervisor = Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S)
-    async with AsyncExitStack() as stack:
-        if learner is not None:  # before the wait for the run: its leader begins it
-            await stack.enter_async_context(learner.kept(supervisor, drain_s=machine.drain_s))
-        bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
-        if bus is None:
-            return
-        await refuse_another(bus, name)
-        if machine.own:
-            try:
-                await desired.change(bus, desired.host_key(name), machine.own)
-            except Forbidden as error:
-                words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
-                raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
-        host = Host(
-            bus,
-            supervisor,
-            desired.LiveHost(name, machine.pool),
-            prefix=f"{name}-",
-            arguments=partial(machine.command, bus_url=bus_url, run=run),
-            drain_s=machine.drain_s,
-            users=machine.users,
-            devices=EngineDevices(bus, learner.config) if learner else None,
-        )
-        log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
-        await host.run(draining)

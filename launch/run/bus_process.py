@@ -19,8 +19,7 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import LiveRow
-from launch.run.access import auth_dir
-from launch.run.roles import BUS_URL_FILE, own_address
+from launch.run.access import BUS_URL_FILE, auth_dir, own_address
 from launch.run.watch import SERVER_RESTARTS
 from launch.settings.run_config import RunConfig
 
