@@ -5,11 +5,11 @@ import os
 from launch.checks.findings import Report
 from launch.checks.machine import GPU
 from launch.checks.model import CheckedModel, rank_rows
+from launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
 from launch.devices.errors import Refused
 from launch.devices.placement import place
 from launch.devices.shapes import Node, Placed, described
 from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, rank_variables, refuse_expandable_engine, want_of
 from launch.settings.run_config import RunConfig
 
 PLACEMENT = "placement"

@@ -1,11 +1,13 @@
-"""Checks of the environment of a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
+"""Checks of the environment of a run: bus, engine's program, directories, disk, memory, store of checkpoints. Starts nothing."""
 
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,8 +25,10 @@ from launch.checks.model import CheckedModel
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from launch.settings.wiring import ENGINES
+from learner.checkpoints.object_store import ObjectStore, missing_package
 from learner.data.plans import plan_bytes
-from learner.settings.checkpoint_store import MOST_PENDING
+from learner.errors import StoreFailed
+from learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
@@ -38,6 +42,10 @@ CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
 GPU = Path("/dev/nvidiactl")
 """A file that exists where CUDA does: weights are then not in the memory that is checked."""
+
+STORE_SETTING = "learner.checkpoint.store"
+STORE_ANSWER_S = 20.0
+"""Longest time in which the store takes a small object, returns and removes it."""
 
 
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
@@ -275,3 +283,46 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: float = STORE_ANSWER_S) -> None:
+    """Check the URL of the store, if there is one. ``reach``: write, read and remove a small object there, too."""
+    url, where = config.learner.checkpoint.url, report.at(STORE_SETTING)
+    if not url:
+        return
+    if protocol_of(url) == "memory":
+        cure = "use the URL of an object store, or local"
+        report.error("store", where, want="a store that outlives a process", got=url, cure=cure)
+    elif missing := missing_package(url):
+        got, cure = missing
+        report.error("store", where, want=f"a protocol that can be used here, as in {url}", got=got, cure=f"{cure}, or set local")
+    elif reach:
+        _reach_store(report, where, ObjectStore(url, config.run), answer_s)
+    elif protocol_of(url) in OF_THIS_MACHINE and config.learner.nodes > 1:
+        cure = "use an object store, unless the path is one directory for all nodes"
+        report.warning("store", where, want="a store that all nodes reach", got=f"{url}, a path of each machine", cure=cure)
+
+
+def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float) -> None:
+    """Write, read and remove a small object, in a thread that a store without an answer keeps, and that ends with the process."""
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def probe() -> None:
+        """Report the error of the probe, or nothing."""
+        try:
+            store.probe()
+        except StoreFailed as error:
+            answers.put(error.reason)
+        else:
+            answers.put("")
+
+    threading.Thread(target=probe, name="store", daemon=True).start()
+    try:
+        reason = answers.get(timeout=answer_s)
+    except queue.Empty:
+        reason = f"no answer within {answer_s:.0f} s"
+    if reason:
+        cure = "give its package the credentials (environment, its own files), or fix the URL"
+        report.error("store", where, want="a place that this process can write to", got=f"{store.url}: {reason}", cure=cure)
+    else:
+        report.good("store", f"{store.url}: a small object was written, read and removed")

@@ -14,11 +14,10 @@ from bus.wire.json_object import JsonObject
 from bus.wire.model_values import ROPE_KEYS, as_older
 from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
-from launch.checks.megatron_checkpoint import check_megatron
-from launch.checks.tuning import check_tuning
+from launch.checks.weights import check_megatron, check_tuning
+from launch.devices.demand import ModelSize
 from launch.devices.memory_table import Row, memory_rows, state_rows, valued
 from launch.devices.trained import Shapes, trained_tensors
-from launch.devices.wanted import ModelSize
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
 from learner.layout.sizes import FAMILIES, WITH_BIAS, refusals

@@ -2,19 +2,15 @@
 
 from dataclasses import dataclass
 
-from launch.checks.data import check_data, check_evaluation
-from launch.checks.debug import check_debug
+from launch.checks.data import check_data, check_debug, check_evaluation
 from launch.checks.devices import check_devices
-from launch.checks.end_tokens import check_end_tokens
 from launch.checks.findings import Report
 from launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
-from launch.checks.machine import check_bus, check_engine, check_memory, check_places
+from launch.checks.machine import check_bus, check_engine, check_memory, check_places, check_store
 from launch.checks.model import check_model
 from launch.checks.prepared import check_prepare
-from launch.checks.renderer import check_renderer
-from launch.checks.store import check_store
 from launch.checks.teachers import check_teachers
-from launch.checks.tokens import check_tokenizer, check_tools
+from launch.checks.tokens import check_end_tokens, check_renderer, check_tokenizer, check_tools
 from launch.settings.config_loader import Loaded
 
 

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,8 @@ SHARED_MEMORY = Path("/dev/shm")
 CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
 """Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container runtimes and Slurm."""
+
+FOLDERS = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
 
 
 def this_node(environment: Mapping[str, str]) -> Node:
@@ -162,3 +165,14 @@ def _free_shared_memory() -> int:
     except OSError:
         return 0
     return found.f_bavail * found.f_frsize
+
+
+def nccl_of(program: str = sys.executable) -> str:
+    """Return the version in the environment of a Python interpreter, such as ``2.29.7``; empty = not known (none, or several)."""
+    found = shutil.which(program)
+    if found is None:
+        return ""
+    root = Path(found).parent.parent
+    names = {path.name for folder in FOLDERS for path in root.glob(f"{folder}/nvidia_nccl_cu*-*.dist-info")}
+    versions = {match[1] for name in names if (match := re.fullmatch(r"nvidia_nccl_cu\d+-(\d[\d.]*)\.dist-info", name))}
+    return versions.pop() if len(versions) == 1 else ""

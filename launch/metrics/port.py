@@ -40,9 +40,9 @@ SINK = Contract(
     argument="StepMetrics",
     path="launch.metrics.port:SINK",
     table={
-        "jsonl": "launch.metrics.json_lines:Jsonl",
-        "tensorboard": "launch.metrics.event_files:TensorBoard",
-        "wandb": "launch.metrics.weights_and_biases:WeightsAndBiases",
+        "jsonl": "launch.metrics.sinks:Jsonl",
+        "tensorboard": "launch.metrics.sinks:TensorBoard",
+        "wandb": "launch.metrics.sinks:WeightsAndBiases",
     },
     encode=lambda one: json.dumps(asdict(one)).encode(),
     decode=_decoded,

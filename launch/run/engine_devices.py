@@ -15,11 +15,11 @@ from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.checks.model import size_here
+from launch.devices.demand import ModelSize, engine_variables, want_of
 from launch.devices.errors import DeviceError, Refused
 from launch.devices.placement import engine_place
 from launch.devices.shapes import Node, Others
 from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, engine_variables, want_of
 from launch.settings.config_loader import SettingsError, changes, from_map
 from launch.settings.run_config import RunConfig
 

@@ -27,12 +27,11 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
+from launch.devices.demand import rank_variables, want_of
 from launch.devices.errors import Refused
-from launch.devices.nccl import nccl_of
 from launch.devices.placement import place
 from launch.devices.shapes import Device, Node, RankPlace
-from launch.devices.visible import this_node
-from launch.devices.wanted import rank_variables, want_of
+from launch.devices.visible import nccl_of, this_node
 from launch.run.access import auth_dir, last_key, write_keys
 from launch.run.learner_process import LearnerRow, uploading
 from launch.run.node_rank import NodePlace

@@ -89,10 +89,9 @@ def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
 
     Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from launch.devices.nccl import nccl_of
+    from launch.devices.demand import rank_variables, want_of
     from launch.devices.placement import place
-    from launch.devices.visible import this_node
-    from launch.devices.wanted import rank_variables, want_of
+    from launch.devices.visible import nccl_of, this_node
 
     node = this_node(os.environ)
     ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks

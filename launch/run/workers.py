@@ -131,8 +131,8 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
     """
     from actors.serving.engine_process import HeldDevices
     from launch.checks.model import size_here
+    from launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
     from launch.devices.visible import VARIABLE, this_node
-    from launch.devices.wanted import nccl_of_engine, own_place, refuse_expandable_engine
 
     engine, node = config.engine, this_node(os.environ)
     place = own_place(node, config, size_here(config))
@@ -154,8 +154,8 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
     """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
     from launch.checks.model import size_here
+    from launch.devices.demand import own_place
     from launch.devices.visible import this_node
-    from launch.devices.wanted import own_place
 
     own_place(this_node(os.environ), config, size_here(config, model))
 

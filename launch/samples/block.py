@@ -4,10 +4,9 @@ from rich.text import Text
 
 from bus.errors import WireError
 from bus.wire.messages import Sample
-from launch.samples.episode import conversation
 from launch.samples.filters import Headline, prompt_text
 from launch.samples.search import Found, clock
-from launch.samples.text import plain, shortened
+from launch.samples.text import conversation, plain, shortened
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 """Lines and characters of a text that is shortened."""

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from launch.checks.findings import Report
-from launch.checks.megatron_checkpoint import check_megatron, differing
 from launch.checks.model import tensors_in
+from launch.checks.weights import check_megatron, differing
 from launch.cli.main import main
 from launch.settings.config_loader import load
 from learner.checkpoints import torch_dist

@@ -28,14 +28,13 @@ from bus.wire.codec import encode_sample
 from bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from launch.cli import main as cli
 from launch.cli.replay import replay_file, replay_run
-from launch.cli.show import shade, shaded, show_sample, tokens_of
+from launch.cli.show import Vocabulary, shade, shaded, show_sample, tokens_of
 from launch.cli.stats import show_stats
 from launch.cli.tail import show_tail, tail
 from launch.samples.filters import Filter, filter_of
 from launch.samples.recording import Recording
 from launch.samples.sample_history import DIFFERENCE, history_of
 from launch.samples.search import Search
-from launch.samples.tokens import Vocabulary
 from tests import data_kit
 from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener

@@ -23,9 +23,8 @@ from bus.streams.bus import Bus
 from bus.wire.messages import Done, Evaluated
 from launch.cli.main import main
 from launch.metrics.export import export
-from launch.metrics.json_lines import Jsonl
 from launch.metrics.port import SINK, StepMetrics
-from launch.metrics.weights_and_biases import WeightsAndBiases
+from launch.metrics.sinks import Jsonl, WeightsAndBiases
 from rewards.registry import Bound
 from tests.bus_fixtures import BusOpener
 

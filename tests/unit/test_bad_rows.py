@@ -11,8 +11,8 @@ import pytest
 
 from bus.errors import WireError
 from bus.wire.messages import Prompt, Sampling, Task
+from launch.checks.data import Reading
 from launch.checks.findings import Report
-from launch.checks.reading import Reading
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import SettingsError, load

@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 from bus.wire.messages import Sampling, Task
 from launch.checks import machine, teachers
+from launch.checks.data import SURE_ROWS
 from launch.checks.findings import CheckFailed, Finding, Report
-from launch.checks.reading import SURE_ROWS
 from launch.checks.resume import model_identity
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.sources import misfit, misfit_class
+from launch.checks.functions import misfit, misfit_class
 from launch.cli.main import main
 from launch.settings import reference
 

@@ -9,8 +9,8 @@ import pytest
 from fsspec.registry import known_implementations
 
 from launch.checks.findings import Report
+from launch.checks.machine import check_store
 from launch.checks.run import Purpose, check
-from launch.checks.store import check_store
 from launch.settings.config_loader import SettingsError, load
 from tests import flaky_store
 from tests.check_kit import write_run

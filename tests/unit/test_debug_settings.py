@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from launch.checks.debug import check_debug
+from launch.checks.data import check_debug
 from launch.checks.findings import Report
 from launch.settings.config_loader import SettingsError, from_map
 from learner.debug.config import DebugConfig, DumpModulesConfig

@@ -20,13 +20,12 @@ from launch.checks.findings import Report
 from launch.checks.model import size_here
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
-from launch.devices import nccl, wanted
+from launch.devices import demand, visible
+from launch.devices.demand import ModelSize, devices_of, engine_variables, rank_variables, want_of
 from launch.devices.errors import Refused
-from launch.devices.nccl import nccl_of
 from launch.devices.placement import place
 from launch.devices.shapes import EnginePlace, Node, RankPlace
-from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
+from launch.devices.visible import nccl_of, this_node
 from launch.run import learner_nodes
 from launch.run.learner_process import place_ranks
 from launch.run.workers import refuse_small_devices, take_devices
@@ -182,7 +181,7 @@ def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none
 def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it all weights go over gloo. Of the learner's parent, of a node's agent, of engines with the interpreter that they have."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # restored after the test
-    for module in (nccl, wanted, learner_nodes):
+    for module in (visible, demand, learner_nodes):
         monkeypatch.setattr(module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7")
     assert place_ranks(RunConfig())[1].nccl == "2.29.7"
     assert learner_nodes._capabilities(four.devices[:2]).nccl == "2.29.7"

@@ -10,8 +10,8 @@ from tokenizers.models import BPE, Unigram, WordLevel
 
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.sglang.server_process import command_line, end_of_turn
-from launch.checks.end_tokens import check_end_tokens
 from launch.checks.findings import Report
+from launch.checks.tokens import check_end_tokens
 from launch.run.feeder_process import eos_ids
 from rewards.end_tokens import EndTokens
 from tests.tiny_models import write_tiny_model

@@ -8,9 +8,9 @@ import pytest
 
 from actors.serving.builtin.shape import ModelShape
 from launch.cli.main import main
+from launch.devices.demand import ModelSize, want_of
 from launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
 from launch.devices.shapes import Device, Node
-from launch.devices.wanted import ModelSize, want_of
 from launch.settings.config_loader import load
 
 QWEN3_8B = {

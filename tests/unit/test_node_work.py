@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from bus.client.reach import HERE
+from launch.devices.demand import want_of
 from launch.devices.shapes import Node
-from launch.devices.wanted import want_of
 from launch.run import learner_nodes
 from launch.run.learner_nodes import NodeWork
 from launch.run.node_rank import NodePlace

@@ -3,10 +3,10 @@
 import pytest
 
 from actors.serving.builtin.shape import ModelShape
+from launch.devices.demand import want_of
 from launch.devices.memory_table import parameters, rank_parameters
 from launch.devices.shapes import Node
 from launch.devices.trained import stages_of
-from launch.devices.wanted import want_of
 from launch.settings.config_loader import load
 from learner.layout.sizes import refusals, stage_layers
 from learner.settings.config import LearnerConfig

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from bus import exit_codes
 from launch.devices.errors import Refused
-from launch.devices.fitness import USABLE, senders
-from launch.devices.placement import engine_place, place
+from launch.devices.placement import USABLE, engine_place, place, senders
 from launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000

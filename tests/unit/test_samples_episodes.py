@@ -6,12 +6,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bus.wire.episodes import SequenceSize
-from launch.cli.show import shaded, tokens_of
+from launch.cli.show import Vocabulary, shaded, tokens_of
 from launch.samples.block import block, facts
-from launch.samples.episode import conversation, turns_in, turns_table
 from launch.samples.filters import Headline
 from launch.samples.search import Found, as_map
-from launch.samples.tokens import Vocabulary
+from launch.samples.text import conversation, turns_in, turns_table
 from tests.bus_kit import make_episode, make_sample, make_turns
 
 IDS = Vocabulary(None)

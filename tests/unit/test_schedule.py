@@ -10,7 +10,7 @@ from torch.optim import SGD
 from transformers import get_scheduler
 
 from launch.checks.findings import Report
-from launch.checks.tuning import check_tuning
+from launch.checks.weights import check_tuning
 from launch.cli.main import main
 from launch.devices.memory_table import Row, memory_rows
 from launch.devices.trained import trained_tensors

@@ -1,15 +1,21 @@
-"""Check of ``model.megatron_checkpoint``: files, names and shapes, from the checkpoint's index. Reads no tensor, loads no torch."""
+"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads no torch.
+
+A checkpoint of Megatron is compared with the model by the names and shapes in its index; no tensor is read.
+"""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from launch.checks.findings import Report
-from launch.devices.trained import Shapes
+from launch.devices.trained import Shapes, stages_of, trained_tensors
 from launch.settings.run_config import RunConfig
 from learner.checkpoints import torch_dist
-from learner.checkpoints.torch_dist import SETTING
+from learner.checkpoints.manifest import MANIFEST
+from learner.checkpoints.torch_dist import SETTING, TRACKER
 from learner.errors import ConfigRefused
+from learner.settings.lora import adapter_refusals
+from learner.settings.schedule import unmatched
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",
@@ -52,6 +58,9 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
 _OF_LAYER = re.compile(r"decoder\.layers\.(.+)")
 _PARTS = re.compile(r"(.+\.experts\.)(?:\d+\.)?(.+?)(?:_[wv])?|(.+?)(?:_[wv])?")
+
+FREEZE = "learner.optimizer.freeze"
+BEGINS = "learner.from_checkpoint"
 
 
 def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_layers: int) -> None:
@@ -161,3 +170,49 @@ def _merged(found: Shapes) -> dict[str, tuple[int, ...]]:
         numbers[whole] = numbers.get(whole, 0) + (not name.endswith("weight_v"))
         merged[whole] = shape
     return {name: (numbers[name], *shape) if ".experts." in name else shape for name, shape in merged.items()}
+
+
+def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
+    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: those of the model."""
+    learner = config.learner
+    names = list(tensors)
+    for pattern in unmatched(learner.optimizer.freeze, names):
+        cure = "use the names of the model's safetensors, such as ^model.embed_tokens or layers.[0-3][.]"
+        report.error(
+            "model", report.at(FREEZE), want="patterns that are found in names of the model's weights", got=repr(pattern), cure=cure
+        )
+    if learner.lora.rank:
+        adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
+        if missing := sorted(set(learner.lora.targets) - adapted):
+            want = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts have none"
+            report.error("model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out")
+    setting, choice = ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
+    stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
+    idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
+    if len(idle) == len(stages):
+        cure = "leave weights to train"
+        report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)
+    elif idle:
+        got = f"{list(choice)}: stage {idle[0]} would train nothing"
+        want, cure = "weights that are trained in every stage of the pipeline", "lower learner.pipeline_parallel, or choose other layers"
+        report.error("model", report.at(setting), want=want, got=got, cure=cure)
+    if learner.from_checkpoint:
+        _check_beginning(report, Path(learner.from_checkpoint))
+    for refused in adapter_refusals(learner.lora):
+        cure = "give the settings of the adapters, or another directory"
+        report.error("model", refused.field, want=refused.want, got=repr(refused.got), cure=cure)
+
+
+def _check_beginning(report: Report, directory: Path) -> None:
+    """Report a directory that is no checkpoint of Tidemill; its content is verified when the run starts."""
+    if (directory / MANIFEST).is_file() and (directory / "common.pt").is_file():
+        return
+    got, cure = f"{directory}: no {MANIFEST}", "give a directory below checkpoints/ of a run"
+    if not directory.is_dir():
+        got = f"{directory}: no such directory"
+    elif (directory / "config.json").is_file():
+        got, cure = f"{directory}: a model directory", "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
+    elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
+        got += ", as in checkpoints of Megatron itself"
+        cure = "make it model.megatron_checkpoint"
+    report.error("model", report.at(BEGINS), want="a checkpoint of Tidemill", got=got, cure=cure)

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field
 from actors.config import OF_RANKS, EngineConfig
 from launch.devices.errors import Refused
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
-from launch.devices.nccl import nccl_of
 from launch.devices.placement import engine_place
 from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
 from launch.devices.trained import Shapes
-from launch.devices.visible import VARIABLE
+from launch.devices.visible import VARIABLE, nccl_of
 from launch.settings.run_config import RunConfig
 from learner.layout.sizes import num_senders
 
