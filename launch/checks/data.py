@@ -67,8 +67,8 @@ class Reading:
         """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be read."""
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
-        for found in scan_rows(source):
-            row = rules.applied(found, recorded)
+        for scanned in scan_rows(source):
+            row = rules.applied(scanned, recorded)
             reading.read += 1
             if isinstance(row, PromptError):
                 reading.bad.append(row)
@@ -93,15 +93,15 @@ class Reading:
         In random order, because of a file that is sorted by length the rows tokenized in time would all be short, or all long.
         """
         self.readable = len(self.rows)
-        others = random.Random(0).sample(range(1, len(self.rows)), max(0, len(self.rows) - 1))
+        order = random.Random(0).sample(range(1, len(self.rows)), max(0, len(self.rows) - 1))
         until, bad = time.monotonic() + READ_S, dict[int, PromptError]()
-        for number in chain([0] if self.rows else [], others):
+        for number in chain([0] if self.rows else [], order):
             try:
                 prompt, recorded = tokens.of(self.rows[number])
             except PromptError as error:
                 bad[number] = error
             else:
-                self.longest = max(self.longest, max((len(one.tokens) for one in recorded), default=len(prompt)))
+                self.longest = max(self.longest, max((len(response.tokens) for response in recorded), default=len(prompt)))
             self.tokenized += 1
             if self.tokenized >= SURE_ROWS and time.monotonic() > until:
                 break
@@ -135,8 +135,8 @@ class Reading:
                 report.error(topic, first.where, want=first.want, got=got, cure=remedy)
             else:
                 report.warning(topic, first.where, want=first.want, got=got, cure=f"they are skipped (data.bad_rows: skip); {remedy}")
-        if others := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
-            got = f"bad rows of {others} further causes"
+        if num_hidden := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
+            got = f"bad rows of {num_hidden} further causes"
             report.warning(topic, str(self.source), want="rows that can be used", got=got, cure="tidemill data check names all of them")
 
 
@@ -199,14 +199,14 @@ def check_data(
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
-    seen: list[Row] = []
-    for name, one in config.eval.parsed.items() if config.eval.every else ():
-        setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
-        new = one.max_new_tokens or config.sampling.max_new_tokens
+    rows: list[Row] = []
+    for name, eval_set in config.eval.parsed.items() if config.eval.every else ():
+        setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
+        new = eval_set.max_new_tokens or config.sampling.max_new_tokens
         cure = f"fix the file, or the keys of {setting} ({data.path})"
         if model is not None and tokenize is not None and model.context <= new:
             want = f"< {model.context}, the model's context"
-            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure="lower it")
+            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=eval_set.max_new_tokens, cure="lower it")
             continue
         try:
             (reading,) = read_sources(config, data, model, tokenize, max_new_tokens=new)
@@ -219,10 +219,10 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             continue
         reading.report(report, EVALUATION, data.bad_rows, cure=cure)
         if len(report.errors) == before:
-            seen += reading.rows
-            used = f", the first {one.limit} are used" if 0 < one.limit < reading.read else ""
-            report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {one.samples} responses each")
-    return Prompts(rows=seen) if seen else None
+            rows += reading.rows
+            used = f", the first {eval_set.limit} are used" if 0 < eval_set.limit < reading.read else ""
+            report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {eval_set.samples} responses each")
+    return Prompts(rows=rows) if rows else None
 
 
 def read_sources(

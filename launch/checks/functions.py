@@ -145,18 +145,18 @@ def _absent(path: str) -> str:
 
 def check_filters(report: Report, config: RunConfig) -> None:
     """Load every filter with its options, as the feeder does."""
-    for one in read_filters(config.data.filters):
-        setting = f"data.filters.{one.name}"
+    for chosen in read_filters(config.data.filters):
+        setting = f"data.filters.{chosen.name}"
         try:
-            bind(one.use, one.options, contract_of(one))
+            bind(chosen.use, chosen.options, contract_of(chosen))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
-            report.error("filters", where, want=f"an option of {one.use}", got=error.reason, cure="fix it, or remove it")
+            report.error("filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it")
         except UnknownReward as error:
-            want, got = "a filter that can be loaded", f"{one.use!r}: {error.reason}"
+            want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
             report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
         else:
-            report.good("filters", f"{one.name}: {one.use} loaded")
+            report.good("filters", f"{chosen.name}: {chosen.use} loaded")
 
 
 def _check_one(
@@ -222,7 +222,7 @@ async def _within(score: Scorer, request: RewardRequest) -> float | dict[str, fl
 
 def _is_answer(label: object, *, many: bool) -> bool:
     if many and isinstance(label, list):
-        return all(_is_answer(one, many=False) for one in label)
+        return all(_is_answer(item, many=False) for item in label)
     return isinstance(label, str | int | float)
 
 
@@ -230,10 +230,10 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
     """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
     algorithm = config.learner.algorithm
-    found = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
-    found += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
-    found += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
-    for name, path, (count, offered, signature) in found:
+    functions = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
+    functions += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
+    functions += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
+    for name, path, (count, offered, signature) in functions:
         if ":" not in path:
             continue
         try:
@@ -299,12 +299,12 @@ def misfit(path: str, count: int, offered: Sequence[str]) -> str:
     ``count``: its positional arguments; ``offered``: arguments that it may ask for by name.
     Raises ImportError, ValueError, SyntaxError, OSError for a module that cannot be read.
     """
-    found = _definition(*_parts(path))
-    if isinstance(found, str):
-        return found
-    if found is None:
+    definition = _definition(*_parts(path))
+    if isinstance(definition, str):
+        return definition
+    if definition is None:
         return _misfit_here(path, count, offered)
-    match found.node:
+    match definition.node:
         case ast.FunctionDef(args=arguments):
             return _unlike(arguments, count, offered)
         case ast.AsyncFunctionDef():
@@ -318,16 +318,16 @@ def misfit(path: str, count: int, offered: Sequence[str]) -> str:
 
 def missing(path: str) -> str:
     """Return the reason that there is nothing at ``module:name``; empty if there is, or no source shows it. Raises as ``misfit``."""
-    found = _definition(*_parts(path))
-    return found if isinstance(found, str) else ""
+    definition = _definition(*_parts(path))
+    return definition if isinstance(definition, str) else ""
 
 
 def misfit_class(path: str) -> str:
     """Return the defect of the class at ``module:Class``; empty if its source shows none. Raises as ``misfit``."""
-    found = _definition(*_parts(path))
-    if isinstance(found, str):
-        return found
-    match None if found is None else found.node:
+    definition = _definition(*_parts(path))
+    if isinstance(definition, str):
+        return definition
+    match None if definition is None else definition.node:
         case None | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Constant() | ast.Lambda()):
             return "no class"
     return ""
@@ -352,8 +352,8 @@ def _definition(module: str, name: str) -> _Found | str | None:
         statements = list(_statements(ast.parse(Path(spec.origin).read_bytes()).body))
         nodes = [node for node in statements if name in _names(node)]
         if not nodes:
-            known = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in statements)
-            return "" if known else f"{module} has no {name!r}"
+            has_star = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in statements)
+            return "" if has_star else f"{module} has no {name!r}"
         node = nodes[-1]
         if isinstance(node, ast.Import):
             return "a module"
@@ -391,7 +391,7 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
     """Yield the statements of a module that run when it is imported, those within ``if``, ``try`` and ``with`` too."""
     for node in body:
         if isinstance(node, ast.If | ast.Try | ast.With):
-            handlers = [one.body for one in node.handlers] if isinstance(node, ast.Try) else []
+            handlers = [handler.body for handler in node.handlers] if isinstance(node, ast.Try) else []
             orelse = [node.orelse] if isinstance(node, ast.If | ast.Try) else []
             last = [node.finalbody] if isinstance(node, ast.Try) else []
             for inner in (*handlers, *orelse, node.body, *last):
@@ -407,14 +407,14 @@ def _names(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (alias.asname or alias.name for alias in node.names)
     else:
-        yield from (each.id for each in ast.walk(node) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
+        yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
 
 
 def _unlike(arguments: ast.arguments, count: int, offered: Sequence[str]) -> str:
     """Return how a signature differs from the call; empty if it fits."""
-    positional = [one.arg for one in (*arguments.posonlyargs, *arguments.args)]
-    takes = ", ".join([*positional, *(one.arg for one in arguments.kwonlyargs)]) or "nothing"
-    named = [one.arg for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    takes = ", ".join([*positional, *(argument.arg for argument in arguments.kwonlyargs)]) or "nothing"
+    named = [argument.arg for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
     needed = [*positional[count : len(positional) - len(arguments.defaults)], *named]
     called = f"it is called with {count} arguments" + (f", and may ask for {', '.join(offered)}" if offered else "")
     short = len(positional) < count and arguments.vararg is None

@@ -38,13 +38,13 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services.
     """
     config, report = loaded.config, Report(loaded.origins)
-    made = check_prepare(report, config, fresh=purpose.fresh)
-    model = check_model(report, config, made=made.model)
+    prepared = check_prepare(report, config, fresh=purpose.fresh)
+    model = check_model(report, config, made=prepared.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
     if model is not None and model.directory is not None:
         check_end_tokens(report, model.directory)
     reads_prompts = purpose.trains and not config.debug.trains_only
-    data = check_data(report, config, model, tokenize, made=made.prompts) if reads_prompts else None
+    data = check_data(report, config, model, tokenize, made=prepared.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)
     rows = [row for prompts in (data, held_out) if prompts is not None for row in prompts.rows]
     starts_workers = purpose.starts_workers and not config.debug.trains_only

@@ -45,7 +45,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
     return PromptTokenizer(
-        lambda given, add_special: text.encode(given, add_special=add_special),
+        lambda prompt, add_special: text.encode(prompt, add_special=add_special),
         lambda ids: text.decode(ids, skip_special=False),
         template,
         chat=config.data.apply_chat_template,
@@ -156,8 +156,10 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
-    given = {f"eval.sets.{name}.chat_template_args": one.chat_template_args or {} for name, one in config.eval.parsed.items()}
-    for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **given}.items():
+    template_arguments = {
+        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {} for name, eval_set in config.eval.parsed.items()
+    }
+    for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **template_arguments}.items():
         if rejected := _rejects(renderer, template_args):
             cure = "leave it out, and set actor.gateway.renderer_options in its place"
             want = f"arguments that the renderer {renderer.name} has"
@@ -211,6 +213,10 @@ def _difference(renderer: Renderer, text: Text, directory: Path, template_args: 
         return ""
     if ours == theirs:
         return ""
-    same = next((place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs)))
-    before, here, there = (text.decode(ids, skip_special=False) for ids in (ours[:same], ours[same:][:8], theirs[same:][:8]))
-    return f"{here!r} instead of {there!r} behind {before!r}"
+    num_equal = next(
+        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+    )
+    before, ours_text, theirs_text = (
+        text.decode(ids, skip_special=False) for ids in (ours[:num_equal], ours[num_equal:][:8], theirs[num_equal:][:8])
+    )
+    return f"{ours_text!r} instead of {theirs_text!r} behind {before!r}"

@@ -74,33 +74,33 @@ def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_la
     where, directory = report.at(SETTING), Path(config.model.megatron_checkpoint)
     try:
         iteration = torch_dist.find(directory)
-        there = torch_dist.read_index(iteration).shapes
+        index = torch_dist.read_index(iteration).shapes
     except (ConfigRefused, OSError) as error:
         refused = error if isinstance(error, ConfigRefused) else ConfigRefused(SETTING, torch_dist.WANTED, str(error))
         got = str(refused.got) if refused.field == SETTING else f"{refused.field}: {refused.got}"
         cure = "give a complete checkpoint, or remove the setting for the weights of model.path"
         report.error("model", where, want=refused.want, got=got, cure=cure)
         return
-    own = {name: shape for name, shape in tensors.items() if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers}
-    if difference := None if config.learner.bridge else differing(there, own):
+    model_tensors = {name: shape for name, shape in tensors.items() if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers}
+    if difference := None if config.learner.bridge else differing(index, model_tensors):
         cure = "give a checkpoint of the model in model.path, or that model's directory"
         report.error("model", where, want=difference[0], got=f"{difference[1]} in {iteration}", cure=cure)
     else:
-        report.good("model", f"{SETTING}: {iteration}, {len(there)} tensors in its index; the run begins with the model's")
+        report.good("model", f"{SETTING}: {iteration}, {len(index)} tensors in its index; the run begins with the model's")
 
 
-def differing(there: Shapes, tensors: Shapes) -> tuple[str, str] | None:
+def differing(index: Shapes, tensors: Shapes) -> tuple[str, str] | None:
     """Return the first difference between the index of a checkpoint and a model, as (wanted, got); None if there is none."""
-    found = _whole(there)
+    in_checkpoint = _whole(index)
     used = set()
     for names, shape in expected(tensors):
-        name = next((name for name in names if name in found), "")
+        name = next((name for name in names if name in in_checkpoint), "")
         used.add(name)
-        if not name or not _fits(name, found[name], shape):
+        if not name or not _fits(name, in_checkpoint[name], shape):
             want = f"a tensor {' or '.join(names)} of {shape}, as the model in model.path has it"
-            return want, "none" if not name else f"one of {found[name]}"
-    more = sorted(name for name in found if name not in used and not name.startswith("mtp."))
-    return ("no tensor that the model in model.path does not have", more[0]) if more else None
+            return want, "none" if not name else f"one of {in_checkpoint[name]}"
+    surplus = sorted(name for name in in_checkpoint if name not in used and not name.startswith("mtp."))
+    return ("no tensor that the model in model.path does not have", surplus[0]) if surplus else None
 
 
 def _fits(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> bool:
@@ -111,7 +111,7 @@ def _fits(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> bool:
 
 def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
     """Yield the possible names of each tensor of Megatron's model, with each layer apart and all experts in one, and its shape."""
-    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
     experts: dict[tuple[str, ...], int] = {}
     for name, shape in tensors.items():
         if (layer := _LAYER.fullmatch(name)) is None:
@@ -122,16 +122,16 @@ def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]
                 end = f"mlp.experts.{expert[2]}"
             latent = end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors
             ends = ("self_attention.linear_q_proj.weight",) if latent else _IN_LAYER.get(end, ())
-            names = tuple(f"decoder.layers.{layer[1]}.{one}" for one in ends)
+            names = tuple(f"decoder.layers.{layer[1]}.{ending}" for ending in ends)
             if expert:
                 experts[names] = max(experts.get(names, 0), int(expert[1]) + 1)
                 if expert[1] != "0":
                     continue
         if not names:  # no weight of a family that the learner has a bridge for
             continue
-        before = found.get(names)
-        found[names] = shape if before is None else (before[0] + shape[0], *shape[1:])
-    yield from ((names, (experts[names], *shape) if names in experts else shape) for names, shape in found.items())
+        before = shapes.get(names)
+        shapes[names] = shape if before is None else (before[0] + shape[0], *shape[1:])
+    yield from ((names, (experts[names], *shape) if names in experts else shape) for names, shape in shapes.items())
 
 
 def _alike(end: str) -> str:
@@ -141,34 +141,34 @@ def _alike(end: str) -> str:
     return f"{before}{dot}{_MIXTRALS[last]}.weight" if last in _MIXTRALS else end
 
 
-def _whole(there: Shapes) -> dict[str, tuple[int, ...]]:
+def _whole(index: Shapes) -> dict[str, tuple[int, ...]]:
     """Return the tensors of the model in an index, with each layer apart, and experts and halves of gated layers in one."""
     of_model = {
         name: shape
-        for name, shape in there.items()
+        for name, shape in index.items()
         if name.startswith(("embedding.", "decoder.", "output_layer.")) and "_extra_state" not in name
     }
-    apart, found = torch_dist.layers_apart(of_model), dict[str, tuple[int, ...]]()
+    apart, by_layer = torch_dist.layers_apart(of_model), dict[str, tuple[int, ...]]()
     for name, shape in of_model.items():
         layer = _OF_LAYER.fullmatch(name)
         if layer is not None and not apart:
-            found |= {f"decoder.layers.{number}.{layer[1]}": shape[1:] for number in range(shape[0])}
+            by_layer |= {f"decoder.layers.{number}.{layer[1]}": shape[1:] for number in range(shape[0])}
         else:
-            found[name] = shape
-    return found if not torch_dist.parts_apart(of_model) else _merged(found)
+            by_layer[name] = shape
+    return by_layer if not torch_dist.parts_apart(of_model) else _merged(by_layer)
 
 
-def _merged(found: Shapes) -> dict[str, tuple[int, ...]]:
+def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
     """Return the tensors with experts, and the halves of gated layers, in one."""
     merged: dict[str, tuple[int, ...]] = {}
     numbers: dict[str, int] = {}
-    for name, shape in found.items():
+    for name, shape in apart.items():
         parts = _PARTS.fullmatch(name)
         assert parts is not None
-        whole = parts[1] + parts[2] if parts[1] else parts[3]
+        merged_name = parts[1] + parts[2] if parts[1] else parts[3]
         shape = (2 * shape[0], *shape[1:]) if name.endswith(("weight_w", "weight_v")) else shape
-        numbers[whole] = numbers.get(whole, 0) + (not name.endswith("weight_v"))
-        merged[whole] = shape
+        numbers[merged_name] = numbers.get(merged_name, 0) + (not name.endswith("weight_v"))
+        merged[merged_name] = shape
     return {name: (numbers[name], *shape) if ".experts." in name else shape for name, shape in merged.items()}
 
 

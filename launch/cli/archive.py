@@ -92,7 +92,7 @@ async def _fill(
     drained = asyncio.create_task(draining.wait(), name="draining")
     upcoming: asyncio.Task[StoredSample | None] | None = None
     synced_s = time.monotonic()
-    seen = max(reader.row.floor, recordings.last_seq)
+    newest_seq = max(reader.row.floor, recordings.last_seq)
     try:
         while not draining.is_set():
             upcoming = upcoming or asyncio.ensure_future(anext(samples, None))
@@ -101,14 +101,14 @@ async def _fill(
                 stored, upcoming = upcoming.result(), None
                 if stored is None:
                     break
-                seen = stored.seq
+                newest_seq = stored.seq
                 recordings.add(stored)
             if time.monotonic() - synced_s >= SYNC_EVERY_S or draining.is_set():
                 synced_s = time.monotonic()
                 await asyncio.to_thread(recordings.sync)
-                await reader.advance(seen)
+                await reader.advance(newest_seq)
         await asyncio.to_thread(recordings.sync)
-        await reader.advance(seen)
+        await reader.advance(newest_seq)
     finally:
         for task in (upcoming, drained):
             if task is not None:
@@ -157,9 +157,9 @@ class ArchiveDirectory:
         self.last_seq = 0
         """Sequence of the last sample in a recording."""
         for path in sorted(directory.glob(f"*{SUFFIX}")):
-            found, last = repair(path)
-            if found is not None and found != origin:
-                ours, theirs = (f"run {one.run} (stream of {one.created})" for one in (origin, found))
+            recorded_origin, last = repair(path)
+            if recorded_origin is not None and recorded_origin != origin:
+                ours, theirs = (f"run {stream.run} (stream of {stream.created})" for stream in (origin, recorded_origin))
                 raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
             self.last_seq = max(self.last_seq, last)
 

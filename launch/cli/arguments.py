@@ -16,18 +16,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the values and no other words. Exits with status 2 where there are some."""
-        found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            names = [word for word in rest if word.startswith("-")]
+        parsed, unknown_words = super().parse_known_args(args, namespace)
+        if unknown_words:
+            names = [word for word in unknown_words if word.startswith("-")]
             nearest = difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
-            self.error(f"unrecognized arguments: {' '.join(rest)}" + (f" (nearest: {nearest[0]})" if nearest else ""))
-        return found, rest
+            self.error(f"unrecognized arguments: {' '.join(unknown_words)}" + (f" (nearest: {nearest[0]})" if nearest else ""))
+        return parsed, unknown_words
 
 
 class PrintVersion(argparse.Action):
     """Prints the installed version."""
 
-    def __call__(self, parser: argparse.ArgumentParser, *values: object, **more: object) -> None:
+    def __call__(self, parser: argparse.ArgumentParser, *values: object, **options: object) -> None:
         """Print, and end with status 0."""
         from importlib.metadata import PackageNotFoundError, version
 

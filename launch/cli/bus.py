@@ -17,10 +17,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the embedded nats-server, or a cluster, until it is drained. Returns the exit code of ``process.run``."""
     args.set += ["bus.auth=true"] if args.auth or args.auth_dir else []
     args.set += [f"bus.auth_dir={args.auth_dir}"] if args.auth_dir else []
-    wanted = unprinted_config(args)
-    if wanted is None:
+    config = unprinted_config(args)
+    if config is None:
         return 0
     from launch.run import bus_process, process
 
     process.set_up_logging("bus")
-    return process.run(lambda draining: bus_process.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
+    return process.run(lambda draining: bus_process.run_bus(config, draining), drain_s=config.up.drain_s, uvloop=False)

@@ -108,14 +108,14 @@ def run_check(args: argparse.Namespace) -> int:
 
 
 def _sources(args: argparse.Namespace) -> list[Source]:
-    configs = [one for one in args.files if one.endswith((".yaml", ".yml"))]
+    configs = [word for word in args.files if word.endswith((".yaml", ".yml"))]
     if configs and len(configs) < len(args.files):
         raise ValueError(f"want either the YAML files of a run or files of prompts, got both: {', '.join(args.files)}")
     if configs:
-        found = load([Path(one) for one in configs], args.set, os.environ).config.data.used
-        if not found:
+        sources = load([Path(word) for word in configs], args.set, os.environ).config.data.used
+        if not sources:
             raise ValueError(f"{configs[-1]}: want data.path or data.sources, got neither")
-        return found
+        return sources
     data: DataConfig = load([], args.set, os.environ).config.data
     return [source for path in args.files for source in DataConfig(**{**vars(data), "path": path, "sources": {}}).used]
 
@@ -125,7 +125,7 @@ def _reader(args: argparse.Namespace) -> RowReader:
 
     Raises CheckFailed for a model with a tokenizer that cannot be used.
     """
-    configs = [Path(one) for one in args.files if one.endswith((".yaml", ".yml"))]
+    configs = [Path(word) for word in args.files if word.endswith((".yaml", ".yml"))]
     loaded = load(configs, args.set, os.environ)
     config, directory = loaded.config, Path(loaded.config.model.path)
     reader = RowReader(recorded=config.recorded_rollouts)
@@ -152,10 +152,10 @@ def _rendered(tokens: RowTokens, text: Text, row: Row) -> str:
     if not recorded:
         return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
     return "; ".join(
-        f"{len(one.tokens)} tokens {text.decode(one.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
-        f"{int(one.loss_mask.sum())} are trained: "
-        f"{text.decode(one.tokens[-len(one.loss_mask) :][one.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
-        for one in recorded
+        f"{len(response.tokens)} tokens {text.decode(response.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
+        f"{int(response.loss_mask.sum())} are trained: "
+        f"{text.decode(response.tokens[-len(response.loss_mask) :][response.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
+        for response in recorded
     )
 
 
@@ -164,8 +164,8 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
     refuse_template(source.template)
     good, bad = 0, 0
     try:
-        for found in scan_rows(source):
-            row = reader.row(found)
+        for scanned in scan_rows(source):
+            row = reader.row(scanned)
             if isinstance(row, PromptError):
                 bad += 1
                 if bad <= most:

@@ -44,19 +44,19 @@ async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
     """List dead tasks, newest last; without --all only those that have no decision yet; return 0."""
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
-    found = [one for one in letters.values() if args.reason in one.reason and (args.all or one.task not in decisions)]
-    for one in found:
-        word = decisions[one.task].word if one.task in decisions else ""
+    chosen = [letter for letter in letters.values() if args.reason in letter.reason and (args.all or letter.task not in decisions)]
+    for letter in chosen:
+        word = decisions[letter.task].word if letter.task in decisions else ""
         if args.json:
-            print(to_json(_as_map(one, word)))
+            print(to_json(_as_map(letter, word)))
         else:
             shown = f" [{word}]" if word else ""
+            last_actor = plain(letter.actor or "unknown")
             console.print(
-                f"task {one.task}{shown}: {one.attempts} attempts, last by {plain(one.actor or 'unknown')}: {plain(one.reason)}",
-                markup=False,
+                f"task {letter.task}{shown}: {letter.attempts} attempts, last by {last_actor}: {plain(letter.reason)}", markup=False
             )
-            console.print(f"    {plain(_short(one.prompt))}", style="dim", markup=False)
-    if not found and not args.json:
+            console.print(f"    {plain(_short(letter.prompt))}", style="dim", markup=False)
+    if not chosen and not args.json:
         console.print(
             f"no dead task{f' with {args.reason!r} in its reason' if args.reason else ''} ({len(letters)} in all; --all shows them)"
         )
@@ -72,7 +72,9 @@ async def decide_dead_letters(bus: Bus, args: argparse.Namespace) -> int:
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
     chosen = args.tasks or [
-        one.task for one in letters.values() if (args.all or args.reason) and args.reason in one.reason and one.task not in decisions
+        letter.task
+        for letter in letters.values()
+        if (args.all or args.reason) and args.reason in letter.reason and letter.task not in decisions
     ]
     for task in chosen:
         _check(letters, task, args.word)
@@ -103,19 +105,19 @@ async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDec
 
 async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
     """Wait ``ANSWER_S`` for the learner's records of requeued tasks. Returns 0 when all are recorded, else 1."""
-    left = set(tasks)
+    unrecorded = set(tasks)
     try:
         async with asyncio.timeout(ANSWER_S):
             async for _, record in bus.plans.follow():
                 if isinstance(record, Requeue):
-                    left.discard(record.task)
-                if not left:
+                    unrecorded.discard(record.task)
+                if not unrecorded:
                     console.print("recorded by the learner; the prompt is issued when admission allows the next task")
                     return 0
     except TimeoutError:
         pass
-    there = await LiveView(bus).alive("feeder")
-    reason = "the learner is busy, or needs no more prompts" if there else "no learner is running; it reads the decision when it starts"
+    feeders = await LiveView(bus).alive("feeder")
+    reason = "the learner is busy, or needs no more prompts" if feeders else "no learner is running; it reads the decision when it starts"
     console.print(f"not recorded yet: {reason}")
     return 1
 

@@ -92,30 +92,34 @@ def _compare(args: argparse.Namespace) -> int:
     if (kinds[0] == MODULES) != (kinds[1] == MODULES):
         raise ValueError(f"want two dumps of modules, or two of training data, got kinds {kinds[0]} and {kinds[1]}")
     if kinds[0] == MODULES:
-        found = compare_modules(read_modules(args.ours), read_modules(theirs), args.tolerance)
+        comparison = compare_modules(read_modules(args.ours), read_modules(theirs), args.tolerance)
     else:
-        found = compare_train(read_train(args.ours), read_train(theirs), args.tolerance)
-    _print(found, as_json=args.json)
-    return int(found.first is not None)
+        comparison = compare_train(read_train(args.ours), read_train(theirs), args.tolerance)
+    _print(comparison, as_json=args.json)
+    return int(comparison.first is not None)
 
 
-def _print(found: "Comparison", *, as_json: bool) -> None:
+def _print(comparison: "Comparison", *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(comparison)))
         return
-    for note in found.notes:
+    for note in comparison.notes:
         print(note)
-    if found.first is None:
-        print(f"equal: {', '.join(found.compared)}")
+    if comparison.first is None:
+        print(f"equal: {', '.join(comparison.compared)}")
         return
-    before = found.compared[: found.compared.index(found.first.name)] if found.first.name in found.compared else found.compared
+    before = (
+        comparison.compared[: comparison.compared.index(comparison.first.name)]
+        if comparison.first.name in comparison.compared
+        else comparison.compared
+    )
     if before:
         print(f"equal: {', '.join(before)}")
-    print(f"DIFFERS first in {found.first}")
-    for one in found.differences[1 : 1 + SHOWN]:
-        print(f"  then {one.name}: largest difference {one.largest:.3g}, relative {one.relative:.3g}")
-    if (more := len(found.differences) - 1 - SHOWN) > 0:
-        print(f"  and {more} more")
+    print(f"DIFFERS first in {comparison.first}")
+    for difference in comparison.differences[1 : 1 + SHOWN]:
+        print(f"  then {difference.name}: largest difference {difference.largest:.3g}, relative {difference.relative:.3g}")
+    if (num_hidden := len(comparison.differences) - 1 - SHOWN) > 0:
+        print(f"  and {num_hidden} more")
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -188,15 +192,15 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
         raise ValueError(str(failed)) from None
 
 
-def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
+def _dtype_of_engine(engine: "Engine", dtype: str | None) -> str:
     """Return the dtype that an engine reports, else ``wanted``, else the default, which is printed. Raises ValueError if the two differ."""
-    found = engine.dtype()
-    if found and wanted not in (None, found):
-        raise ValueError(f"--dtype: want {found}, which the engine reports, got {wanted}; leave it out")
-    if not found and wanted is None:
+    reported = engine.dtype()
+    if reported and dtype not in (None, reported):
+        raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")
+    if not reported and dtype is None:
         cure = "--dtype float32 compares at 1e-4 instead of 0.03"
         print(f"the engine reports no dtype: {DEFAULT_ENGINE_DTYPE} is written into the dump; {cure}", file=sys.stderr)
-    return found or wanted or DEFAULT_ENGINE_DTYPE
+    return reported or dtype or DEFAULT_ENGINE_DTYPE
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -230,8 +234,8 @@ def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: s
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         os.environ.update(place)
         torch.use_deterministic_algorithms(True)
-        here = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
+        world = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
     try:
-        return module_outputs(build_policy(directory, dtype=dtype, parallel=here), prompts, names)
+        return module_outputs(build_policy(directory, dtype=dtype, parallel=world), prompts, names)
     finally:
         parallel.leave()

@@ -57,9 +57,9 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
     model = args.model.resolve()
     if not (model / "config.json").exists():
         raise ValueError(f"MODEL: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
-    one = {name: getattr(args, name) for name in ("samples", "temperature", "limit") if getattr(args, name) is not None}
-    if args.data is None and one:
-        raise ValueError(f"--{next(iter(one))}: want it with DATA; without, change eval.sets of --config")
+    options = {name: getattr(args, name) for name in ("samples", "temperature", "limit") if getattr(args, name) is not None}
+    if args.data is None and options:
+        raise ValueError(f"--{next(iter(options))}: want it with DATA; without, change eval.sets of --config")
     if args.data is None and not args.config:
         raise ValueError("want DATA, a file of prompts, or --config with eval.sets")
     words = [
@@ -80,7 +80,7 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         "bus.auth=false",
     ]
     if args.data is not None:
-        sets = {_name(args.data): {"path": str(args.data.resolve()), **one}}
+        sets = {_name(args.data): {"path": str(args.data.resolve()), **options}}
         words += [f"eval.sets={json.dumps(sets)}"]
     return words + ([f"actor.reward={args.reward}"] if args.reward else [])
 
@@ -91,16 +91,16 @@ def _name(data: Path) -> str:
 
 
 @contextmanager
-def _directory(wanted: Path | None) -> Iterator[Path]:
+def _directory(directory: Path | None) -> Iterator[Path]:
     """Yield an empty directory for logs and the bus: that of ``--dir``, or one that is removed afterwards. Raises ValueError."""
-    if wanted is None:
-        with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as made:
-            yield Path(made)
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as temporary:
+            yield Path(temporary)
         return
-    wanted.mkdir(parents=True, exist_ok=True)
-    if any(wanted.iterdir()):
-        raise ValueError(f"--dir: want an empty directory, got {str(wanted)!r}, which is not empty")
-    yield wanted.resolve()
+    directory.mkdir(parents=True, exist_ok=True)
+    if any(directory.iterdir()):
+        raise ValueError(f"--dir: want an empty directory, got {str(directory)!r}, which is not empty")
+    yield directory.resolve()
 
 
 def _checked(loaded: Loaded) -> Report:
@@ -112,20 +112,20 @@ def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
     from launch.run import process
     from launch.run.evaluate import evaluate
 
-    found: list[Evaluated] = []
+    records: list[Evaluated] = []
 
     async def body(draining: asyncio.Event) -> None:
         """Evaluate."""
-        found.extend(await evaluate(loaded.config, draining))
+        records.extend(await evaluate(loaded.config, draining))
 
     process.set_up_logging("eval", level=logging.WARNING)
     code = process.run(body, drain_s=loaded.config.up.drain_s * 3)
-    for record in found:
+    for record in records:
         line = line_of(record)
         print(json.dumps(line) if as_json else _block(line))
-    if code or not found:
+    if code or not records:
         return code or process.NOT_IN_TIME
-    return int(any(record.metrics["missing"] > 0 for record in found))
+    return int(any(record.metrics["missing"] > 0 for record in records))
 
 
 def _block(line: dict[str, object]) -> str:

@@ -62,15 +62,15 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
     Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
     """
     root = Path(args.run_dir)
-    here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
-    ended = EndedBus.of(root) if here else None
-    if ended is None:
+    has_run = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
+    ended_bus = EndedBus.of(root) if has_run else None
+    if ended_bus is None:
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
         yield RunLocation(url=url, run=run)
         return
     print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
-    with started(ended) as line:
-        yield RunLocation(url=line, run=args.run or ended.run, ended=True)
+    with started(ended_bus) as line:
+        yield RunLocation(url=line, run=args.run or ended_bus.run, ended=True)
 
 
 def _only_run(bus: str) -> str:

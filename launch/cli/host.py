@@ -45,13 +45,13 @@ def run(args: argparse.Namespace) -> int:
     from launch.run.host import Machine, run_host, users_in
 
     name = args.name or user_name() or host_name()
-    own = parse(args.wanted)
-    if own.get("engine"):
+    counts = parse(args.wanted)
+    if counts.get("engine"):
         require("engine")
     machine = Machine(
         name=name,
         pool=args.pool,
-        own=own,
+        own=counts,
         directory=args.dir or Path("runs/hosts") / name,
         drain_s=args.drain,
         restarts=args.restarts,

@@ -49,66 +49,66 @@ def run(args: argparse.Namespace) -> int:
 
 def _run_learner(args: argparse.Namespace) -> int:
     """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises CheckFailed."""
-    wanted = unprinted_config(args)
-    if wanted is None:
+    config = unprinted_config(args)
+    if config is None:
         return 0
     require("learner")
     from launch.run.node_rank import node_place
 
-    place = node_place(wanted.learner.nodes, args.node_rank, os.environ)
+    place = node_place(config.learner.nodes, args.node_rank, os.environ)
     if place.nodes == 1 and (args.host or args.advertise):
         raise ValueError("--host, --advertise: want --nodes N > 1, got one node: nothing of it listens on the network")
-    if place.nodes != wanted.learner.nodes:
+    if place.nodes != config.learner.nodes:
         args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
-        wanted = loaded_config(args).config
+        config = loaded_config(args).config
     if not args.checked:
         check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
-    wanted = with_iteration(args, loaded_config(args)).config
+    config = with_iteration(args, loaded_config(args)).config
     from launch.run import learner_process, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
-    address = bus_address(args, wanted, LEARNER)
+    address = bus_address(args, config, LEARNER)
     if place.nodes > 1:
         from launch.run import learner_nodes
 
-        given = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
+        node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
         return process.run(
-            lambda draining: learner_nodes.run_agent(wanted, address, given, children_arguments(args), draining),
-            drain_s=wanted.up.drain_s + 5,
+            lambda draining: learner_nodes.run_agent(config, address, node, children_arguments(args), draining),
+            drain_s=config.up.drain_s + 5,
             uvloop=False,
         )
     return process.run(
-        lambda draining: learner_process.run_learner(wanted, address, args.id, children_arguments(args), draining),
-        drain_s=wanted.up.drain_s + 5,
+        lambda draining: learner_process.run_learner(config, address, args.id, children_arguments(args), draining),
+        drain_s=config.up.drain_s + 5,
         uvloop=False,
     )
 
 
 def _run_feeder(args: argparse.Namespace) -> int:
     """Run the feeder of a learner. Returns the exit code of ``process.run``."""
-    wanted = unprinted_config(args)
-    if wanted is None:
+    config = unprinted_config(args)
+    if config is None:
         return 0
     from launch.run import feeder_process, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
-    address, keys = bus_address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
+    address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
     return process.run(
-        lambda draining: feeder_process.run_feeder(wanted, address, args.feeder_url, keys, draining, epoch=args.epoch),
-        drain_s=wanted.up.drain_s,
+        lambda draining: feeder_process.run_feeder(config, address, args.feeder_url, keys, draining, epoch=args.epoch),
+        drain_s=config.up.drain_s,
     )
 
 
 def _run_rank(args: argparse.Namespace) -> int:
     """Run one rank of a learner; its number is in the variable RANK. Returns its exit code."""
-    wanted = unprinted_config(args)
-    if wanted is None:
+    config = unprinted_config(args)
+    if config is None:
         return 0
     from launch.run import feeder_process, process
     from learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
     return feeder_process.run_rank(
-        wanted, bus_address(args, wanted, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
+        config, bus_address(args, config, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
     )

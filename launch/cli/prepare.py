@@ -16,9 +16,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Make the model and the prompts of the section ``prepare``. Returns 0. Raises SettingsError, PackagesMissing, PreparedOtherwise."""
-    wanted = unprinted_config(args)
-    if wanted is None:
+    config = unprinted_config(args)
+    if config is None:
         return 0
     require("learner")
     set_up_logging("prepare")
-    return run_prepare(wanted)
+    return run_prepare(config)

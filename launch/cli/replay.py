@@ -78,9 +78,9 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples that the arguments select, of those in the stream now."""
-        async for found in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
-            if found.stored is not None:
-                yield found.stored
+        async for match in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
+            if match.stored is not None:
+                yield match.stored
 
     return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.connected_url)
 

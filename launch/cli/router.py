@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.exact:
         require("router")
     exact = ["actors.router.token_history:TokenHistory"] if args.exact else []
-    wanted = RouterConfig(
+    config = RouterConfig(
         host=args.host,
         advertise=args.advertise,
         insecure=args.insecure,
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> int:
     address = bus_address(args, None, id) if args.bus else ""
 
     return process.run_refusing(
-        lambda draining: workers.run_router(wanted, args.run, address, id, draining, drain_s=DRAIN_S), drain_s=DRAIN_S + 5
+        lambda draining: workers.run_router(config, args.run, address, id, draining, drain_s=DRAIN_S), drain_s=DRAIN_S + 5
     )

@@ -33,10 +33,10 @@ def run(args: argparse.Namespace) -> int:
 async def _asks_scorers(bus: Bus) -> bool:
     """Return whether the actors of a run send samples to scorers, by its configuration on the bus."""
     row, _ = await bus.rows("run").read(CONFIG_KEY)
-    found: object = row or {}
+    value: object = row or {}
     for name in ("actor", "scorers", "enabled"):
-        found = found.get(name) if isinstance(found, Mapping) else None
-    return found is True
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value is True
 
 
 async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
@@ -57,9 +57,9 @@ async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
         numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
         belongs = f" (pool {place.pool})" if place.pool else ""
         console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)
-    known = [one.name for one in hosts] if host else [one.pool for one in hosts if one.pool]
+    live_names = [live_host.name for live_host in hosts] if host else [live_host.pool for live_host in hosts if live_host.pool]
     if not hosts:
         console.print("no host is running: start `tidemill host` on the machines that should run them")
-    elif (host or pool) and (host or pool) not in known:
-        console.print(f"{key}: no live host of that name; live: {', '.join(known) or 'none'}")
+    elif (host or pool) and (host or pool) not in live_names:
+        console.print(f"{key}: no live host of that name; live: {', '.join(live_names) or 'none'}")
     return 0

@@ -93,16 +93,16 @@ class Token:
 
 async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
-    found, others = await _find(bus, args.sample)
-    sample = found.sample
+    match, others = await _find(bus, args.sample)
+    sample = match.sample
     if sample is None or isinstance(sample, WireError):
-        raise ValueError(f"sample {args.sample}: #{found.line.seq} cannot be read: {sample}")
+        raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
-    history = await history_of(bus, found.line.seq, sample)
+    history = await history_of(bus, match.line.seq, sample)
     if args.json:
-        print(to_json(_json(found, sample, tokens, history, others)))
+        print(to_json(_json(match, sample, tokens, history, others)))
     else:
-        _print(Console(highlight=False, soft_wrap=True), found, sample, tokens, history, others, table=args.table)
+        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, others, table=args.table)
     return 0
 
 
@@ -132,10 +132,10 @@ async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
     task, index = task_of("SAMPLE", name)
     search = Search(bus, Filter(task=task, index=index))
     first, last = await search.history.at_task(task), (await search.history.state()).last_seq
-    places = [found async for found in search.forward(first, last)]
+    places = [match async for match in search.forward(first, last)]
     if not places:
         raise ValueError(f"sample {name}: want one that is in the stream, found none from sequence {first} on")
-    return places[0], [found.line.seq for found in places[1:]]
+    return places[0], [match.line.seq for match in places[1:]]
 
 
 async def _by_sequence(bus: Bus, name: str) -> Found:
@@ -159,11 +159,11 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     return Vocabulary.read([Path(place) for place in places if place])
 
 
-def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
+def _json(match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
     return {
-        **as_map(found.line.seq, sample),
-        "lag": found.line.lag,
-        "stored_s": found.line.stored_s,
+        **as_map(match.line.seq, sample),
+        "lag": match.line.lag,
+        "stored_s": match.line.stored_s,
         "token_table": [
             {
                 "id": token.id,
@@ -182,9 +182,9 @@ def _json(found: Found, sample: Sample, tokens: Sequence[Token], history: Sample
 
 
 def _print(
-    console: Console, found: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
+    console: Console, match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
 ) -> None:
-    console.print(facts(found.line, sample))
+    console.print(facts(match.line, sample))
     times, sampling = sample.timings, sample.sampling
     console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
     console.print(

@@ -125,12 +125,12 @@ class _Window:
     async def open(cls, search: Search, window: str, end_s: float) -> "_Window":
         """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other text."""
         if window.isdigit():
-            found, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)
-            return cls(search=search, lines=deque(one.line for one in found), last_seq=last_seq, count=int(window))
+            matches, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)
+            return cls(search=search, lines=deque(match.line for match in matches), last_seq=last_seq, count=int(window))
         span_s = seconds("--window", window)
         state = await search.history.state()
         first = await search.history.at_time(end_s - span_s)
-        lines = deque([one.line async for one in search.forward(first, state.last_seq, payloads=False)])
+        lines = deque([match.line async for match in search.forward(first, state.last_seq, payloads=False)])
         return cls(search=search, lines=lines, last_seq=state.last_seq, span_s=span_s, whole=first <= state.first_seq)
 
     def seconds(self, now_s: float) -> float:
@@ -142,8 +142,8 @@ class _Window:
 
     async def grow(self) -> None:
         """Background loop: add new samples."""
-        async for found in self.search.forward(self.last_seq + 1, payloads=False):
-            self.lines.append(found.line)
+        async for match in self.search.forward(self.last_seq + 1, payloads=False):
+            self.lines.append(match.line)
 
     def forget(self, now_s: float) -> None:
         """Remove samples that have left the window."""
@@ -197,12 +197,12 @@ def complete_groups(lines: Iterable[Headline]) -> list[list[float]]:
 
 def _pass(groups: Sequence[Sequence[float]], reward: float) -> dict[int, float]:
     """Return pass@k for k = 1, 2, 4, ...: the mean over the groups with at least k samples."""
-    found: dict[int, float] = {}
+    pass_at: dict[int, float] = {}
     k = 1
     while able := [group for group in groups if len(group) >= k]:
-        found[k] = fmean(pass_at_k(len(group), sum(one >= reward for one in group), k) for group in able)
+        pass_at[k] = fmean(pass_at_k(len(group), sum(value >= reward for value in group), k) for group in able)
         k *= 2
-    return found
+    return pass_at
 
 
 def _spread(numbers: Sequence[int]) -> dict[str, float] | None:

@@ -305,8 +305,8 @@ async def _read_plans(bus: Bus) -> _Plans:
 
 def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
     """Return the counters ``<name>/<key>`` of a live row by their key, the largest first."""
-    found = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    counts = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _invalid_words(samples: SampleCounts) -> str:
@@ -345,8 +345,8 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
 
 
 def _report_in_words(look: Mapping[int, int]) -> str:
-    found = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
-    return found + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
+    steps = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
+    return steps + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
 
 
 def print_status(console: Console, status: RunStatus) -> None:

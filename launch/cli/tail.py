@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
 async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
     """Print the samples that the arguments select, as text, JSON or raw payloads; return 0. Raises ValueError."""
     search, write = Search(bus, filter_of(args)), _writer(args)
-    async for found in tail(search, args):
-        write(found)
+    async for match in tail(search, args):
+        write(match)
     return 0
 
 
@@ -50,18 +50,18 @@ async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]
     first = await search.begin(args.since, args.since_version) if placed else 1
     if placed and args.last is None:
         last = None if _follows(args) else (await search.history.state()).last_seq
-        async for found in search.forward(first, last):
-            yield found
+        async for match in search.forward(first, last):
+            yield match
         return
     count = DEFAULT_LAST if args.last is None else args.last
     newest, last_seq, looked = await search.newest(count, first=first, limit=args.search)
-    for found in newest:
-        yield found
+    for match in newest:
+        yield match
     if len(newest) < count and looked >= args.search:
         print(f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further", file=sys.stderr)
     if _follows(args):
-        async for found in search.forward(last_seq + 1):
-            yield found
+        async for match in search.forward(last_seq + 1):
+            yield match
 
 
 def _follows(args: argparse.Namespace) -> bool:
@@ -75,17 +75,17 @@ def _writer(args: argparse.Namespace) -> Callable[[Found], None]:
     if args.json:
         return _write_json
     console = Console(highlight=False, soft_wrap=True)
-    return lambda found: console.print(block(found, full=args.full))
+    return lambda match: console.print(block(match, full=args.full))
 
 
-def _write_json(found: Found) -> None:
-    assert found.sample is not None
-    line = found.line
-    print(to_json({**as_map(line.seq, found.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
+def _write_json(match: Found) -> None:
+    assert match.sample is not None
+    line = match.line
+    print(to_json({**as_map(line.seq, match.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
 
 
-def _write_raw(found: Found) -> None:
-    assert found.stored is not None
-    if isinstance(found.stored.data, bytes):
-        sys.stdout.buffer.write(len(found.stored.data).to_bytes(4, "little") + found.stored.data)
+def _write_raw(match: Found) -> None:
+    assert match.stored is not None
+    if isinstance(match.stored.data, bytes):
+        sys.stdout.buffer.write(len(match.stored.data).to_bytes(4, "little") + match.stored.data)
         sys.stdout.buffer.flush()

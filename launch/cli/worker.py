@@ -44,10 +44,10 @@ def run(args: argparse.Namespace) -> int:
     role = args.command
     if args.print_config and not args.config:
         raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
-    wanted, changed = None, changes(args.set, os.environ)
+    config, changed = None, changes(args.set, os.environ)
     if args.config:
-        wanted = unprinted_config(args)
-        if wanted is None:
+        config = unprinted_config(args)
+        if config is None:
             return 0
     require("actor" if role == "scorer" else role)
     from bus.errors import BusUnavailable
@@ -55,11 +55,11 @@ def run(args: argparse.Namespace) -> int:
 
     id = process_id(args)
     process.set_up_logging(role, id)
-    address = bus_address(args, wanted, id)
-    run_name = args.run or (wanted.run if wanted is not None else "")
-    drain_s = wanted.up.drain_s if wanted is not None else 60.0
+    address = bus_address(args, config, id)
+    run_name = args.run or (config.run if config is not None else "")
+    drain_s = config.up.drain_s if config is not None else 60.0
     work = {"engine": workers.run_engine, "actor": workers.run_actor, "scorer": workers.run_scorer}[role]
-    own = workers.LocalSettings(
+    local = workers.LocalSettings(
         allowed=allowed(args.allow, os.environ, replaced=changed),
         changed=changed,
         host=getattr(args, "host", ""),
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         except BusUnavailable as error:
             unreachable.append(error)
             return
-        await work(wanted, run_name, address, id, draining, own)
+        await work(config, run_name, address, id, draining, local)
 
     code = process.run(body, drain_s=drain_s)
     if unreachable:

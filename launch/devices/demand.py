@@ -61,12 +61,12 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
     Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
     """
     size, ours, engine = size or ModelSize(), config.learner, config.engine
-    each = devices_of(engine)
-    if node.devices and each and engines:
+    num_devices = devices_of(engine)
+    if node.devices and num_devices and engines:
         _refuse_by_hand(engine)
-    known = bool(node.devices)
-    dtype = dtype_on(ours.dtype, cuda=known and ours.device != "cpu")
-    weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=known and each > 0)] * size.parameters
+    has_devices = bool(node.devices)
+    dtype = dtype_on(ours.dtype, cuda=has_devices and ours.device != "cpu")
+    weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
     return Want(
         ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
         nodes=max(1, ours.nodes) if learner else 1,
@@ -74,25 +74,25 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         pp=ours.pipeline_parallel,
         cp=ours.context_parallel,
         engines=engines,
-        devices_per_engine=each,
+        devices_per_engine=num_devices,
         kind=engine.kind,
         colocated=ours.colocated and learner,
         learner_on_cpu=ours.device == "cpu",
         learner_devices=ours.devices if learner else (),
-        engine_devices=engine.devices if engines and each else (),
+        engine_devices=engine.devices if engines and num_devices else (),
         transport=config.weights.transport,
         staging=config.weights.staging,
         backend=config.weights.backend,
-        nccl_learner=nccl_of() if known and learner else "",
-        nccl_engine=nccl_of_engine(engine) if known and engines else "",
-        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=known and ours.device != "cpu", critic=size.critic),
+        nccl_learner=nccl_of() if has_devices and learner else "",
+        nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
+        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic),
         senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
         memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
         memory_group=group_bytes(size.largest_tensor, config, dtype),
         engines_together=config.weights.engines_together,
-        memory_engine=weights // max(1, each) if engine.kind == SGLANG else 2 * weights,
+        memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(config.weights.bucket_size(on_gpu=known and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
+        bucket_bytes=max(config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
     )
 
 
@@ -170,9 +170,9 @@ def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(given.get(name, "")):
-            wanted = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
+            want_text = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
             cure = f"unset {name}, or take expandable_segments out of it"
-            raise Refused(f"{where}.{name}" if where else name, wanted, repr(given[name]), cure)
+            raise Refused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
 
 
 def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:

@@ -21,13 +21,13 @@ class Jsonl:
             raise ValueError(f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}") from None
         self._has = _lines_of(self._file)
 
-    def has(self, one: StepMetrics) -> bool:
+    def has(self, record: StepMetrics) -> bool:
         """Return whether the file had a line of these metrics when it was opened."""
-        return _key(one.run_id, one.step, one.metrics) in self._has
+        return _key(record.run_id, record.step, record.metrics) in self._has
 
-    def __call__(self, one: StepMetrics) -> None:
+    def __call__(self, record: StepMetrics) -> None:
         """Write a line, all of it or nothing."""
-        values = {"step": one.step, "epoch": one.epoch, "run_id": one.run_id, **one.metrics}
+        values = {"step": record.step, "epoch": record.epoch, "run_id": record.run_id, **record.metrics}
         line, end = json.dumps(values).encode() + b"\n", self._file.seek(0, 2)
         try:
             if self._file.write(line) != len(line):
@@ -53,7 +53,7 @@ def _key(run_id: str, step: int, metrics: Iterable[str]) -> Key:
 def _lines_of(file: BinaryIO) -> set[Key]:
     """Return the lines of a file by their keys. A last line that is not whole is removed; others that are none of ours are passed over."""
     file.seek(0)
-    found, end = set[Key](), 0
+    keys, end = set[Key](), 0
     for line in file:
         if not line.endswith(b"\n"):
             file.truncate(end)
@@ -62,8 +62,8 @@ def _lines_of(file: BinaryIO) -> set[Key]:
         with suppress(ValueError, TypeError, AttributeError, KeyError):
             values = json.loads(line)
             metrics = values.keys() - {"step", "epoch", "run_id"}
-            found.add(_key(str(values.get("run_id", "")), int(values["step"]), metrics))
-    return found
+            keys.add(_key(str(values.get("run_id", "")), int(values["step"]), metrics))
+    return keys
 
 
 class TensorBoard:
@@ -76,13 +76,13 @@ class TensorBoard:
         self._directory, self._open = directory, SummaryWriter
         self._writers: dict[str, SummaryWriter] = {}
 
-    def __call__(self, one: StepMetrics) -> None:
+    def __call__(self, record: StepMetrics) -> None:
         """Write the scalars of a step, and flush them."""
-        if one.run not in self._writers:
-            self._writers[one.run] = self._open(f"{self._directory}/{one.run}", write_to_disk=True)
-        writer = self._writers[one.run]
-        for name, value in one.metrics.items():
-            writer.add_scalar(name, value, one.step)
+        if record.run not in self._writers:
+            self._writers[record.run] = self._open(f"{self._directory}/{record.run}", write_to_disk=True)
+        writer = self._writers[record.run]
+        for name, value in record.metrics.items():
+            writer.add_scalar(name, value, record.step)
         writer.flush()
 
     def close(self) -> None:
@@ -110,19 +110,19 @@ class WeightsAndBiases:
         self._run: Any = None
         self._had: dict[str, int] = {}
 
-    def has(self, one: StepMetrics) -> bool:
+    def has(self, record: StepMetrics) -> bool:
         """Return whether the run had these metrics when it was resumed."""
-        self._open(one)
-        return one.step <= self._had.get(_of(one), -1)
+        self._open(record)
+        return record.step <= self._had.get(_of(record), -1)
 
-    def __call__(self, one: StepMetrics) -> None:
+    def __call__(self, record: StepMetrics) -> None:
         """Log the metrics of a step."""
-        self._open(one)
-        self._run.log({"step": one.step, _of(one): one.step, **one.metrics})
+        self._open(record)
+        self._run.log({"step": record.step, _of(record): record.step, **record.metrics})
 
-    def _open(self, one: StepMetrics) -> None:
+    def _open(self, record: StepMetrics) -> None:
         if self._run is None:
-            self._run = self._wandb.init(name=one.run, id=one.run_id, resume="allow", **self._options)
+            self._run = self._wandb.init(name=record.run, id=record.run_id, resume="allow", **self._options)
             self._run.define_metric("step")
             self._run.define_metric("last/*", hidden=True)
             self._run.define_metric("*", step_metric="step")
@@ -135,6 +135,6 @@ class WeightsAndBiases:
             self._run.finish()
 
 
-def _of(one: StepMetrics) -> str:
+def _of(record: StepMetrics) -> str:
     """Return the name under which the last step is logged, of the steps or of an evaluation set, whose steps rise each by themselves."""
-    return f"last/{next(iter(one.metrics), 'eval/').rpartition('/')[0]}" if one.evaluation else "last/step"
+    return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"

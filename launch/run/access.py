@@ -54,8 +54,8 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
     Raises ValueError for a ``url`` with a password in it.
     """
-    given = parse(url)
-    if given.password:
+    address = parse(url)
+    if address.password:
         raise ValueError(
             "--bus: want no password on the command line, where others on this machine can read it; "
             "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
@@ -65,12 +65,12 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
         name, password = _user_of_run(auth_dir(config), user)
     tls = config.bus if config is not None else None
     return Address(
-        servers=given.servers,
-        user=name or given.user,
+        servers=address.servers,
+        user=name or address.user,
         password=password,
-        ca=given.ca or (tls.tls_ca if tls else ""),
-        cert=given.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
-        key=given.key or (tls.tls_key if tls and tls.tls_verify else ""),
+        ca=address.ca or (tls.tls_ca if tls else ""),
+        cert=address.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
+        key=address.key or (tls.tls_key if tls and tls.tls_verify else ""),
     ).line()
 
 
@@ -116,8 +116,8 @@ def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: I
     """
     from actors.allowed import checked
 
-    given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
-    return (*given, *(f"{path}[.=]*" for path in replaced))
+    accepted = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
+    return (*accepted, *(f"{path}[.=]*" for path in replaced))
 
 
 def _user_of_run(directory: Path, user: str) -> tuple[str, str]:

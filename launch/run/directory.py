@@ -27,9 +27,9 @@ class HostExists(ValueError):
 @contextlib.contextmanager
 def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
     """Lock the run's directory while entered. Raises CannotBegin with the cure; a running run is never changed."""
-    there = (root / CONFIG_FILE).exists()
-    ours = there or (root / LOCK_FILE).exists()
-    if resume and not there:
+    has_run = (root / CONFIG_FILE).exists()
+    ours = has_run or (root / LOCK_FILE).exists()
+    if resume and not has_run:
         raise CannotBegin(f"--resume: want a run in {root}, there is none")
     if fresh and not ours and root.exists() and any(root.iterdir()):
         raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
@@ -37,7 +37,7 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
     with (root / LOCK_FILE).open("a+") as lock:
         cure = "end it first, or set another directory"
         _lock(lock, lambda holder: CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; {cure}"))
-        if there and not resume and not fresh:
+        if has_run and not resume and not fresh:
             raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
         _end_look(root)
         if fresh:
@@ -71,8 +71,8 @@ def _end_look(root: Path) -> None:
 
 def _clear(root: Path) -> None:
     """Remove everything but the lock; the configuration goes last, because it marks the directory as a run's."""
-    found = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
-    for path in found:
+    paths = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
+    for path in paths:
         if path.name == LOCK_FILE:
             continue
         if path.is_dir() and not path.is_symlink():

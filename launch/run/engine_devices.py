@@ -97,5 +97,5 @@ class EngineDevices:
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
         """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are those of an earlier process of this host."""
-        self._held = {name: held for name, held in self._held.items() if name in names}
-        self._elsewhere = {id: held for id, held in self._elsewhere.items() if id not in desired}
+        self._held = {name: devices for name, devices in self._held.items() if name in names}
+        self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}

@@ -113,10 +113,10 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
 
     async def follow_dead() -> None:
         """Read the prompts that are given up."""
-        async for _, told in bus.dead.follow():
-            if isinstance(told, Dead):
-                evaluations.gone(told)
-                failing.died(told)
+        async for _, letter in bus.dead.follow():
+            if isinstance(letter, Dead):
+                evaluations.gone(letter)
+                failing.died(letter)
                 failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))

@@ -95,7 +95,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from learner.feed.feeder import within
 
-    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
+    return {name: within(rollout.budget, max_context) for name, rollout in parse_rollouts(config.rollouts).items() if not rollout.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -107,25 +107,25 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     if not chosen.every:
         return EvalPlan()
     sets = []
-    for name, one in chosen.parsed.items():
-        longest = sampling.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens
-        temperature = sampling.temperature if one.temperature is None else one.temperature
+    for name, chosen_set in chosen.parsed.items():
+        longest = sampling.max_new_tokens if chosen_set.max_new_tokens is None else chosen_set.max_new_tokens
+        temperature = sampling.temperature if chosen_set.temperature is None else chosen_set.temperature
         sets.append(
             EvalPrompts(
                 name=name,
-                prompts=open_prompts(config, one.data(config.data), max_context, longest),
+                prompts=open_prompts(config, chosen_set.data(config.data), max_context, longest),
                 sampling=dataclasses.replace(
                     sampling,
                     temperature=temperature,
-                    top_p=one.top_p,
-                    top_k=one.top_k,
+                    top_p=chosen_set.top_p,
+                    top_k=chosen_set.top_k,
                     max_new_tokens=longest,
-                    stop=sampling.stop if one.stop is None else one.stop,
-                    stop_token_ids=sampling.stop_token_ids if one.stop_token_ids is None else one.stop_token_ids,
+                    stop=sampling.stop if chosen_set.stop is None else chosen_set.stop,
+                    stop_token_ids=sampling.stop_token_ids if chosen_set.stop_token_ids is None else chosen_set.stop_token_ids,
                 ),
-                samples=one.samples,
-                passes_at=one.passes_at,
-                limit=one.limit,
+                samples=chosen_set.samples,
+                passes_at=chosen_set.passes_at,
+                limit=chosen_set.limit,
                 budgets=budgets(config, max_context),
             )
         )

@@ -123,8 +123,8 @@ class Host:
             drained.cancel()
 
     async def _hosts(self) -> list[LiveHost]:
-        found = {row.id: LiveHost(row.id, row.pool) for row in await self._view.alive(ROLE)}
-        return list({**found, self._live_host.name: self._live_host}.values())
+        hosts = {row.id: LiveHost(row.id, row.pool) for row in await self._view.alive(ROLE)}
+        return list({**hosts, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
         """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows change."""
@@ -135,7 +135,7 @@ class Host:
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            if not any(name in each for each in slots.values()) or (name in given_up and revision != self._revision):
+            if not any(name in names for names in slots.values()) or (name in given_up and revision != self._revision):
                 self._drain(name)
         self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
@@ -150,10 +150,10 @@ class Host:
 
     def _slots(self, role: str) -> list[str]:
         """Return the names of the desired processes of a role."""
-        wanted = self.counts[role]
+        count = self.counts[role]
         if self._users is None:
-            return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
-        return [file.stem for file in self._users[role][:wanted]]
+            return [f"{role}-{self._prefix}{number}" for number in range(count)]
+        return [file.stem for file in self._users[role][:count]]
 
     def _start(self, role: str, name: str) -> None:
         """Start a process, unless it is an engine for which there is no device."""
@@ -203,10 +203,10 @@ class Host:
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
-    found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
-    if not any(found.values()):
+    files = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
+    if not any(files.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
-    return found
+    return files
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
@@ -218,8 +218,8 @@ async def refuse_another(bus: Bus, name: str) -> None:
                 if row is None:
                     return
                 if not first:
-                    there = f"{row[0].get('host')} (process {row[0].get('pid')})"
-                    raise HostExists(f"--name: host {name} of run {bus.run} is running on {there}; choose another name")
+                    place = f"{row[0].get('host')} (process {row[0].get('pid')})"
+                    raise HostExists(f"--name: host {name} of run {bus.run} is running on {place}; choose another name")
                 first = False
 
 

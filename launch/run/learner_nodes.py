@@ -78,7 +78,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
     """
     addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
     node = await asyncio.to_thread(this_node, os.environ)
-    own = _own_devices(node, config)
+    devices = _own_devices(node, config)
     row = NodeRow(
         node=given.place.rank,
         nodes=given.place.nodes,
@@ -87,9 +87,9 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         place=here(),
         pid=os.getpid(),
         address=bare(addresses.advertised),
-        versions=await asyncio.to_thread(_versions, config, own),
-        devices=tuple(device.uuid for device in own),
-        device_memory_bytes=min((device.memory_bytes for device in own), default=0),
+        versions=await asyncio.to_thread(_versions, config, devices),
+        devices=tuple(device.uuid for device in devices),
+        device_memory_bytes=min((device.memory_bytes for device in devices), default=0),
     )
     name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
@@ -100,7 +100,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             keys = await make_keys(bus, last=last_key(auth_dir(config)))
             write_keys(auth_dir(config), keys)
             await stack.enter_async_context(beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))))
-        used = own[: _ranks(config) // row.nodes]
+        used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
             role="learner",
             id=name,
@@ -113,7 +113,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
-        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
+        work = NodeWork(config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -166,10 +166,8 @@ class NodeWork:
             raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
-            found = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused(
-                "learner.nodes", f"ranks on each of {len(nodes)} nodes", found, "a host for engines is no node: lower --nodes"
-            )
+            got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
+            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, "a host for engines is no node: lower --nodes")
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -184,14 +182,14 @@ class NodeWork:
         if self._is_local:
             await self._refuse_shared(proof)
             return
-        file, found = self._config.checkpoints / PROOF, ""
+        file, proof_there = self._config.checkpoints / PROOF, ""
         deadline = asyncio.get_running_loop().time() + PROOF_S
         while asyncio.get_running_loop().time() < deadline:
-            found = await asyncio.to_thread(_text, file)
-            if found == proof:
+            proof_there = await asyncio.to_thread(_text, file)
+            if proof_there == proof:
                 return
             await asyncio.sleep(0.2)
-        got = f"{found[:40]!r} in {file} on {socket.gethostname()}"
+        got = f"{proof_there[:40]!r} in {file} on {socket.gethostname()}"
         raise NodeRefused(
             "checkpoints",
             f"one directory that all nodes share (the leader wrote {proof!r})",
@@ -215,9 +213,9 @@ class NodeWork:
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])
         places = [RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids) for local in range(count)]
-        more = network_variables(self._interface, os.environ)
+        network = network_variables(self._interface, os.environ)
         if self._place.rank > 0:  # the run's settings have an address of the leader
-            more |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
+            network |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
         await run_part(
             self._arguments,
             part,
@@ -226,7 +224,7 @@ class NodeWork:
             drain_s=self._config.up.drain_s,
             on_step=on_step,
             on_sigterm=self._on_sigterm,
-            variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
+            variables=[{**rank_variables(self._node, rank_place, self._config, os.environ), **network} for rank_place in places],
         )
 
 
@@ -325,10 +323,10 @@ def interface_of(address: str) -> str:
     """
     bare, _, zone = address.strip("[]").partition("%")
     try:
-        wanted = ipaddress.ip_address(bare)
+        wanted_address = ipaddress.ip_address(bare)
     except ValueError:
         return ""
-    names = [name for name, found in _interface_addresses() if found == wanted]
+    names = [name for name, interface_address in _interface_addresses() if interface_address == wanted_address]
     return zone if zone in names else next(iter(names), "")
 
 
@@ -341,7 +339,7 @@ def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.
     first = ctypes.POINTER(_Entry)()
     if libc.getifaddrs(ctypes.byref(first)):
         return []
-    found: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    addresses: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
     try:
         entry = first
         while entry:
@@ -350,8 +348,8 @@ def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.
                 family = ctypes.c_ushort.from_address(row.address).value
                 if family in _ADDRESS_AT:
                     offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
-                    found.append((row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length))))
+                    addresses.append((row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length))))
             entry = row.next
     finally:
         libc.freeifaddrs(first)
-    return found
+    return addresses

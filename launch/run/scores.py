@@ -28,10 +28,10 @@ async def read(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evalu
 
 def newest(evaluated: Iterable[Evaluated]) -> dict[str, Evaluated]:
     """Return the record of the newest version of each set."""
-    found: dict[str, Evaluated] = {}
+    newest_records: dict[str, Evaluated] = {}
     for record in sorted(evaluated, key=lambda record: record.version):
-        found[record.dataset] = record
-    return found
+        newest_records[record.dataset] = record
+    return newest_records
 
 
 def in_words(line: JsonMapping) -> str:

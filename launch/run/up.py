@@ -239,18 +239,18 @@ class Up:
             enough = asyncio.Event()
             hosting = asyncio.create_task(self._host.run(enough, drain=False), name="host")
             try:
-                ended = await self._until({learner, hosting}, draining)
+                is_over = await self._until({learner, hosting}, draining)
             finally:
                 enough.set()
                 await asyncio.gather(hosting, return_exceptions=True)
-            if ended and not await self._trained_to_the_end(bus):
+            if is_over and not await self._trained_to_the_end(bus):
                 self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
         finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
-            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
+            self._print(f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
 
     @property
     def _cure(self) -> str:
@@ -273,7 +273,7 @@ class Up:
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         if self._config.debug.trains_only:  # it makes no checkpoint
-            return any([isinstance(one, Done) and one.step >= self._config.learner.steps async for _, one in bus.plans.scan()])
+            return any([isinstance(record, Done) and record.step >= self._config.learner.steps async for _, record in bus.plans.scan()])
         rows = bus.rows("run")
         checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -285,8 +285,8 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         alone = self._config.debug.trains_only
-        wanted = self._config.up
-        counts = {"engine": wanted.engines, "actor": wanted.actors, "scorer": wanted.scorers}
+        numbers = self._config.up
+        counts = {"engine": numbers.engines, "actor": numbers.actors, "scorer": numbers.scorers}
         counts = dict.fromkeys(counts, 0) if alone else counts
         now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:

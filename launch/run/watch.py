@@ -164,19 +164,19 @@ class RunWatch:
     @property
     def rate_trained(self) -> float:
         """Trainable tokens per second of the clock, over the last steps: to be compared with ``rate_generated``."""
-        seen = self._recent()
-        if len(seen) < 2:
+        recent = self._recent()
+        if len(recent) < 2:
             return 0.0
-        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in seen[1:] if step in self.outcomes)
-        passed_s = max(seen[-1][1], self.elapsed_s) - seen[0][1]
+        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes)
+        passed_s = max(recent[-1][1], self.elapsed_s) - recent[0][1]
         return tokens / passed_s if passed_s > 0 else 0.0
 
     def left_s(self) -> float | None:
         """Return the seconds left at the pace of the last steps; None while it is unknown."""
-        seen = self._recent()
-        if len(seen) < 3:
+        recent = self._recent()
+        if len(recent) < 3:
             return None
-        pace_s = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        pace_s = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
         return pace_s * (self.steps - self.step)
 
     def event(self, text: str) -> None:
@@ -369,6 +369,6 @@ class GrowingFile:
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(descriptor, unwritten) :]

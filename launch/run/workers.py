@@ -104,20 +104,22 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
             if config is None:
                 return
             # an engine that the learner's machine did not start shares nothing with it
-            given = config.engine
-            host = given.host if "engine.host" in own.changed else AUTO
-            advertise = given.advertise if "engine.advertise" in own.changed else ""
-            devices = given.devices if "engine.devices" in own.changed else ()
-            elsewhere = dataclasses.replace(given, colocated=False, host=host, advertise=advertise, devices=devices)
+            settings = config.engine
+            host = settings.host if "engine.host" in own.changed else AUTO
+            advertise = settings.advertise if "engine.advertise" in own.changed else ""
+            devices = settings.devices if "engine.devices" in own.changed else ()
+            elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
         engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
-        engine, held = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
+        engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
         model = await model_here(config, bus_url, id, fetched.path / "model", draining)
         if model is None:
             return
         if model != Path(config.model.path):  # its size was not known before
             await asyncio.to_thread(refuse_small_devices, config, model)
-        places = engine_process.EnginePlaces(run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=held)
+        places = engine_process.EnginePlaces(
+            run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=engine_devices
+        )
         limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
         with importing():
             factory = engine_factory(engine)
@@ -147,8 +149,8 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
-    held = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
-    return engine, held
+    engine_devices = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
+    return engine, engine_devices
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
@@ -230,16 +232,16 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     if not run:
         return
     id = id or default_id()
-    here = config is not None
+    is_own_config = config is not None
     if config is None and own.changed:
         config = await config_on_bus(run, bus_url, "scorer", id, draining, own)
         if config is None:
             return
     host, advertise = (own.host or AUTO), own.advertise
     if config is not None:  # from the bus, the addresses are those of another machine, but for what is changed here
-        given = config.actor.scorers
-        host = own.host or (given.host if here or "actor.scorers.host" in own.changed else AUTO)
-        advertise = own.advertise or (given.advertise if here or "actor.scorers.advertise" in own.changed else "")
+        scorers = config.actor.scorers
+        host = own.host or (scorers.host if is_own_config or "actor.scorers.host" in own.changed else AUTO)
+        advertise = own.advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else "")
     place = ScorerPlace(host=host, advertise=advertise, port=own.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
     await run_scorer(bus_url, run, actor, bus, draining, id, place=place, allowed=tuple(own.allowed))
@@ -291,14 +293,14 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
     from bus.client.discovery import find_run
 
-    found = ""
+    name_found = ""
 
     async def find() -> None:
         """Set ``found`` to the name of the bus's one run."""
-        nonlocal found
-        found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
+        nonlocal name_found
+        name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 
     await first_of(find(), draining.wait())
-    if found:
-        log.info("run found run=%s", found)
-    return found
+    if name_found:
+        log.info("run found run=%s", name_found)
+    return name_found

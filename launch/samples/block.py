@@ -15,11 +15,11 @@ _GOOD = 0.99
 """Lowest reward shown in green."""
 
 
-def block(found: Found, *, full: bool = False) -> Text:
+def block(match: Found, *, full: bool = False) -> Text:
     """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and an episode has its
     messages in the place of both.
     """
-    line, sample = found.line, found.sample
+    line, sample = match.line, match.sample
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)

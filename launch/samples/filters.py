@@ -141,7 +141,7 @@ class Filter:
 
     def of(self, line: Headline) -> bool | None:
         """Return whether the metadata fits; None if fields are missing for it. The text is not matched here."""
-        found: list[bool | None] = [
+        fits: list[bool | None] = [
             _fits(self.reward, line.reward),
             _fits(self.tokens, line.tokens),
             True if self.lag is None else line.lag is not None and line.lag in self.lag,
@@ -152,7 +152,7 @@ class Filter:
             True if self.actor is None else subjects.token(self.actor) == line.actor,
             _same(self.engine, line.engine),
         ]
-        return False if False in found else None if None in found else True
+        return False if False in fits else None if None in fits else True
 
     def matches_text(self, sample: Sample) -> bool:
         """Return whether the text fits."""
@@ -163,8 +163,8 @@ def _fits(range: Range | None, number: float | None) -> bool | None:
     return True if range is None else None if number is None else number in range
 
 
-def _among(wanted: tuple[str, ...], word: str | None) -> bool | None:
-    return True if not wanted else None if word is None else word in wanted
+def _among(words: tuple[str, ...], word: str | None) -> bool | None:
+    return True if not words else None if word is None else word in words
 
 
 def _same(wanted: object, found: object) -> bool | None:
@@ -197,10 +197,10 @@ def filter_of(args: argparse.Namespace) -> Filter:
 
 def task_of(where: str, text: str) -> tuple[int, int | None]:
     """Return (task, index) of ``57`` or ``57.3``; index None without one. Raises ValueError naming ``where``."""
-    found = _TASK.fullmatch(text)
-    if found is None:
+    match = _TASK.fullmatch(text)
+    if match is None:
         raise ValueError(f"{where}: want TASK or TASK.INDEX, got {text!r}")
-    return int(found[1]), None if found[2] is None else int(found[2])
+    return int(match[1]), None if match[2] is None else int(match[2])
 
 
 def positive(where: str, number: int | None) -> None:

@@ -62,8 +62,8 @@ class Search:
         """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises ValueError."""
         if version is not None:
             return await self.history.at_version(version)
-        if found := _SEQUENCE.fullmatch(since):
-            return int(found[1])
+        if sequence := _SEQUENCE.fullmatch(since):
+            return int(sequence[1])
         if _AGO.fullmatch(since):
             return await self.history.at_time(await self.history.now_s() - seconds("--since", since))
         try:
@@ -75,12 +75,12 @@ class Search:
         """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones until cancelled."""
         if payloads and not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
-                if (found := await self._open(stored)) is not None:
-                    yield found
+                if (match := await self._open(stored)) is not None:
+                    yield match
             return
         async for glimpse in self.history.glimpses(first, last):
-            if (found := await self._look(glimpse, payloads)) is not None:
-                yield found
+            if (match := await self._look(glimpse, payloads)) is not None:
+                yield match
 
     async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[Found], int, int]:
         """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the number of sequences read.
@@ -88,19 +88,19 @@ class Search:
         At most ``limit`` sequences are read.
         """
         state = await self.history.state()
-        found: list[Found] = []
+        matches: list[Found] = []
         high, size = state.last_seq, max(_CHUNK[0], 2 * count)
         first = max(first, state.first_seq, state.last_seq - limit + 1)
-        while high >= first and len(found) < count:
+        while high >= first and len(matches) < count:
             low = max(first, high - size + 1)
             chunk = [glimpse async for glimpse in self.history.glimpses(low, high)]
             for glimpse in reversed(chunk):
-                if len(found) == count:
+                if len(matches) == count:
                     break
-                if (one := await self._look(glimpse, payloads)) is not None:
-                    found.append(one)
+                if (match := await self._look(glimpse, payloads)) is not None:
+                    matches.append(match)
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
-        return found[::-1], state.last_seq, state.last_seq - high
+        return matches[::-1], state.last_seq, state.last_seq - high
 
     async def _look(self, glimpse: Glimpse, payloads: bool) -> Found | None:
         line = headline(glimpse)
@@ -121,10 +121,10 @@ class Search:
         sample = opened(stored)
         if isinstance(sample, WireError) and self._filter != Filter():
             return None
-        found = await self.found(stored, sample)
+        match = await self.found(stored, sample)
         if isinstance(sample, WireError):
-            return found
-        return found if self._filter.of(found.line) and self._filter.matches_text(sample) else None
+            return match
+        return match if self._filter.of(match.line) and self._filter.matches_text(sample) else None
 
     async def found(self, stored: StoredSample, sample: Sample | WireError) -> Found:
         """Return a sample with its metadata and lag, whether it fits or not."""

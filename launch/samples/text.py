@@ -21,7 +21,7 @@ _TEXTS = ("reasoning_content", "content")
 
 def plain(text: str) -> str:
     """Return text that a terminal does not interpret: control characters are shown as ``\\x1b``."""
-    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return _CONTROL.sub(lambda control: control[0].encode("unicode_escape").decode(), text)
 
 
 def shortened(text: str, lines: int, characters: int) -> str:
@@ -64,13 +64,13 @@ def turns_in(turns: Turns) -> list[JsonObject]:
         "finish": turns.finish,
         "agent": turns.agent,
     }
-    found: list[JsonObject] = [
+    maps: list[JsonObject] = [
         {name: values[turn] for name, values in columns.items() if turn < len(values)} for turn in range(len(columns["at"]))
     ]
     for turn, reward in turns.rewards:
-        if 0 <= turn < len(found):
-            found[turn]["reward"] = reward
-    return found
+        if 0 <= turn < len(maps):
+            maps[turn]["reward"] = reward
+    return maps
 
 
 def turns_table(turns: Turns) -> Table:
@@ -93,12 +93,12 @@ def conversation(messages: Sequence[JsonMapping]) -> Text:
     for message in messages:
         role = str(message.get("role", "?"))
         text.append(f"{plain(role)}\n", style=f"bold {_ROLES.get(role, '')}".strip())
-        more = {name: value for name, value in message.items() if name not in (*_TEXTS, "role") and value is not None}
+        fields = {name: value for name, value in message.items() if name not in (*_TEXTS, "role") and value is not None}
         for name in _TEXTS:
             for row in _text_of(message.get(name)).splitlines():
                 text.append(f"  {plain(row)}\n", style="dim" if name != "content" else "")
-        if more:
-            text.append(f"  {plain(to_json(more))}\n", style="dim")
+        if fields:
+            text.append(f"  {plain(to_json(fields))}\n", style="dim")
     return text
 
 
