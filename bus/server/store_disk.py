@@ -74,6 +74,8 @@ class StoreKeeper:
         """Servers that store nothing, with their errors, until they are started again."""
         self._checked_s = self._restarted_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
+        self.restarts, self.last_restart = 0, ""
+        """Number of restarts, and the sentence on the last one."""
         self.reason = ""
         """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
@@ -102,7 +104,8 @@ class StoreKeeper:
         wait_s = self._restarted_s + self._pause_s - now
         if server.running and wait_s > 0:
             return f"{fault}; nats-server is started again in {wait_s:.0f} s"
-        _log.warning("nats-server %s and is started again; its last log lines:\n%s", fault or "ended", server.log_tail(5))
+        self.last_restart = f"nats-server (process {server.pid}) {fault or 'ended'} and is started again"
+        _log.warning("%s; its last log lines:\n%s", self.last_restart, server.log_tail(5))
         if fault:
             since_s = now - self._restarted_s
             self._pause_s = FIRST_PAUSE_S if since_s > 2 * LONGEST_PAUSE_S else min(2 * self._pause_s, LONGEST_PAUSE_S)
@@ -117,4 +120,5 @@ class StoreKeeper:
                 return lack
             raise
         self._faults.pop(server, None)
+        self.restarts += 1
         return ""

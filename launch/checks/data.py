@@ -1,19 +1,30 @@
-"""Checks of the prompt file: its rows, the keys that settings name, the lengths of its prompts. Reads for a second at most."""
+"""Checks of the prompts: rows, the keys that settings name, lengths; the evaluation sets; the files of the debugging modes.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Reads for a second at most, and at least some hundred rows.
+"""
+
+import random
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
 
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
-from tidemill.launch.checks.reading import Reading, all_rows
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.bad_rows import REFUSE, RowTooLong
 from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.formats import count_rows
 from tidemill.learner.data.mixing import Share
-from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
+from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
 from tidemill.learner.data.responses import Recordings
-from tidemill.learner.errors import PromptError, TemplateLacks
+from tidemill.learner.data.source import Source
+from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.rollout_file import read_header
+from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
 from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.part_settings import fits
 
@@ -21,6 +32,112 @@ SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"
 EVALUATION = "eval"
 """Topic of the findings on evaluation sets."""
+
+READ_S = 0.5
+"""Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
+SURE_ROWS = 500
+"""Rows that are read and tokenized, however long it takes."""
+MOST_CAUSES = 5
+"""Most causes of bad rows that are reported for a source."""
+ROOM = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
+
+
+@dataclass(slots=True, kw_only=True)
+class Reading:
+    """The rows of a source that were read."""
+
+    source: Source
+    rows: list[Row] = field(default_factory=list)
+    """Those that can be used."""
+    bad: list[PromptError] = field(default_factory=list)
+    """Errors of rows that were read."""
+    rejected: list[PromptError] = field(default_factory=list)
+    """Errors of rows that were tokenized."""
+    read: int = 0
+    total: int | None = None
+    """Rows of the source; None = not known."""
+    readable: int = 0
+    """Rows that had no error before they were tokenized."""
+    tokenized: int = 0
+    longest: int = 0
+    """Tokens of the longest prompt that is used."""
+
+    @classmethod
+    def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "Reading":
+        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be read."""
+        refuse_template(source.template)
+        reading, until = cls(source=source), time.monotonic() + READ_S
+        for scanned in scan_rows(source):
+            row = rules.applied(scanned, recorded)
+            reading.read += 1
+            if isinstance(row, PromptError):
+                reading.bad.append(row)
+            else:
+                reading.rows.append(row)
+            if reading.read >= SURE_ROWS and time.monotonic() > until:
+                reading.total = _size(source)
+                return reading
+        if not reading.read:
+            raise PromptError(str(source), "at least one prompt", "none")
+        reading.total = reading.read
+        return reading
+
+    @property
+    def complete(self) -> bool:
+        """True if every row was read."""
+        return self.read == self.total
+
+    def tokenize(self, tokens: RowTokens) -> None:
+        """Tokenize the first row and others in random order; bad ones leave ``rows``. Raises TemplateLacks.
+
+        In random order, because of a file that is sorted by length the rows tokenized in time would all be short, or all long.
+        """
+        self.readable = len(self.rows)
+        order = random.Random(0).sample(range(1, len(self.rows)), max(0, len(self.rows) - 1))
+        until, bad = time.monotonic() + READ_S, dict[int, PromptError]()
+        for number in chain([0] if self.rows else [], order):
+            try:
+                prompt, recorded = tokens.of(self.rows[number])
+            except PromptError as error:
+                bad[number] = error
+            else:
+                self.longest = max(self.longest, max((len(response.tokens) for response in recorded), default=len(prompt)))
+            self.tokenized += 1
+            if self.tokenized >= SURE_ROWS and time.monotonic() > until:
+                break
+        self.rejected = [error for _, error in sorted(bad.items())]
+        self.rows = [row for number, row in enumerate(self.rows) if number not in bad]
+
+    def __str__(self) -> str:
+        """Return how much was read and tokenized."""
+        size = f"{self.read} prompts read"
+        if not self.complete:
+            share = "" if self.total is None else f" of {self.total} ({100 * self.read / self.total:.2g} %)"
+            size = f"the first {self.read} prompts read{share}"
+        part = f", {self.tokenized} of them tokenized" if self.tokenized < self.readable else ""
+        return size + part + ("" if self.complete and not part else " (tidemill data check reads all)")
+
+    def report(self, report: Report, topic: str, policy: str, *, cure: str) -> None:
+        """Report the bad rows by cause: as errors where they are refused, or none can be used.
+
+        ``policy``: ``data.bad_rows``. ``cure``: for causes other than the length.
+        """
+        causes: dict[tuple[str, str], list[PromptError]] = {}
+        tokenized = f"{self.read} rows read" if self.tokenized == self.readable else f"{self.tokenized} rows tokenized"
+        for errors, total in ((self.bad, f"{self.read} rows read"), (self.rejected, tokenized)):
+            for error in errors:
+                causes.setdefault((error.want, total), []).append(error)
+        refused = policy == REFUSE or not self.rows or 0 < self.tokenized == len(self.rejected)
+        for (_, total), errors in list(causes.items())[:MOST_CAUSES]:
+            first, remedy = errors[0], ROOM if isinstance(errors[0], RowTooLong) else cure
+            got = f"{first.got}; {len(errors)} of {total} are such"
+            if refused:
+                report.error(topic, first.where, want=first.want, got=got, cure=remedy)
+            else:
+                report.warning(topic, first.where, want=first.want, got=got, cure=f"they are skipped (data.bad_rows: skip); {remedy}")
+        if num_hidden := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
+            got = f"bad rows of {num_hidden} further causes"
+            report.warning(topic, str(self.source), want="rows that can be used", got=got, cure="tidemill data check names all of them")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +199,14 @@ def check_data(
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
-    seen: list[Row] = []
-    for name, one in config.eval.parsed.items() if config.eval.every else ():
-        setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
-        new = one.max_new_tokens or config.sampling.max_new_tokens
+    rows: list[Row] = []
+    for name, eval_set in config.eval.parsed.items() if config.eval.every else ():
+        setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
+        new = eval_set.max_new_tokens or config.sampling.max_new_tokens
         cure = f"fix the file, or the keys of {setting} ({data.path})"
         if model is not None and tokenize is not None and model.context <= new:
             want = f"< {model.context}, the model's context"
-            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=one.max_new_tokens, cure="lower it")
+            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=eval_set.max_new_tokens, cure="lower it")
             continue
         try:
             (reading,) = read_sources(config, data, model, tokenize, max_new_tokens=new)
@@ -102,10 +219,10 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
             continue
         reading.report(report, EVALUATION, data.bad_rows, cure=cure)
         if len(report.errors) == before:
-            seen += reading.rows
-            used = f", the first {one.limit} are used" if 0 < one.limit < reading.read else ""
-            report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {one.samples} responses each")
-    return Prompts(rows=seen) if seen else None
+            rows += reading.rows
+            used = f", the first {eval_set.limit} are used" if 0 < eval_set.limit < reading.read else ""
+            report.good(EVALUATION, f"{name}: {data.path}: {reading}{used}; {eval_set.samples} responses each")
+    return Prompts(rows=rows) if rows else None
 
 
 def read_sources(
@@ -198,3 +315,51 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(rows=[row], longest=tokens)
+
+
+def check_debug(report: Report, config: RunConfig) -> None:
+    """Check that every step of ``debug.load_rollout`` has a file, and that the prompts of a dump can be read."""
+    debug = config.debug
+    if debug.dump_modules.step:
+        try:
+            read_prompts(Path(debug.dump_modules.prompts))
+        except DebugFileRefused as error:
+            where = report.at("debug.dump_modules.prompts")
+            report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="fix the file")
+        if debug.dump_modules.step > config.learner.steps:
+            where, steps = report.at("debug.dump_modules.step"), config.learner.steps
+            report.error("debug", where, want=f"<= learner.steps = {steps}", got=debug.dump_modules.step, cure="lower it")
+    if debug.load_rollout:
+        _check_files(report, config)
+
+
+def _check_files(report: Report, config: RunConfig) -> None:
+    steps, template = config.learner.steps, config.debug.load_rollout
+    files = [Path(template.format(step=step)) for step in range(1, steps + 1)]
+    missing = next((step for step, file in enumerate(files, 1) if not file.is_file()), None)
+    where = report.at("debug.load_rollout")
+    if missing is not None:
+        cure = (
+            f"set learner.steps: {missing - 1}, or save more steps" if missing > 1 else "fix the path, or save them with debug.save_rollout"
+        )
+        want = f"a file for each of learner.steps = {steps}"
+        report.error("debug", where, want=want, got=f"none for step {missing}: {files[missing - 1]}", cure=cure)
+        return
+    try:
+        headers = [read_header(file) for file in dict.fromkeys(files)]
+    except DebugFileRefused as error:
+        report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="save it again with debug.save_rollout")
+        return
+    report.good("debug", f"{len(headers)} files of recorded batches, {sum(header['samples'] for header in headers)} samples")
+
+
+def _size(source: Source) -> int | None:
+    """Return the rows of a source, by its files' size where that takes no time; None = not known."""
+    count = count_rows(source.path)
+    return None if count is None else len(range(count)[source.start : source.stop])
+
+
+def all_rows(readings: Collection[Reading]) -> Iterator[Row]:
+    """Yield the rows of all sources that can be used."""
+    for reading in readings:
+        yield from reading.rows

@@ -5,11 +5,11 @@ import os
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
+from tidemill.launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
 from tidemill.launch.devices.errors import Refused
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import Node, Placed, described
 from tidemill.launch.devices.visible import this_node
-from tidemill.launch.devices.wanted import ModelSize, rank_variables, refuse_expandable_engine, want_of
 from tidemill.launch.settings.run_config import RunConfig
 
 PLACEMENT = "placement"
@@ -49,9 +49,9 @@ def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool
     """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds its devices.)"""
     if GPU.exists():
         return
-    own = engines and config.engine.kind == "builtin"
-    for setting, wanted in (("learner.device", learner and config.learner.device), ("engine.device", own and config.engine.device)):
-        if wanted == "cuda":
+    is_builtin = engines and config.engine.kind == "builtin"
+    for setting, device in (("learner.device", learner and config.learner.device), ("engine.device", is_builtin and config.engine.device)):
+        if device == "cuda":
             report.error("devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it")
 
 
@@ -61,15 +61,15 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
         report.good("host memory", "not checked: the tensors of the model are not known")
         return
     rows = [row for row in rank_rows(model, config, cuda=True) if row.on_host]
-    wanted = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
+    needed = sum(row.bytes * (ranks if row.process == "rank" else 1) for row in rows)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted <= total:
+    if needed <= total:
         report.good(
-            "host memory", f"{total / 1e9:.1f} GB, {wanted / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices"
+            "host memory", f"{total / 1e9:.1f} GB, {needed / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices"
         )
         return
     parts = ", ".join(row.part for row in sorted(rows, key=lambda row: -row.bytes))
-    want = f"{wanted / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
+    want = f"{needed / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
     report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)

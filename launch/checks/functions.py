@@ -1,18 +1,25 @@
-"""Checks of the user's own code: the reward, loaded with its options, and loss and advantage, by reading their source."""
+"""Checks of the user's own code: the reward, loaded with its options; losses, advantages, hooks and bridges, by their source.
 
+Modules of losses are not imported: they may load torch.
+"""
+
+import ast
 import asyncio
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.system.functions import FunctionRefused, check_call, find_function
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.sources import misfit, misfit_class, missing
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED
 from tidemill.learner.data.buffer_filters import contract_of
@@ -41,6 +48,9 @@ CONTRACTS = {
 }
 HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
 """Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
+
+_FOLLOWED = 8
+"""Imports that are followed from one module to the next."""
 
 
 def check_reward(report: Report, config: RunConfig, rows: Sequence[Row], *, here: bool, call: bool) -> None:
@@ -135,18 +145,18 @@ def _absent(path: str) -> str:
 
 def check_filters(report: Report, config: RunConfig) -> None:
     """Load every filter with its options, as the feeder does."""
-    for one in read_filters(config.data.filters):
-        setting = f"data.filters.{one.name}"
+    for chosen in read_filters(config.data.filters):
+        setting = f"data.filters.{chosen.name}"
         try:
-            bind(one.use, one.options, contract_of(one))
+            bind(chosen.use, chosen.options, contract_of(chosen))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
-            report.error("filters", where, want=f"an option of {one.use}", got=error.reason, cure="fix it, or remove it")
+            report.error("filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it")
         except UnknownReward as error:
-            want, got = "a filter that can be loaded", f"{one.use!r}: {error.reason}"
+            want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
             report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
         else:
-            report.good("filters", f"{one.name}: {one.use} loaded")
+            report.good("filters", f"{chosen.name}: {chosen.use} loaded")
 
 
 def _check_one(
@@ -212,7 +222,7 @@ async def _within(score: Scorer, request: RewardRequest) -> float | dict[str, fl
 
 def _is_answer(label: object, *, many: bool) -> bool:
     if many and isinstance(label, list):
-        return all(_is_answer(one, many=False) for one in label)
+        return all(_is_answer(item, many=False) for item in label)
     return isinstance(label, str | int | float)
 
 
@@ -220,10 +230,10 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
     """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
     _doubt_gspo(report, config)
     algorithm = config.learner.algorithm
-    found = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
-    found += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
-    found += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
-    for name, path, (count, offered, signature) in found:
+    functions = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
+    functions += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
+    functions += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
+    for name, path, (count, offered, signature) in functions:
         if ":" not in path:
             continue
         try:
@@ -272,3 +282,140 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"use correction: {algorithm.loss}, or set it"
         report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The statement that defines a name."""
+
+    module: str
+    name: str
+    node: ast.stmt
+
+
+def misfit(path: str, count: int, offered: Sequence[str]) -> str:
+    """Return the defect of the function at ``module:function``; empty if its source shows none.
+
+    ``count``: its positional arguments; ``offered``: arguments that it may ask for by name.
+    Raises ImportError, ValueError, SyntaxError, OSError for a module that cannot be read.
+    """
+    definition = _definition(*_parts(path))
+    if isinstance(definition, str):
+        return definition
+    if definition is None:
+        return _misfit_here(path, count, offered)
+    match definition.node:
+        case ast.FunctionDef(args=arguments):
+            return _unlike(arguments, count, offered)
+        case ast.AsyncFunctionDef():
+            return "an async function"
+        case ast.ClassDef():
+            return "a class"
+        case ast.Assign(value=value) | ast.AnnAssign(value=value):
+            return _misfit_value(value, count, offered)
+    return ""
+
+
+def missing(path: str) -> str:
+    """Return the reason that there is nothing at ``module:name``; empty if there is, or no source shows it. Raises as ``misfit``."""
+    definition = _definition(*_parts(path))
+    return definition if isinstance(definition, str) else ""
+
+
+def misfit_class(path: str) -> str:
+    """Return the defect of the class at ``module:Class``; empty if its source shows none. Raises as ``misfit``."""
+    definition = _definition(*_parts(path))
+    if isinstance(definition, str):
+        return definition
+    match None if definition is None else definition.node:
+        case None | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Assign(value=ast.Constant() | ast.Lambda()):
+            return "no class"
+    return ""
+
+
+def _parts(path: str) -> tuple[str, str]:
+    module, _, name = path.partition(":")
+    return module, name
+
+
+def _definition(module: str, name: str) -> _Found | str | None:
+    """Return the statement that defines a name, behind the imports; else the defect, or None for a module without a source in Python.
+
+    The empty text is returned for a name that may come from a star import.
+    """
+    for _ in range(_FOLLOWED):
+        spec = importlib.util.find_spec(module)
+        if spec is None:
+            return f"no module {module}"
+        if not spec.origin or not spec.origin.endswith(".py"):
+            return None
+        statements = list(_statements(ast.parse(Path(spec.origin).read_bytes()).body))
+        nodes = [node for node in statements if name in _names(node)]
+        if not nodes:
+            has_star = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in statements)
+            return "" if has_star else f"{module} has no {name!r}"
+        node = nodes[-1]
+        if isinstance(node, ast.Import):
+            return "a module"
+        if not isinstance(node, ast.ImportFrom):
+            return _Found(module, name, node)
+        package = module if spec.submodule_search_locations is not None else module.rpartition(".")[0]
+        module = importlib.util.resolve_name("." * node.level + (node.module or ""), package)
+        name = next(alias.name for alias in node.names if (alias.asname or alias.name) == name)
+    return ""
+
+
+def _misfit_here(path: str, count: int, offered: Sequence[str]) -> str:
+    """Import a module of Python's own that has no source, and compare; nothing is known of others."""
+    if path.partition(":")[0].partition(".")[0] not in sys.stdlib_module_names:
+        return ""
+    try:
+        check_call(find_function(path), [f"argument_{number}" for number in range(count)], offered, path=path, setting="")
+    except FunctionRefused as error:
+        return error.reason
+    return ""
+
+
+def _misfit_value(value: ast.expr | None, count: int, offered: Sequence[str]) -> str:
+    match value:
+        case ast.Lambda(args=arguments):
+            return _unlike(arguments, count, offered)
+        case ast.Constant(value=constant):
+            return f"{constant!r}, which is no function"[:80]
+        case ast.JoinedStr() | ast.List() | ast.Tuple() | ast.Dict() | ast.Set() | ast.ListComp() | ast.DictComp() | ast.SetComp():
+            return "no function"
+    return ""  # the result of a call, such as functools.partial: the ranks compare it
+
+
+def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield the statements of a module that run when it is imported, those within ``if``, ``try`` and ``with`` too."""
+    for node in body:
+        if isinstance(node, ast.If | ast.Try | ast.With):
+            handlers = [handler.body for handler in node.handlers] if isinstance(node, ast.Try) else []
+            orelse = [node.orelse] if isinstance(node, ast.If | ast.Try) else []
+            last = [node.finalbody] if isinstance(node, ast.Try) else []
+            for inner in (*handlers, *orelse, node.body, *last):
+                yield from _statements(inner)
+        else:
+            yield node
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """Yield the names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name for alias in node.names)
+    else:
+        yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
+
+
+def _unlike(arguments: ast.arguments, count: int, offered: Sequence[str]) -> str:
+    """Return how a signature differs from the call; empty if it fits."""
+    positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
+    takes = ", ".join([*positional, *(argument.arg for argument in arguments.kwonlyargs)]) or "nothing"
+    named = [argument.arg for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    needed = [*positional[count : len(positional) - len(arguments.defaults)], *named]
+    called = f"it is called with {count} arguments" + (f", and may ask for {', '.join(offered)}" if offered else "")
+    short = len(positional) < count and arguments.vararg is None
+    return f"it takes {takes}; {called}" if short or not set(needed) <= set(offered) else ""

@@ -1,11 +1,13 @@
-"""Checks of the environment of a run: the bus, the engine's program, directories, disk and memory. Starts nothing."""
+"""Checks of the environment of a run: bus, engine's program, directories, disk, memory, store of checkpoints. Starts nothing."""
 
 import json
 import math
 import os
+import queue
 import re
 import shutil
 import socket
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,8 +25,10 @@ from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from tidemill.launch.settings.wiring import ENGINES
+from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
 from tidemill.learner.data.plans import plan_bytes
-from tidemill.learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.learner.errors import StoreFailed
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""
@@ -39,6 +43,10 @@ CHECKPOINT_BYTES = 16
 GPU = Path("/dev/nvidiactl")
 """A file that exists where CUDA does: weights are then not in the memory that is checked."""
 
+STORE_SETTING = "learner.checkpoint.store"
+STORE_ANSWER_S = 20.0
+"""Longest time in which the store takes a small object, returns and removes it."""
+
 
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
     """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on this machine."""
@@ -49,9 +57,9 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
     if engine.kind != "sglang" or engine.sglang.url:
         user = "a server that is running (engine.sglang.url)" if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
         for name in ("arguments", "environment"):
-            if given := getattr(engine.sglang, name):
+            if values := getattr(engine.sglang, name):
                 cure = "remove them, or give them to the server where it is started"
-                report.warning("engine", report.at(f"engine.sglang.{name}"), want=f"none with {user}", got=given, cure=cure)
+                report.warning("engine", report.at(f"engine.sglang.{name}"), want=f"none with {user}", got=values, cure=cure)
         return
     severity = report.error if here else report.warning
     where, program = report.at("engine.sglang.python"), shutil.which(engine.sglang.python)
@@ -117,20 +125,20 @@ def _check_stream(report: Report, config: RunConfig, model: CheckedModel | None,
     Too little room for the longest prompt is an error; for the longest possible one it is a warning, since a context of 100,000 tokens
     needs many times the room that prompts of 200 need.
     """
-    known = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
-    longest = known or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
+    known_longest = config.data.max_prompt_tokens or (data.longest if data is not None else 0)
+    longest = known_longest or max(0, model.context - config.sampling.max_new_tokens if model is not None else 0)
     routed = model.routed_bytes if model is not None else 0
-    needed, severity = config.stream_bytes(longest, routed), report.error if known else report.warning
+    needed, severity = config.stream_bytes(longest, routed), report.error if known_longest else report.warning
     if config.bus.samples_max_bytes < needed:
         want = f">= {needed} for what lies between the kept checkpoints, the lag and the history, in samples of {longest} prompt tokens"
         cure = "raise it, or lower data.max_prompt_tokens, learner.checkpoint_every or bus.history_samples"
         severity("bus", report.at("bus.samples_max_bytes"), want=want, got=config.bus.samples_max_bytes, cure=cure)
-    whole = (SAMPLE_BYTES_PER_TOKEN + routed) * (longest + config.sampling.max_new_tokens)
-    if routed and whole > MAX_SAMPLE_BYTES:
+    sample_bytes = (SAMPLE_BYTES_PER_TOKEN + routed) * (longest + config.sampling.max_new_tokens)
+    if routed and sample_bytes > MAX_SAMPLE_BYTES:
         per_token = f"{routed} bytes of experts and {SAMPLE_BYTES_PER_TOKEN} more"
         want = f"samples of at most {MAX_SAMPLE_BYTES} bytes, in which a token has {per_token}"
         cure = "use learner.routing_replay: old, or lower data.max_prompt_tokens or sampling.max_new_tokens"
-        severity("bus", report.at("learner.routing_replay"), want=want, got=f"{whole} bytes", cure=cure)
+        severity("bus", report.at("learner.routing_replay"), want=want, got=f"{sample_bytes} bytes", cure=cure)
 
 
 def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str) -> None:
@@ -144,11 +152,15 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
         report.error("bus", where, want=want, got=f"{max_payload}, for a plan of {least} bytes", cure=cure)
         return
     for name, rollout in config.trained_rollouts.items():
-        each = _most_sequences(rollout.budget)
-        most = plan_bytes(groups=groups, samples=samples, sequences=samples * each, versions=versions)
-        if most > room:
-            got = f"{max_payload}, for up to {most} bytes with the {each} sequences that rollouts.{name}.budget allows an episode"
-            cure = f"such a step runs with fewer groups; raise it to {most + HEADER_RESERVE_BYTES}, or lower rollouts.{name}.budget.turns"
+        num_sequences = _most_sequences(rollout.budget)
+        largest = plan_bytes(groups=groups, samples=samples, sequences=samples * num_sequences, versions=versions)
+        if largest > room:
+            got = (
+                f"{max_payload}, for up to {largest} bytes with the {num_sequences} sequences that rollouts.{name}.budget allows an episode"
+            )
+            cure = (
+                f"such a step runs with fewer groups; raise it to {largest + HEADER_RESERVE_BYTES}, or lower rollouts.{name}.budget.turns"
+            )
             report.warning("bus", where, want=want, got=got, cure=cure)
 
 
@@ -185,10 +197,10 @@ def _info(server: str) -> dict[str, object]:
         line = opened.makefile("rb").readline(1 << 16)
     if not line.startswith(b"INFO "):
         raise ValueError("no nats-server answers there")
-    found = json.loads(line[5:])
-    if not isinstance(found, dict):
+    info = json.loads(line[5:])
+    if not isinstance(info, dict):
         raise ValueError("no nats-server answers there")
-    return found
+    return info
 
 
 def _check_server(report: Report, where: str, server: str, info: dict[str, object]) -> None:
@@ -203,19 +215,19 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
 
 def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
     """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's store."""
-    there = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+    existing = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         want = "a directory that can be made and written to"
-        report.error("disk", report.at("directory"), want=want, got=f"{there} cannot be written to", cure="set another directory")
+        report.error("disk", report.at("directory"), want=want, got=f"{existing} cannot be written to", cure="set another directory")
         return
-    free = shutil.disk_usage(there).free
+    free = shutil.disk_usage(existing).free
     pending = MOST_PENDING if config.learner.checkpoint.url else 0  # while the store does not answer
     checkpoints = config.learner.keep_checkpoints + (MORE_FOR_BEST if config.eval.best else 0) + pending
     models = _models_kept(config)
     kept = (checkpoints + 1) * _checkpoint_bytes(config, model) + models * MODEL_BYTES * model.num_parameters if trains and model else 0
     turns = config.bus.turns_max_bytes if config.bus.rollouts else 0
     stored = 0 if config.bus.url else config.bus.samples_max_bytes + turns
-    got = f"{_gb(free)} free on {there}"
+    got = f"{_gb(free)} free on {existing}"
     if kept > free:
         want = f"{_gb(kept)} for {checkpoints} checkpoints, one being written, and {'the model' if models == 1 else f'{models} models'}"
         cure = "set directory to a larger disk, or lower learner.keep_checkpoints" + (" or learner.keep_hf" if models > 1 else "")
@@ -251,8 +263,8 @@ def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
 def _models_kept(config: RunConfig) -> int:
     """Return the number of Hugging Face directories at the end of the run: the last one, and those of earlier steps."""
     every, keep = config.learner.save_hf_every, config.learner.keep_hf
-    made = config.learner.steps // every if every else 0
-    return 1 + (min(made, keep) if keep else made)
+    num_models = config.learner.steps // every if every else 0
+    return 1 + (min(num_models, keep) if keep else num_models)
 
 
 def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, trains: bool = True) -> None:
@@ -263,15 +275,58 @@ def check_memory(report: Report, config: RunConfig, model: CheckedModel | None, 
     dtypes = [dtype_on(setting, cuda=False) for setting in (config.learner.dtype, config.engine.dtype)]
     weights = ITEM_BYTES[dtypes[1]] * model.num_parameters
     rank = training_bytes(model.tensors, dtypes[0], config.learner, cuda=False, critic=model.critic_tensors)
-    wanted = ranks * rank + engines * 2 * weights  # those served, and those being pushed
+    needed = ranks * rank + engines * 2 * weights  # those served, and those being pushed
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if wanted > total:
-        want = f"{_gb(wanted)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
+    if needed > total:
+        want = f"{_gb(needed)} of memory for the weights of {ranks} rank(s) and {engines} engine(s)"
         cure = "train a smaller model, lower up.engines or learner.data_parallel, or use a larger machine"
         report.error("memory", report.at("model.path"), want=want, got=f"{_gb(total)}", cure=cure)
     else:
-        report.good("memory", f"{_gb(total)}, {_gb(wanted)} needed for weights")
+        report.good("memory", f"{_gb(total)}, {_gb(needed)} needed for weights")
 
 
 def _gb(size: int) -> str:
     return f"{size / 1e9:.1f} GB"
+
+
+def check_store(report: Report, config: RunConfig, *, reach: bool, answer_s: float = STORE_ANSWER_S) -> None:
+    """Check the URL of the store, if there is one. ``reach``: write, read and remove a small object there, too."""
+    url, where = config.learner.checkpoint.url, report.at(STORE_SETTING)
+    if not url:
+        return
+    if protocol_of(url) == "memory":
+        cure = "use the URL of an object store, or local"
+        report.error("store", where, want="a store that outlives a process", got=url, cure=cure)
+    elif missing := missing_package(url):
+        got, cure = missing
+        report.error("store", where, want=f"a protocol that can be used here, as in {url}", got=got, cure=f"{cure}, or set local")
+    elif reach:
+        _reach_store(report, where, ObjectStore(url, config.run), answer_s)
+    elif protocol_of(url) in OF_THIS_MACHINE and config.learner.nodes > 1:
+        cure = "use an object store, unless the path is one directory for all nodes"
+        report.warning("store", where, want="a store that all nodes reach", got=f"{url}, a path of each machine", cure=cure)
+
+
+def _reach_store(report: Report, where: str, store: ObjectStore, answer_s: float) -> None:
+    """Write, read and remove a small object, in a thread that a store without an answer keeps, and that ends with the process."""
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def probe() -> None:
+        """Report the error of the probe, or nothing."""
+        try:
+            store.probe()
+        except StoreFailed as error:
+            answers.put(error.reason)
+        else:
+            answers.put("")
+
+    threading.Thread(target=probe, name="store", daemon=True).start()
+    try:
+        reason = answers.get(timeout=answer_s)
+    except queue.Empty:
+        reason = f"no answer within {answer_s:.0f} s"
+    if reason:
+        cure = "give its package the credentials (environment, its own files), or fix the URL"
+        report.error("store", where, want="a place that this process can write to", got=f"{store.url}: {reason}", cure=cure)
+    else:
+        report.good("store", f"{store.url}: a small object was written, read and removed")

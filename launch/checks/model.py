@@ -14,11 +14,10 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.model_values import ROPE_KEYS, as_older
 from tidemill.bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.megatron_checkpoint import check_megatron
-from tidemill.launch.checks.tuning import check_tuning
+from tidemill.launch.checks.weights import check_megatron, check_tuning
+from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import Row, memory_rows, state_rows, valued
 from tidemill.launch.devices.trained import Shapes, trained_tensors
-from tidemill.launch.devices.wanted import ModelSize
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
@@ -173,8 +172,8 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
 
 def _check_layout(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> None:
     """Refuse values that the learner cannot train, or cannot divide over its ranks."""
-    own, splits = bool(config.learner.bridge), {name: getattr(config.learner, name) for name in SPLITS}
-    for refused in refusals(values, where=where, own_bridge=own, **splits):
+    has_bridge, splits = bool(config.learner.bridge), {name: getattr(config.learner, name) for name in SPLITS}
+    for refused in refusals(values, where=where, own_bridge=has_bridge, **splits):
         named = [f"learner.{name}" for name in SPLITS if f"learner.{name}" in refused.want]
         cure = f"lower {' or '.join(named)}" if named else "use another model"
         report.error("model", refused.field, want=refused.want, got=refused.got, cure=f"{cure} ({report.at(SETTING)})")
@@ -202,8 +201,8 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
     """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless SGLang serves it."""
     family = values.get("model_type")
-    known = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
-    if not known or (family not in DECODED and config.engine.kind == "sglang"):
+    is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
+    if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
         return None
     try:
         return ModelShape.of(values, where=where)
@@ -227,11 +226,11 @@ def _tensors(report: Report, path: Path) -> Tensors:
         return {}
 
 
-def _check_weights(report: Report, path: Path, wanted: Tensors, there: Tensors) -> None:
+def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Tensors) -> None:
     """Compare names and shapes in the files with those that config.json asks for."""
-    for name, shape in wanted.items():
-        if there.get(name) != shape:
-            got = "none" if name not in there else f"one of {there[name]}"
+    for name, shape in of_config.items():
+        if in_files.get(name) != shape:
+            got = "none" if name not in in_files else f"one of {in_files[name]}"
             cure = f"save the model again, or give another one ({report.at(SETTING)})"
             report.error("model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure)
             return
@@ -267,10 +266,10 @@ def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
         files = sorted(file.name for file in path.glob("*.safetensors"))
     if not files:
         raise ValueError("no such file")
-    found: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     for name in files:
-        found |= _header(path / name)
-    return found
+        shapes |= _header(path / name)
+    return shapes
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
@@ -305,7 +304,7 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     settings = {
         "sampling": config.sampling.stop_token_ids,
-        **{f"eval.sets.{name}": one.stop_token_ids for name, one in config.eval.parsed.items()},
+        **{f"eval.sets.{name}": eval_set.stop_token_ids for name, eval_set in config.eval.parsed.items()},
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:
@@ -321,21 +320,21 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     where, want = report.at("learner.algorithm.kl.reference"), "the directory of a model with the sizes of the trained one"
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
-        family, there = (
+        family, reference_tensors = (
             its["model_type"],
             (ModelShape.of(its, where=reference).tensors() if its["model_type"] in DECODED else tensors_in(Path(reference))),
         )
-        both = as_older(values), as_older(its)
+        configs = as_older(values), as_older(its)
     except UNREADABLE as error:
         report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
         return
     cure = "use a reference of the same architecture"
-    if (family, there) != (values["model_type"], dict(tensors)):
+    if (family, reference_tensors) != (values["model_type"], dict(tensors)):
         got = f"{family}, {its.get('num_hidden_layers')} layers of {its.get('hidden_size')} in {reference}"
         report.error("model", where, want=want, got=got, cure=cure)
     for name in ROPE_KEYS:
-        ours, theirs = (one.get(name) for one in both)
-        if ours != theirs and all(name in one for one in both):
+        ours, theirs = (values_of.get(name) for values_of in configs)
+        if ours != theirs and all(name in values_of for values_of in configs):
             report.error("model", where, want=f"a model with the policy's {name} = {ours}", got=f"{theirs} in {reference}", cure=cure)
 
 
@@ -358,8 +357,8 @@ def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positi
         got = f"{vocabulary} tokens, context {positions} in {path}"
         report.error("critic", where, want=want, got=got, cure="use a model with the policy's tokenizer")
         return None
-    own, splits = bool(learner.bridge), {name: getattr(learner, name) for name in SPLITS}
-    for refused in refusals(values, where=f"{path}/config.json", own_bridge=own, **splits):
+    has_bridge, splits = bool(learner.bridge), {name: getattr(learner, name) for name in SPLITS}
+    for refused in refusals(values, where=f"{path}/config.json", own_bridge=has_bridge, **splits):
         report.error("critic", refused.field, want=refused.want, got=refused.got, cure=f"use another model ({where})")
     if learner.offload_optimizer and values.get("model_type") in EXPERTS_OF:
         want = f"false with a critic that has experts ({values['model_type']} in {path})"

@@ -81,21 +81,21 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
 def identity(config: RunConfig) -> dict[str, object]:
     """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; entries not known yet are missing."""
     data, sampling = config.data, config.sampling
-    found: dict[str, object] = {"run": config.run, "seed": data.seed}
-    found |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
+    entries: dict[str, object] = {"run": config.run, "seed": data.seed}
+    entries |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     sources = data.used
     try:
         if sources and sum(file.stat().st_size for source in sources for file in data_files(source.path)) <= HASHED_MOST:
-            found["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
+            entries["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
     except (PromptError, OSError) as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     lora = config.learner.lora
-    found["lora"] = (
+    entries["lora"] = (
         {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)} if lora.rank else "none"
     )
     if model := model_identity(Path(config.model.path), config.model.megatron_checkpoint):
-        found["model"] = model
-    return found
+        entries["model"] = model
+    return entries
 
 
 def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
@@ -111,8 +111,8 @@ def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
         return ""
     tokenizer = model / "tokenizer.json"
     words = hashlib.sha256(tokenizer.read_bytes()).hexdigest()[:8] if tokenizer.is_file() else "none"
-    found = f"{family} of {layers} layers of {hidden} (sizes {sizes}, tokenizer {words})"
-    return found if not megatron_checkpoint else f"{found}, weights of {_weights(Path(megatron_checkpoint))}"
+    text = f"{family} of {layers} layers of {hidden} (sizes {sizes}, tokenizer {words})"
+    return text if not megatron_checkpoint else f"{text}, weights of {_weights(Path(megatron_checkpoint))}"
 
 
 def _weights(checkpoint: Path) -> str:

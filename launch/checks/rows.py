@@ -15,7 +15,7 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
     """
-    tasksets = {name: one.taskset for name, one in parse_rollouts(config.rollouts).items() if one.taskset}
+    tasksets = {name: rollout.taskset for name, rollout in parse_rollouts(config.rollouts).items() if rollout.taskset}
     parts, recorded = read_parts(config.actor.reward_parts), config.recorded_rollouts
 
     def check(row: Row) -> None:
@@ -23,18 +23,18 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
             _refuse_responses(row, config, vocab_size)
             return
         if row.rollout and row.rollout not in config.rollouts:
-            wanted = ", ".join(sorted(config.rollouts)) or "rollouts, which has none"
-            raise PromptError(row.where, f"a rollout of {wanted}, or {SINGLE_TURN}", repr(row.rollout))
+            want = ", ".join(sorted(config.rollouts)) or "rollouts, which has none"
+            raise PromptError(row.where, f"a rollout of {want}, or {SINGLE_TURN}", repr(row.rollout))
         if row.rollout in tasksets:
             _refuse_other_task(row, tasksets[row.rollout])
-        own = row.sampling
-        if (own.max_new_tokens or 0) > max_new_tokens:
-            raise PromptError(row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", own.max_new_tokens)
-        if vocab_size is not None and (outside := [token for token in own.stop_token_ids or () if token >= vocab_size]):
+        sampling = row.sampling
+        if (sampling.max_new_tokens or 0) > max_new_tokens:
+            raise PromptError(row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", sampling.max_new_tokens)
+        if vocab_size is not None and (outside := [token for token in sampling.stop_token_ids or () if token >= vocab_size]):
             raise PromptError(row.where, f"stop_token_ids below {vocab_size}, the size of the model's vocabulary", outside[0])
         if parts and not any(part.applies(row.metadata) for part in parts):
-            wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
-            raise PromptError(row.where, f"metadata for one of actor.reward_parts ({wanted})"[:500], f"{row.metadata!r:.200}")
+            want = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
+            raise PromptError(row.where, f"metadata for one of actor.reward_parts ({want})"[:500], f"{row.metadata!r:.200}")
 
     return check
 
@@ -51,15 +51,19 @@ def _refuse_other_task(row: Row, taskset: str) -> None:
 
 def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> None:
     """Raise PromptError for recorded responses that the loss of the run cannot train."""
-    algorithm, own = config.learner.algorithm, row.sampling.temperature
-    temperature, place_of = (config.sampling.temperature, "sampling.temperature") if own is None else (own, "its own temperature")
-    for number, one in enumerate(row.responses):
+    algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
+    temperature, place_of = (
+        (config.sampling.temperature, "sampling.temperature") if own_temperature is None else (own_temperature, "its own temperature")
+    )
+    for number, response in enumerate(row.responses):
         place = f"response {number + 1}"
-        if vocab_size is not None and max((*one.tokens, *one.prompt_tokens), default=0) >= vocab_size:
-            raise PromptError(row.where, f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}", max(one.tokens))
-        if one.log_probs:
-            if one.temperature not in (None, temperature):
-                raise PromptError(row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", one.temperature)
+        if vocab_size is not None and max((*response.tokens, *response.prompt_tokens), default=0) >= vocab_size:
+            raise PromptError(
+                row.where, f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}", max(response.tokens)
+            )
+        if response.log_probs:
+            if response.temperature not in (None, temperature):
+                raise PromptError(row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", response.temperature)
             continue
         if not algorithm.demonstration_coef:
             want = (

@@ -2,19 +2,15 @@
 
 from dataclasses import dataclass
 
-from tidemill.launch.checks.data import check_data, check_evaluation
-from tidemill.launch.checks.debug import check_debug
+from tidemill.launch.checks.data import check_data, check_debug, check_evaluation
 from tidemill.launch.checks.devices import check_devices
-from tidemill.launch.checks.end_tokens import check_end_tokens
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
-from tidemill.launch.checks.machine import check_bus, check_engine, check_memory, check_places
+from tidemill.launch.checks.machine import check_bus, check_engine, check_memory, check_places, check_store
 from tidemill.launch.checks.model import check_model
 from tidemill.launch.checks.prepared import check_prepare
-from tidemill.launch.checks.renderer import check_renderer
-from tidemill.launch.checks.store import check_store
 from tidemill.launch.checks.teachers import check_teachers
-from tidemill.launch.checks.tokens import check_tokenizer, check_tools
+from tidemill.launch.checks.tokens import check_end_tokens, check_renderer, check_tokenizer, check_tools
 from tidemill.launch.settings.config_loader import Loaded
 
 
@@ -43,13 +39,13 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     rollouts are loaded in processes where the chat template writes no tools, as they may have some.
     """
     config, report = loaded.config, Report(loaded.origins)
-    made = check_prepare(report, config, fresh=purpose.fresh)
-    model = check_model(report, config, made=made.model)
+    prepared = check_prepare(report, config, fresh=purpose.fresh)
+    model = check_model(report, config, made=prepared.model)
     tokenize = check_tokenizer(report, config, model) if model is not None else None
     if model is not None and model.directory is not None:
         check_end_tokens(report, model.directory)
     reads_prompts = purpose.trains and not config.debug.trains_only
-    data = check_data(report, config, model, tokenize, made=made.prompts) if reads_prompts else None
+    data = check_data(report, config, model, tokenize, made=prepared.prompts) if reads_prompts else None
     held_out = check_evaluation(report, config, model, tokenize)
     rows = [row for prompts in (data, held_out) if prompts is not None for row in prompts.rows]
     starts_workers = purpose.starts_workers and not config.debug.trains_only

@@ -55,11 +55,11 @@ def _check_directory(report: Report, config: RunConfig, teacher: TeacherConfig, 
     report.good("teachers", f"{teacher.name}: {teacher.model}, {shape.num_layers} layers of {shape.hidden}, started beside the run")
 
 
-def _same_vocabulary(report: Report, name: str, found: int, where: str, model: CheckedModel | None) -> bool:
+def _same_vocabulary(report: Report, name: str, num_ids: int, where: str, model: CheckedModel | None) -> bool:
     """Report a teacher with fewer ids than the trained model; one with more, which are padding, is fine."""
-    if model is None or found >= model.vocab_size:
+    if model is None or num_ids >= model.vocab_size:
         return True
-    want, got = f"the vocabulary of the trained model, {model.vocab_size} ids", f"{name}: {found} ids"
+    want, got = f"the vocabulary of the trained model, {model.vocab_size} ids", f"{name}: {num_ids} ids"
     report.error("teachers", where, want=want, got=got, cure="use a teacher with the same tokenizer")
     return False
 
@@ -68,7 +68,7 @@ def _tokens(file: Path) -> object:
     """Return the tokens of a tokenizer file with their ids; its bytes where it cannot be read."""
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-        return values["model"]["vocab"], [(one["id"], one["content"]) for one in values.get("added_tokens", [])]
+        return values["model"]["vocab"], [(token["id"], token["content"]) for token in values.get("added_tokens", [])]
     except (ValueError, LookupError, TypeError, OSError, RecursionError):
         return file.read_bytes()
 
@@ -103,7 +103,7 @@ def _check_server(
 def _get(url: str) -> dict[str, object]:
     """Return the JSON map at an address. Raises OSError, ValueError."""
     with direct_opener().open(url, timeout=ANSWER_S) as answer:
-        found = json.loads(answer.read(1 << 20))
-    if not isinstance(found, dict):
+        answer_map = json.loads(answer.read(1 << 20))
+    if not isinstance(answer_map, dict):
         raise ValueError("no map")
-    return found
+    return answer_map

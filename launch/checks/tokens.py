@@ -1,4 +1,7 @@
-"""Checks of the tokenizer and the chat template; tokenizes prompts as the learner will. Loads neither torch nor transformers."""
+"""Checks of the tokenizer, the chat template, the end tokens and the gateway's renderer, with prompts as the learner tokenizes them.
+
+Loads neither torch nor transformers.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,13 +9,17 @@ from pathlib import Path
 
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.errors import NoRenderer, RendererMissing
 from tidemill.actors.rollout_settings import MULTI_TURN, PROGRAM, RolloutConfig, parse_rollouts
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.rendering import Renderer, config_of
 from tidemill.actors.text.text import Text
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import SETTING, CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.prompts import PromptTokenizer
+from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
@@ -24,6 +31,8 @@ LOAD_S = 30.0
 """Seconds in which a program by import path is loaded."""
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
 """Files of tokenizers that only transformers reads."""
+
+TOPIC = "ends"
 
 
 def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> PromptTokenizer | None:
@@ -42,7 +51,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
     return PromptTokenizer(
-        lambda given, add_special: text.encode(given, add_special=add_special),
+        lambda prompt, add_special: text.encode(prompt, add_special=add_special),
         lambda ids: text.decode(ids, skip_special=False),
         template,
         chat=config.data.apply_chat_template,
@@ -126,3 +135,114 @@ def _leaves_out_tools(directory: Path, template_args: JsonObject) -> str:
     except (ValueError, KeyError, TypeError, AttributeError):  # reported by the check of the tokenizer
         return ""
     return ""
+
+
+def check_end_tokens(report: Report, model: Path) -> None:
+    """Warn about a model directory without an end token, or with files that name different ones."""
+    try:
+        tokens = EndTokens.read(model)
+    except ValueError as error:  # the check of the model or of its tokenizer names it
+        report.warning(TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file")
+        return
+    before = len(report.warnings)
+    if not tokens.ids:
+        want = "a token that ends a response: eos_token_id in config.json or generation_config.json, or eos_token of the tokenizer"
+        cure = "set eos_token_id in generation_config.json; every response goes on to sampling.max_new_tokens"
+        report.warning(TOPIC, str(model), want=want, got="none", cure=cure)
+    if tokens.tokenizer is not None and tokens.configured and tokens.tokenizer not in tokens.configured:
+        want = f"the tokenizer's eos_token among eos_token_id of config.json and generation_config.json, {_shown(tokens.configured)}"
+        cure = "correct the file that is wrong, often tokenizer_config.json behind a conversion; here both end a response"
+        report.warning(TOPIC, str(model / "tokenizer_config.json"), want=want, got=tokens.tokenizer, cure=cure)
+    if tokens.turn is not None and tokens.turn not in tokens.named:
+        want = f"the token behind an answer in the chat template among the end tokens of the files, {_shown(tokens.named)}"
+        cure = "add it to eos_token_id in generation_config.json; here it ends a response, other programs do not know it"
+        report.warning(TOPIC, str(model), want=want, got=tokens.turn, cure=cure)
+    if len(report.warnings) == before:
+        report.good(TOPIC, f"a response ends with {_shown(tokens.ids)}")
+
+
+def _shown(ids: tuple[int, ...]) -> str:
+    return ", ".join(map(str, ids)) or "none"
+
+
+def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
+    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have other packages."""
+    gateway = config.actor.gateway
+    if not gateway.renderer:
+        return
+    directory = model.directory if model is not None else None
+    try:
+        if directory is None or (text := _tokenizer(directory)) is None:
+            config_of(gateway.renderer, gateway.renderer_options, directory)
+            report.good("rollouts", f"renderer: {gateway.renderer}, not tried: there is no tokenizer yet")
+            return
+        renderer = Renderer.read(gateway.renderer, gateway.renderer_options, directory, text)
+    except NoRenderer as error:
+        where = report.at(f"actor.gateway.{error.setting}")
+        severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
+        severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
+        return
+    template_arguments = {
+        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {} for name, eval_set in config.eval.parsed.items()
+    }
+    for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **template_arguments}.items():
+        if rejected := _rejects(renderer, template_args):
+            cure = "leave it out, and set actor.gateway.renderer_options in its place"
+            want = f"arguments that the renderer {renderer.name} has"
+            report.error("rollouts", report.at(setting), want=want, got=rejected, cure=cure)
+    ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
+    report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
+    if not _tells_of_tools(renderer):
+        want, got = (
+            "a renderer that writes the tools of a request into its prompt",
+            f"{renderer.name}, which writes calls and results alone",
+        )
+        cure = "describe the tools in the system prompt"
+        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
+    if difference := _difference(renderer, text, directory, config.data.chat_template_args):
+        want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"
+        report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
+
+
+def _tokenizer(directory: Path) -> Text | None:
+    try:
+        return Text.read(directory)
+    except ValueError:  # reported by the check of the tokenizer
+        return None
+
+
+def _rejects(renderer: Renderer, template_args: JsonObject) -> str:
+    """Return the renderer's error for variables of a chat template; empty = it takes them."""
+    try:
+        renderer.prompt(QUESTION, template_args)
+    except ValueError as error:  # BadRequest
+        return str(error)
+    return ""
+
+
+def _tells_of_tools(renderer: Renderer) -> bool:
+    try:
+        return renderer.prompt(QUESTION, {"tools": [TOOL]}) != renderer.prompt(QUESTION, {})
+    except ValueError:  # BadRequest
+        return True
+
+
+def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
+    """Return how a question differs from that of the model's chat template; empty where it does not, or there is none to compare with."""
+    try:
+        template = ChatTemplate.read(directory)
+        if template is None:
+            return ""
+        theirs = text.encode(template.render(QUESTION, add_generation_prompt=True, **template_args), add_special=False)
+        ours = renderer.prompt(QUESTION, {**template_args, "add_generation_prompt": True})
+    except ValueError:  # BadRequest, or a template that the check of the tokenizer reports
+        return ""
+    if ours == theirs:
+        return ""
+    num_equal = next(
+        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+    )
+    before, ours_text, theirs_text = (
+        text.decode(ids, skip_special=False) for ids in (ours[:num_equal], ours[num_equal:][:8], theirs[num_equal:][:8])
+    )
+    return f"{ours_text!r} instead of {theirs_text!r} behind {before!r}"

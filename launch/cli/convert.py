@@ -1,5 +1,6 @@
 """``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a checkpoint."""
 
+import argparse
 import logging
 import os
 from collections.abc import Iterator
@@ -18,6 +19,25 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tidemill.learner.layout.parallel import Parallel
+from tidemill.launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    parser.add_argument(
+        "source", type=Path, metavar="FROM", help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory"
+    )
+    parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
+    parser.add_argument(
+        "--model", type=Path, default=None, metavar="DIR", help="model of the checkpoint: configuration, tokenizer (default: the run's)"
+    )
+    parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
+    require("learner")
+    return run_convert(args.source, args.out, args.model, args.bridge)
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
@@ -30,19 +50,19 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     if (source / TRACKER).is_file():
         source = find(source)
     if has_weights(source):
-        model_dir, own = _of_run(source, model)
-        with _in_this_process() as here:
+        model_dir, run_bridge = _of_run(source, model)
+        with _in_this_process() as parallel:
             from tidemill.learner.megatron import convert
 
-            step = convert.to_model(source, out, model_dir, here, bridge_class=bridge or own)
+            step = convert.to_model(source, out, model_dir, parallel, bridge_class=bridge or run_bridge)
         print(f"{out}: the model of step {step}")
     elif (source / "config.json").is_file():
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
-        with _in_this_process() as here:
+        with _in_this_process() as parallel:
             from tidemill.learner.megatron import convert
 
-            convert.to_checkpoint(source, out, here, bridge_class=bridge)
+            convert.to_checkpoint(source, out, parallel, bridge_class=bridge)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
     else:
         files = ", ".join(TORCH_DIST)
@@ -56,10 +76,10 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     ``model``: its model directory; None = that of the run that has written it. Raises ValueError with the reason in one line.
     """
     model_dir, bridge = _of_run(checkpoint, model)
-    with _in_this_process() as here:
+    with _in_this_process() as parallel:
         from tidemill.learner.megatron import convert
 
-        return convert.weights_of(checkpoint, model_dir, here, bridge_class=bridge)
+        return convert.weights_of(checkpoint, model_dir, parallel, bridge_class=bridge)
 
 
 @contextmanager
@@ -73,8 +93,8 @@ def _in_this_process() -> "Iterator[Parallel]":
         from tidemill.learner.megatron import convert
 
         try:
-            with convert.one_process() as here:
-                yield here
+            with convert.one_process() as parallel:
+                yield parallel
         except (LearnerError, OSError) as error:
             raise ValueError(" ".join(str(error).split())) from error
 
@@ -86,11 +106,13 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
     """
     file = checkpoint.absolute().parent.parent / CONFIG_FILE
     run: RunConfig | None = began_with(file) if file.is_file() else None
-    own = "" if run is None else run.model.path
-    if model is None and not own:
+    path = "" if run is None else run.model.path
+    if model is None and not path:
         raise ValueError(
             f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no {file}); give --model DIR"
         )
-    if model is None and not Path(own).is_dir():
-        raise ValueError(f"--model: want the model directory of {checkpoint}, got none at {own!r} (model.path of {file}); give --model DIR")
-    return model or Path(own), "" if run is None else run.learner.bridge
+    if model is None and not Path(path).is_dir():
+        raise ValueError(
+            f"--model: want the model directory of {checkpoint}, got none at {path!r} (model.path of {file}); give --model DIR"
+        )
+    return model or Path(path), "" if run is None else run.learner.bridge

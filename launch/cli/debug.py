@@ -11,6 +11,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.settings.extras import require
 from tidemill.learner.debug.prompts import read_prompts
 
@@ -19,13 +23,57 @@ if TYPE_CHECKING:
     from tidemill.learner.debug.comparison import Comparison
     from tidemill.learner.debug.train_file import Array
 
+
 SHOWN = 5
 """Most differences that are printed, after the first one."""
 DEFAULT_ENGINE_DTYPE = "bfloat16"
 """Dtype of an engine that reports none: that of engines on accelerators."""
 
 
-def run_debug(args: argparse.Namespace) -> int:
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its words and their arguments."""
+    words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
+
+    compare = words.add_parser("compare", help="the first thing that differs between two dumps, and by how much")
+    compare.add_argument("ours", type=Path, metavar="A", help="a file of debug.save_train, its record, or a dump of modules")
+    compare.add_argument("theirs", type=Path, metavar="B", nargs="?", help="another one; without it, the record that belongs to A")
+    compare.add_argument("--tolerance", type=float, default=None, metavar="X", help="modules: relative error; else: absolute difference")
+    compare.add_argument("--json", action="store_true", help="print one JSON object")
+
+    score = words.add_parser("score", help="log-probs of the tokens of fixed prompts, and the outputs of modules")
+    where = score.add_mutually_exclusive_group(required=True)
+    where.add_argument("--model", type=Path, metavar="DIR", help="directory of a Hugging Face model, loaded here")
+    where.add_argument("--engine", default="", metavar="URL", help="a running engine, SGLang or built-in: log-probs only")
+    score.add_argument("--key-env", default="", metavar="VARIABLE", help="with --engine: variable with the run's api key, if it wants one")
+    score.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a JSON list of token ids per line")
+    score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
+    implementation = "with --model: which implementation computes; engine: the built-in one; sglang: a server started for it"
+    score.add_argument("--by", choices=("engine", "learner", "sglang"), default="engine", help=implementation)
+    config = "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of the server"
+    score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
+    names = "with --model: outputs to write, such as 'layers.0.*' or '*' for all modules (default: log_probs alone)"
+    score.add_argument("--names", default="log_probs", metavar="PATTERN", help=names)
+    dtype = "with --model: dtype to compute in (default float32; --by sglang: that of the configuration); "
+    dtype += "with --engine: that of an engine that reports none (default bfloat16)"
+    score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)
+    score.add_argument("--json", action="store_true", help="print one JSON object per prompt")
+
+    weights = words.add_parser("weights", help="compare weights: directories, checkpoints, engines, or a run's engines with its files")
+    sides = "two of: model directories, checkpoints of a run or of Megatron, URLs of engines"
+    weights.add_argument("sides", nargs="*", metavar="DIR|CHECKPOINT|URL", help=sides)
+    weights.add_argument("--run-dir", default="", help="a run's directory: each engine against the files of the version it serves")
+    model = "with --run-dir: compare with this directory; with a checkpoint: its model (default: the run's)"
+    weights.add_argument("--model", type=Path, default=None, metavar="DIR", help=model)
+    weights.add_argument("--json", action="store_true", help="print one JSON object per comparison")
+
+    profile = words.add_parser("profile", help="profile the next steps of one rank of a running learner")
+    profile.add_argument("--run-dir", required=True, help="the run's directory on the machine of rank 0")
+    profile.add_argument("--steps", type=int, default=2, metavar="N", help="steps to profile (default 2)")
+    profile.add_argument("--rank", type=int, default=0, metavar="R", help="rank that profiles (default 0)")
+    profile.add_argument("--memory", action="store_true", help="record allocations as well")
+
+
+def run(args: argparse.Namespace) -> int:
     """Run one word. Returns 0, or 1 when something differs. Raises ValueError for wrong files and arguments."""
     if args.word == "weights":
         from tidemill.launch.cli.debug_weights import compare_weights
@@ -43,30 +91,34 @@ def _compare(args: argparse.Namespace) -> int:
     if (kinds[0] == MODULES) != (kinds[1] == MODULES):
         raise ValueError(f"want two dumps of modules, or two of training data, got kinds {kinds[0]} and {kinds[1]}")
     if kinds[0] == MODULES:
-        found = compare_modules(read_modules(args.ours), read_modules(theirs), args.tolerance)
+        comparison = compare_modules(read_modules(args.ours), read_modules(theirs), args.tolerance)
     else:
-        found = compare_train(read_train(args.ours), read_train(theirs), args.tolerance)
-    _print(found, as_json=args.json)
-    return int(found.first is not None)
+        comparison = compare_train(read_train(args.ours), read_train(theirs), args.tolerance)
+    _print(comparison, as_json=args.json)
+    return int(comparison.first is not None)
 
 
-def _print(found: "Comparison", *, as_json: bool) -> None:
+def _print(comparison: "Comparison", *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(asdict(found)))
+        print(json.dumps(asdict(comparison)))
         return
-    for note in found.notes:
+    for note in comparison.notes:
         print(note)
-    if found.first is None:
-        print(f"equal: {', '.join(found.compared)}")
+    if comparison.first is None:
+        print(f"equal: {', '.join(comparison.compared)}")
         return
-    before = found.compared[: found.compared.index(found.first.name)] if found.first.name in found.compared else found.compared
+    before = (
+        comparison.compared[: comparison.compared.index(comparison.first.name)]
+        if comparison.first.name in comparison.compared
+        else comparison.compared
+    )
     if before:
         print(f"equal: {', '.join(before)}")
-    print(f"DIFFERS first in {found.first}")
-    for one in found.differences[1 : 1 + SHOWN]:
-        print(f"  then {one.name}: largest difference {one.largest:.3g}, relative {one.relative:.3g}")
-    if (more := len(found.differences) - 1 - SHOWN) > 0:
-        print(f"  and {more} more")
+    print(f"DIFFERS first in {comparison.first}")
+    for difference in comparison.differences[1 : 1 + SHOWN]:
+        print(f"  then {difference.name}: largest difference {difference.largest:.3g}, relative {difference.relative:.3g}")
+    if (num_hidden := len(comparison.differences) - 1 - SHOWN) > 0:
+        print(f"  and {num_hidden} more")
 
 
 def _score(args: argparse.Namespace) -> int:
@@ -113,7 +165,6 @@ def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]],
         from tidemill.actors.serving.builtin.scoring import score_directory
 
         return score_directory(args.model, prompts, args.names, dtype=dtype), dtype
-    from tidemill.launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return score_by_learner(args.model, prompts, args.names, dtype=dtype), dtype
@@ -140,15 +191,15 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
         raise ValueError(str(failed)) from None
 
 
-def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
+def _dtype_of_engine(engine: "Engine", dtype: str | None) -> str:
     """Return the dtype that an engine reports, else ``wanted``, else the default, which is printed. Raises ValueError if the two differ."""
-    found = engine.dtype()
-    if found and wanted not in (None, found):
-        raise ValueError(f"--dtype: want {found}, which the engine reports, got {wanted}; leave it out")
-    if not found and wanted is None:
+    reported = engine.dtype()
+    if reported and dtype not in (None, reported):
+        raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")
+    if not reported and dtype is None:
         cure = "--dtype float32 compares at 1e-4 instead of 0.03"
         print(f"the engine reports no dtype: {DEFAULT_ENGINE_DTYPE} is written into the dump; {cure}", file=sys.stderr)
-    return found or wanted or DEFAULT_ENGINE_DTYPE
+    return reported or dtype or DEFAULT_ENGINE_DTYPE
 
 
 def _profile(args: argparse.Namespace) -> int:
@@ -168,3 +219,22 @@ def _profile(args: argparse.Namespace) -> int:
     trace = root / DIRECTORY / trace_name(args.rank, "<first>", "<last>")
     print(f"requested: rank {args.rank} profiles its next {args.steps} steps, and writes {trace}")
     return 0
+
+
+def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
+    import torch
+
+    from tidemill.learner.layout import parallel
+    from tidemill.learner.megatron.activations import module_outputs
+    from tidemill.learner.megatron.model import build_policy
+
+    with KeptPort() as port:
+        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
+        os.environ.update(place)
+        torch.use_deterministic_algorithms(True)
+        world = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)
+    try:
+        return module_outputs(build_policy(directory, dtype=dtype, parallel=world), prompts, names)
+    finally:
+        parallel.leave()

@@ -36,7 +36,7 @@ class Engine:
 
         Raises ValueError for an engine that does not return them.
         """
-        found: dict[str, Array] = {}
+        outputs: dict[str, Array] = {}
         for number, tokens in enumerate(prompts):
             body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}}
             try:
@@ -50,8 +50,8 @@ class Engine:
             if len(values) != len(tokens) - 1:
                 want = "score its weights with --model DIR"
                 raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}")
-            found[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
-        return found
+            outputs[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
+        return outputs
 
     def dtype(self) -> str:
         """Return the dtype in the engine's answer to GET /server_info; empty if there is no such answer, or no dtype in it."""

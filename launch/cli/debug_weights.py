@@ -41,32 +41,36 @@ def compare_weights(args: argparse.Namespace) -> int:
     if args.run_dir:
         if args.sides:
             raise ValueError("want two of DIR|CHECKPOINT|URL, or --run-dir, got both")
-        found = _of_run(args)
+        comparisons = _of_run(args)
     elif len(args.sides) == 2:
         ours, theirs = args.sides
-        found = [_of_sides(ours, theirs, args.model)]
+        comparisons = [_of_sides(ours, theirs, args.model)]
     else:
         raise ValueError(f"want two of DIR|CHECKPOINT|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides")
-    for one in found:
-        _print(one, as_json=args.json)
-    return int(any(one.differs or one.failure for one in found))
+    for comparison in comparisons:
+        _print(comparison, as_json=args.json)
+    return int(any(comparison.differs or comparison.failure for comparison in comparisons))
 
 
-def _print(one: Compared, *, as_json: bool) -> None:
+def _print(comparison: Compared, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"what": one.what, "tensors": one.tensors, "differs": list(one.differs), "failure": one.failure}))
+        print(
+            json.dumps(
+                {"what": comparison.what, "tensors": comparison.tensors, "differs": list(comparison.differs), "failure": comparison.failure}
+            )
+        )
         return
-    if one.failure:
-        print(f"{one.what}: not compared: {one.failure}")
+    if comparison.failure:
+        print(f"{comparison.what}: not compared: {comparison.failure}")
         return
-    if not one.differs:
-        print(f"{one.what}: {one.tensors} tensors, all equal")
+    if not comparison.differs:
+        print(f"{comparison.what}: {comparison.tensors} tensors, all equal")
         return
-    print(f"{one.what}: DIFFERS in {len(one.differs)} of {one.tensors} tensors")
-    for line in one.differs[:SHOWN]:
+    print(f"{comparison.what}: DIFFERS in {len(comparison.differs)} of {comparison.tensors} tensors")
+    for line in comparison.differs[:SHOWN]:
         print(f"  {line}")
-    if len(one.differs) > SHOWN:
-        print(f"  and {len(one.differs) - SHOWN} more")
+    if len(comparison.differs) > SHOWN:
+        print(f"  and {len(comparison.differs) - SHOWN} more")
 
 
 def _of_sides(ours: str, theirs: str, model: Path | None) -> Compared:
@@ -149,10 +153,10 @@ def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tens
     """Compare an engine's checksums with the tensors of a directory, in the engine's dtype."""
     from tidemill.weightstore.format.checksums import differences, sum_of
 
-    there = {name for part in report.parts for name in part.names}
-    known = {name: tensor for name, tensor in tensors.items() if name in there or name != HEAD}  # a tied output projection
-    lines = differences(report, known, lambda part: sum_of(report.scheme, part, known))
-    return Compared(what=what, tensors=len(known), differs=sorted(lines, key=_by_layer))
+    reported_names = {name for part in report.parts for name in part.names}
+    comparable = {name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD}  # a tied output projection
+    lines = differences(report, comparable, lambda part: sum_of(report.scheme, part, comparable))
+    return Compared(what=what, tensors=len(comparable), differs=sorted(lines, key=_by_layer))
 
 
 def between_reports(what: str, ours: "ChecksumReport", theirs: "ChecksumReport") -> Compared:
@@ -182,17 +186,17 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
     root = Path(args.run_dir)
     model = Path(load(root / CONFIG_FILE).config.model.path)
     chosen = None if args.model is None else (args.model, tensors_of(args.model, model))
-    found: list[Compared] = []
+    comparisons: list[Compared] = []
 
     async def look(bus: "Bus", _: argparse.Namespace) -> int:
         """Compare the engines that are alive."""
-        found.extend(await _engines(bus, root, model, chosen))
+        comparisons.extend(await _engines(bus, root, model, chosen))
         return 0
 
     asyncio.run(on_bus(url, run, argparse.Namespace(command="debug"), look))
-    if not found:
+    if not comparisons:
         raise ValueError(f"{args.run_dir}: want a running engine, got none")
-    return found
+    return comparisons
 
 
 async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None") -> list[Compared]:
@@ -201,7 +205,7 @@ async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Map
     from tidemill.bus.liveness.heartbeats import LiveView
     from tidemill.bus.liveness.keys import api_keys
 
-    found = []
+    engines = []
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), headers=await api_keys(bus).headers()) as session:
         for row in sorted(rows, key=lambda row: row.id):
@@ -212,7 +216,7 @@ async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Map
                     cure = "compare with a directory of these weights: --model DIR (final/ for the last version of a run)"
                     raise ValueError(f"no snapshot of version {row.version} is on this machine; {cure}")
                 tensors = chosen[1] if chosen else await asyncio.to_thread(tensors_of, directory)
-                found.append(with_report(what, await _report(session, row.address), tensors))
+                engines.append(with_report(what, await _report(session, row.address), tensors))
             except ValueError as error:
-                found.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))
-    return found
+                engines.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))
+    return engines

@@ -2,9 +2,10 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,9 @@ from pathlib import Path
 from tidemill.bus.client import discovery
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.launch.run.access import VIEWER, viewer_line
+from tidemill.launch.run import process
+from tidemill.launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
 from tidemill.launch.run.ended import EndedBus, started
-from tidemill.launch.run.roles import BUS_URL_FILE
 from tidemill.launch.run.up import CONFIG_FILE
 from tidemill.launch.settings import yaml_file
 
@@ -61,15 +62,15 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
     Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
     """
     root = Path(args.run_dir)
-    here = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
-    ended = EndedBus.of(root) if here else None
-    if ended is None:
+    has_run = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
+    ended_bus = EndedBus.of(root) if has_run else None
+    if ended_bus is None:
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
         yield RunLocation(url=url, run=run)
         return
     print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
-    with started(ended) as line:
-        yield RunLocation(url=line, run=args.run or ended.run, ended=True)
+    with started(ended_bus) as line:
+        yield RunLocation(url=line, run=args.run or ended_bus.run, ended=True)
 
 
 def _only_run(bus: str) -> str:
@@ -79,10 +80,41 @@ def _only_run(bus: str) -> str:
         raise ValueError(str(error)) from None
 
 
-async def on_bus(url: str, run: str, args: argparse.Namespace, look: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
-    """Connect to the bus and return the exit code of ``look``. Raises ValueError for every error of the bus."""
+async def on_bus(url: str, run: str, args: argparse.Namespace, work: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """Connect to the bus and return the exit code of ``work``. Raises ValueError for every error of the bus."""
     try:
         async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
-            return await look(bus, args)
+            return await work(bus, args)
     except BusError as error:
         raise ValueError(str(error)) from None
+
+
+def read_until_drained(
+    args: argparse.Namespace, read: Callable[[str, str, asyncio.Event], Coroutine[object, None, None]], *, name: str, user: str
+) -> int:
+    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of ``process.run``.
+
+    Raises ValueError for errors of the bus and of the arguments.
+    """
+    process.set_up_logging(args.command, name)
+    with run_of(args, user=user) as place:
+        args.ended = place.ended
+        try:
+            return process.run_refusing(lambda draining: read(place.url, place.run, draining), drain_s=60, refusals=(BusError, ValueError))
+        except (BusError, ValueError) as error:
+            raise ValueError(str(error)) from None
+
+
+def look(args: argparse.Namespace, read: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """Find the run, which may be over, and return the exit code of ``read``. Raises ValueError."""
+    process.set_up_logging(args.command, level=logging.ERROR)
+    with run_of(args) as place:
+        args.ended = place.ended
+        return asyncio.run(on_bus(place.url, place.run, args, read))
+
+
+def change(args: argparse.Namespace, write: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+    """Find the run, which must not be over, and return the exit code of ``write``. Raises ValueError."""
+    process.set_up_logging(args.command, level=logging.ERROR)
+    url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)
+    return asyncio.run(on_bus(url, run, args, write))

@@ -65,31 +65,31 @@ def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
     """
     from tidemill.learner.checkpoints.torch_dist import SETTING, find
 
-    given = loaded.config.model.megatron_checkpoint
-    if given and str(found := find(Path(given))) != given:
-        args.set.append(f"{SETTING}={found}")
+    checkpoint = loaded.config.model.megatron_checkpoint
+    if checkpoint and str(iteration := find(Path(checkpoint))) != checkpoint:
+        args.set.append(f"{SETTING}={iteration}")
         return loaded_config(args)
     return loaded
 
 
 def given_options(words: list[str]) -> dict[str, object]:
     """Return the options in ``KEY=VALUE`` words, values as YAML. Raises ValueError."""
-    found: dict[str, object] = {}
+    options: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals or not key:
             raise ValueError(f"--option: want KEY=VALUE, got {word!r}")
         try:
-            found[key] = yaml_file.value(value, f"--option {key}")[0]
+            options[key] = yaml_file.value(value, f"--option {key}")[0]
         except SettingsError as error:  # ends as the other wrong arguments do
             raise ValueError(str(error)) from None
-    return found
+    return options
 
 
 def reached_at(args: argparse.Namespace) -> list[str]:
     """Return the options --host and --advertise of an engine, as they were given here."""
-    given = (("--host", args.host), ("--advertise", args.advertise))
-    return [word for option, value in given if value for word in (option, value)]
+    addresses = (("--host", args.host), ("--advertise", args.advertise))
+    return [word for option, value in addresses if value for word in (option, value)]
 
 
 def children_arguments(args: argparse.Namespace) -> list[str]:

@@ -17,7 +17,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Plan
 from tidemill.bus.wire.subjects import SETTINGS_KEY
-from tidemill.launch.run.up import CONFIG_FILE, directory_of_one, run_up
+from tidemill.launch.run.directory import directory_of_one
+from tidemill.launch.run.up import CONFIG_FILE, run_up
 from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.checkpoints import disk
@@ -93,13 +94,13 @@ async def _set_back(bus: Bus, source: Path, target: Path) -> int:
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0
-    kept = [one.path for one in reversed(disk.listed(source / CHECKPOINTS))]
+    kept = [checkpoint.path for checkpoint in reversed(disk.listed(source / CHECKPOINTS))]
     oldest, _ = disk.latest_valid(kept)
     if oldest is None:
         raise ValueError(f"--train: samples were trimmed, and no checkpoint in {source / CHECKPOINTS} is whole")
     copied = target / CHECKPOINTS / oldest.name
     shutil.copytree(oldest, copied)
-    one, state = disk.named(oldest), read_state(disk.read_state(oldest))
-    row = {"directory": str(copied), "step": one.step, "epoch": one.epoch, "chain": state["chain"]}
+    checkpoint, state = disk.named(oldest), read_state(disk.read_state(oldest))
+    row = {"directory": str(copied), "step": checkpoint.step, "epoch": checkpoint.epoch, "chain": state["chain"]}
     await bus.rows("run").put(CHECKPOINT_KEY, row)
-    return one.step
+    return checkpoint.step

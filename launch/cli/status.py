@@ -24,7 +24,9 @@ from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
-from tidemill.launch.run import evaluated
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.run import scores
 from tidemill.launch.run.summary import SKIPPED
 from tidemill.launch.samples.text import plain
 from tidemill.learner.debug.report import LOOKS
@@ -38,6 +40,17 @@ _OF_EPISODES = (
     *("data/cut_", "data/overridden_", "data/malformed_"),
 )
 """Beginnings of the names of metrics about episodes."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
+    return look(args, show_status)
 
 
 class TaskCounts(TypedDict):
@@ -170,7 +183,7 @@ async def read_status(bus: Bus) -> RunStatus:
         "minibatches_skipped": int(sum(plans.skipped.values())),
         "report_look": plans.report_look,
         "reward": metrics.get("data/reward_mean"),
-        "evaluations": [evaluated.line_of(record) for record in plans.evaluated.values()],
+        "evaluations": [scores.line_of(record) for record in plans.evaluated.values()],
         "best": (await bus.rows("run").read(subjects.BEST_KEY))[0],
         "end": (await bus.rows("run").read(subjects.END_KEY))[0],
         "lag_mean": metrics.get("offpolicy/lag_mean"),
@@ -286,14 +299,14 @@ async def _read_plans(bus: Bus) -> _Plans:
             if plans.newest is None or record.step >= plans.newest.step:
                 plans.newest = record
         elif isinstance(record, Evaluated):
-            plans.evaluated = evaluated.newest([*plans.evaluated.values(), record])
+            plans.evaluated = scores.newest([*plans.evaluated.values(), record])
     return plans
 
 
 def counts_under(load: Mapping[str, float], name: str) -> dict[str, int]:
     """Return the counters ``<name>/<key>`` of a live row by their key, the largest first."""
-    found = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    counts = {key.partition("/")[2]: int(value) for key, value in load.items() if key.startswith(f"{name}/")}
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
 
 
 def _invalid_words(samples: SampleCounts) -> str:
@@ -332,8 +345,8 @@ async def _issued(bus: Bus, settled: set[int]) -> int:
 
 
 def _report_in_words(look: Mapping[int, int]) -> str:
-    found = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
-    return found + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
+    steps = ", ".join(f"step {step} {f'{count} x LOOK' if count else 'ok'}" for step, count in look.items())
+    return steps + ("; the lines are in the learner's log (docs/debugging.md)" if any(look.values()) else "")
 
 
 def print_status(console: Console, status: RunStatus) -> None:
@@ -348,9 +361,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     if words := episodes_in_words(status["episodes"]):
         console.print(f"episodes {words}", markup=False)
     for line in status["evaluations"]:
-        console.print(f"evaluation {evaluated.in_words(line)}", markup=False)
+        console.print(f"evaluation {scores.in_words(line)}", markup=False)
     if status["best"]:
-        console.print(f"best checkpoint {evaluated.best_in_words(status['best'])}", markup=False)
+        console.print(f"best checkpoint {scores.best_in_words(status['best'])}", markup=False)
     if status["end"]:
         console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:

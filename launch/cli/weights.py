@@ -14,6 +14,8 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import look
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""
@@ -21,6 +23,17 @@ SHOWN = 5
 """Most tensors named of an engine that differs."""
 Checksums = dict[tuple[str, str, tuple[str, ...], int], str]
 """(scheme, dtype, tensors, zeros) -> checksum."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the version of each engine. Returns 0, or 1 when engines of one version differ. Raises ValueError."""
+    return look(args, show_weights)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -48,21 +61,21 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     headers = await api_keys(bus).headers()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S), headers=headers) as session:
-        found = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
-    compare(found)
-    _print(found, as_json=args.json)
-    return int(any(one.differs for one in found))
+        engines = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
+    compare(engines)
+    _print(engines, as_json=args.json)
+    return int(any(engine.differs for engine in engines))
 
 
-def compare(found: Sequence[EngineChecksums]) -> None:
+def compare(engines: Sequence[EngineChecksums]) -> None:
     """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie all differ."""
-    for one in found:
-        others = [other for other in found if other.version == one.version]
-        for key, value in one.sums.items():
-            votes = Counter(other.sums[key] for other in others if key in other.sums)
+    for engine in engines:
+        rivals = [rival for rival in engines if rival.version == engine.version]
+        for key, value in engine.sums.items():
+            votes = Counter(rival.sums[key] for rival in rivals if key in rival.sums)
             best = max(votes.values())
             if votes[value] < best or sum(count == best for count in votes.values()) > 1:
-                one.differs.append(" + ".join(key[2]))
+                engine.differs.append(" + ".join(key[2]))
 
 
 async def _ask(session: aiohttp.ClientSession, engine: str, address: str, version: int) -> EngineChecksums:
@@ -82,22 +95,32 @@ def _sums(answer: JsonMapping) -> Checksums:
     return {(scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"]) for part in answer["parts"]}
 
 
-def _print(found: Sequence[EngineChecksums], *, as_json: bool) -> None:
+def _print(engines: Sequence[EngineChecksums], *, as_json: bool) -> None:
     console = Console(highlight=False)
-    for one in sorted(found, key=lambda one: (one.version, one.engine)):
+    for engine in sorted(engines, key=lambda engine: (engine.version, engine.engine)):
         if as_json:
             print(
                 json.dumps(
-                    {"engine": one.engine, "version": one.version, "tensors": len(one.sums), "differs": one.differs, "silent": one.silent}
+                    {
+                        "engine": engine.engine,
+                        "version": engine.version,
+                        "tensors": len(engine.sums),
+                        "differs": engine.differs,
+                        "silent": engine.silent,
+                    }
                 )
             )
             continue
-        others = sum(bool(other.sums) and not other.differs for other in found if other.version == one.version and other is not one)
-        compared = f"the same as {others} other{'s' * (others > 1)} of this version" if others else "no other engine serves this version"
-        text = one.silent or f"{len(one.sums)} tensors; {compared}"
-        if one.differs:
-            more = f" and {len(one.differs) - SHOWN} more" if len(one.differs) > SHOWN else ""
-            text = f"DIFFERS in {len(one.differs)} of {len(one.sums)} tensors: {', '.join(one.differs[:SHOWN])}{more}"
-        console.print(f"engine {one.engine}  version {one.version}  {text}", style="red" if one.differs else None, markup=False)
-    if not found and not as_json:
+        num_equal = sum(
+            bool(rival.sums) and not rival.differs for rival in engines if rival.version == engine.version and rival is not engine
+        )
+        compared = (
+            f"the same as {num_equal} other{'s' * (num_equal > 1)} of this version" if num_equal else "no other engine serves this version"
+        )
+        text = engine.silent or f"{len(engine.sums)} tensors; {compared}"
+        if engine.differs:
+            hidden = f" and {len(engine.differs) - SHOWN} more" if len(engine.differs) > SHOWN else ""
+            text = f"DIFFERS in {len(engine.differs)} of {len(engine.sums)} tensors: {', '.join(engine.differs[:SHOWN])}{hidden}"
+        console.print(f"engine {engine.engine}  version {engine.version}  {text}", style="red" if engine.differs else None, markup=False)
+    if not engines and not as_json:
         console.print("no engine is running")

@@ -106,27 +106,27 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
     stage = _largest_stage(tensors, learner)
     ours_of = trained_tensors(stage, learner)
     policys, critics = _elements(stage, learner, ours_of), _elements(_largest_stage(critic, learner), learner)
-    own, ours, its = policys.own, policys.trained, critics.own
+    num_weights, ours, its = policys.own, policys.trained, critics.own
     yield from _model(policys, learner, dtype, cuda=cuda, adapters=bool(learner.lora.rank))
     if learner.algorithm.by_critic:
         yield from _model(critics, learner, dtype, cuda=cuda, prefix="critic: ")
     moving = FLOAT32 if learner.algorithm.kl.reference_ema else item
     # With adapters, the model without them is the reference, and its weights are not copied.
     outer = {name: tensor for name, tensor in ours_of.items() if name.endswith(".lora_B")}
-    reference = own if not learner.lora.rank or learner.algorithm.kl.reference else rank_elements(outer, split)
-    saved = ours if learner.lora.rank else own
+    reference = num_weights if not learner.lora.rank or learner.algorithm.kl.reference else rank_elements(outer, split)
+    saved = ours if learner.lora.rank else num_weights
     copies = [
         *([("reference model", moving * reference)] if learner.algorithm.needs_reference else []),
         *([("weights of the last version", item * saved)] if config.weights.push_every > 1 else []),
     ]
     if copies and cuda:
-        away = max(own if part.startswith("reference") and reference == own else saved for part, _ in copies)
+        away = max(num_weights if part.startswith("reference") and reference == num_weights else saved for part, _ in copies)
         copies.append(("own weights, while one of the other two is in their place", item * away))
     for part, num_bytes in copies:
         yield Row(process="rank", part=part, bytes=num_bytes, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
-        weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * own if learner.algorithm.kl.moves else 0)
+        weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * num_weights if learner.algorithm.kl.moves else 0)
         state = optimizer_bytes(policys.share, dtype)
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
@@ -234,8 +234,8 @@ def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = No
     split, spread, ours = learner.tensor_parallel, learner.expert_parallel, whole if trained is None else trained
     total = share = 0
     experts = {name: tensor for name, tensor in ours.items() if _EXPERTS in name}
-    others = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
-    for tensors, shares in ((others, num_shares(learner)), (experts, num_expert_shares(learner))):
+    shared = {name: tensor for name, tensor in ours.items() if _EXPERTS not in name}
+    for tensors, shares in ((shared, num_shares(learner)), (experts, num_expert_shares(learner))):
         sharded = num_shares(learner) > 1
         mine = buffer_elements(tensors, split, shares, spread) if sharded else rank_elements(tensors, split, spread)
         total, share = total + mine, share - (-mine // shares)
@@ -306,9 +306,9 @@ class _Valued(ModelShape):
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Return the tensors of the model without its output projection, and the head."""
-        found = ModelShape.tensors(self)
-        found.pop("lm_head.weight", None)
-        return {**found, VALUE_HEAD: (1, self.hidden)}
+        shapes = ModelShape.tensors(self)
+        shapes.pop("lm_head.weight", None)
+        return {**shapes, VALUE_HEAD: (1, self.hidden)}
 
 
 def valued(shape: ModelShape) -> ModelShape:
@@ -335,7 +335,7 @@ def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_p
         # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have their own.
         place = name
         if ".lora_" not in name:
-            place = re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda found: "qkv" if found[0][0] in "qkv" else "fc1", name)
+            place = re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda projection: "qkv" if projection[0][0] in "qkv" else "fc1", name)
         joint[place] += math.prod(tensor) // split_of(name, tensor_parallel)
     divisor = math.lcm(shares, 128)
     aligned = sum(-(-elements // 64) * 64 // split_of(name, 1, expert_parallel) for name, elements in joint.items())
@@ -349,8 +349,8 @@ def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
     """
     if _EXPERTS in name:
         return expert_parallel
-    whole = is_whole(name) or "norm" in name or name == VALUE_HEAD
-    return 1 if whole or name.endswith(("o_proj.bias", "down_proj.bias", ".gate.weight")) else tensor_parallel
+    is_unsplit = is_whole(name) or "norm" in name or name == VALUE_HEAD
+    return 1 if is_unsplit or name.endswith(("o_proj.bias", "down_proj.bias", ".gate.weight")) else tensor_parallel
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:

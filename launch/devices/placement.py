@@ -4,16 +4,21 @@
 
 Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of ``devices_per_engine`` that
 begin at a multiple of it among the node's visible devices, on those that the ranks leave; colocated engines get the ranks' own devices.
-Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU.
+Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU. A placement is refused
+where the weights have no way to the engines, or a device or /dev/shm has too little memory.
+
+Sources: two ranks of one NCCL communicator on one GPU, and ends of different NCCL releases, are refused by NCCL itself (NVIDIA/nccl,
+src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from tidemill.launch.devices.errors import Refused
-from tidemill.launch.devices.fitness import refuse_memory, refuse_shm, transport_of
 from tidemill.launch.devices.shapes import (
     CUDA,
+    GLOO,
+    HANDLES,
     NCCL,
     SGLANG,
     Device,
@@ -26,8 +31,12 @@ from tidemill.launch.devices.shapes import (
     every_device,
     listed,
 )
+from tidemill.weightstore.transport.nccl import nccl_differs
 
 ALONE = Others()
+
+USABLE = 0.95
+"""Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines."""
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
@@ -38,8 +47,8 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
     ranks = _ranks(nodes, want, why)
     engines: list[EnginePlace] = []
     for number in range(want.engines):
-        taken = [uuid for engine in engines for uuid in engine.uuids]
-        engines.append(replace(_engine(nodes, want, ranks, taken), number=number))
+        engine_uuids = [uuid for engine in engines for uuid in engine.uuids]
+        engines.append(replace(_engine(nodes, want, ranks, engine_uuids), number=number))
     _remark_idle(nodes, want, ranks, engines, why)
     transport = transport_of(nodes, want, ranks, engines, why)
     refuse_memory(nodes, want, ranks, engines, groups=_groups(want, len(engines), transport))
@@ -51,15 +60,15 @@ def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -
     """Return the place of one more engine beside the ``others``. Raises Refused when there is none, or it lacks memory."""
     nodes = _ordered(nodes)
     ranks = _ranks(nodes, want, [])
-    found = _engine(nodes, want, ranks, others.taken)
-    here = {device.uuid for node in nodes for device in node.devices}
-    beside = [EnginePlace(number=0, node=found.node, uuids=uuids) for uuids in others.engines if here & set(uuids)]
-    running = [RankPlace(rank=local, node=found.node, local_rank=local, uuids=others.ranks) for local in range(len(others.ranks))]
-    groups = _groups(want, len(others.engines) + 1, transport_of(nodes, want, ranks, [found], [])) if ranks else 0
-    refuse_memory(nodes, want, ranks or running, [*beside, found], groups=groups)
+    chosen = _engine(nodes, want, ranks, others.taken)
+    uuids_here = {device.uuid for node in nodes for device in node.devices}
+    neighbours = [EnginePlace(number=0, node=chosen.node, uuids=uuids) for uuids in others.engines if uuids_here & set(uuids)]
+    running = [RankPlace(rank=local, node=chosen.node, local_rank=local, uuids=others.ranks) for local in range(len(others.ranks))]
+    groups = _groups(want, len(others.engines) + 1, transport_of(nodes, want, ranks, [chosen], [])) if ranks else 0
+    refuse_memory(nodes, want, ranks or running, [*neighbours, chosen], groups=groups)
     if ranks or others.learner_is_here:  # engines elsewhere get the weights by broadcast
-        refuse_shm(nodes, want, [*beside, found], want.transport)
-    return found
+        refuse_shm(nodes, want, [*neighbours, chosen], want.transport)
+    return chosen
 
 
 def _groups(want: Want, engines: int, transport: str) -> int:
@@ -88,16 +97,16 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
 
 def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequence[Node]) -> tuple[Device, ...]:
     """Return the devices of a node that a setting names. Raises Refused for an unknown one, and for one named twice."""
-    found: list[Device] = []
+    selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
         elsewhere = any(selector == device.uuid for other in nodes for device in other.devices)
         if not matches and not elsewhere:
             raise Refused(setting, "indices or UUIDs of visible devices", f"{selector!r}: {listed(nodes)}", "fix the list, or remove it")
-        if any(device in found for device in matches):
+        if any(device in selected for device in matches):
             raise Refused(setting, "every device once", f"{selector!r}, which is named before", "name it once")
-        found += matches
-    return tuple(found)
+        selected += matches
+    return tuple(selected)
 
 
 # ---- ranks
@@ -123,15 +132,15 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
         return ()
     model = want.tp * want.pp * want.cp
     if (total := want.ranks * want.nodes) % model:
-        wanted = f"a multiple of tensor x pipeline x context parallel = {want.tp} x {want.pp} x {want.cp}"
-        raise Refused("ranks", wanted, str(total), "change the number of ranks or the sizes")
+        want_text = f"a multiple of tensor x pipeline x context parallel = {want.tp} x {want.pp} x {want.cp}"
+        raise Refused("ranks", want_text, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
         raise Refused("learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU")
     named = want.learner_devices
     pools = [() if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes]
-    each = _ranks_of_a_node(nodes, want, [want.ranks if on_cpu else len(pool) for pool in pools])
-    used = want.ranks // each
+    counts = _ranks_of_a_node(nodes, want, [want.ranks if on_cpu else len(pool) for pool in pools])
+    used = want.ranks // counts
     if used < len(nodes):
         why.append(
             f"ranks on {used} of {len(nodes)} nodes (equal parts, tensor-parallel groups inside a node); the others are hosts of engines: "
@@ -139,42 +148,42 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
         )
     places = [
         RankPlace(
-            rank=position * each + local,
+            rank=position * counts + local,
             node=node.rank,
             local_rank=local,
-            uuids=tuple(device.uuid for device in pool[:each]),
+            uuids=tuple(device.uuid for device in pool[:counts]),
         )
         for position, (node, pool) in enumerate(zip(nodes[:used], pools, strict=False))
-        for local in range(each)
+        for local in range(counts)
     ]
-    slices = [device for pool in pools[:used] for device in pool[:each] if device.slice >= 0]
+    slices = [device for pool in pools[:used] for device in pool[:counts] if device.slice >= 0]
     if slices and want.ranks > 1:
-        found = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
-        raise Refused("learner", "one rank, or whole GPUs: NCCL does not work between MIG slices", found, "switch MIG off, or use one rank")
+        got = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
+        raise Refused("learner", "one rank, or whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or use one rank")
     return tuple(places)
 
 
 def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> int:
     """Return the number of ranks of each node that has any: as many nodes as possible. Raises Refused."""
     if want.tp > max(have):
-        found = f"{want.tp}: {listed(nodes)}"
+        got = f"{want.tp}: {listed(nodes)}"
         cure = "lower learner.tensor_parallel: its ranks must be on one machine"
-        raise Refused("learner.tensor_parallel", f"<= {max(have)}, the devices of one machine", found, cure)
+        raise Refused("learner.tensor_parallel", f"<= {max(have)}, the devices of one machine", got, cure)
     by_hand = bool(want.learner_devices)
     for used in range(len(nodes), 0, -1):
-        each, rest = divmod(want.ranks, used)
-        if not rest and each % want.tp == 0 and all(count == each if by_hand else count >= each for count in have[:used]):
-            return each
+        per_node, remainder = divmod(want.ranks, used)
+        if not remainder and per_node % want.tp == 0 and all(count == per_node if by_hand else count >= per_node for count in have[:used]):
+            return per_node
     if by_hand:
-        found = f"{' | '.join(map(str, have))} for {want.ranks} ranks"
-        raise Refused("learner.devices", "one device for each rank", found, "name as many as there are ranks")
+        got = f"{' | '.join(map(str, have))} for {want.ranks} ranks"
+        raise Refused("learner.devices", "one device for each rank", got, "name as many as there are ranks")
     if want.ranks > sum(have):
-        wanted = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
+        want_text = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
         cure = "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more devices be visible"
-        raise Refused("devices", wanted, listed(nodes), cure)
-    wanted = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
+        raise Refused("devices", want_text, listed(nodes), cure)
+    want_text = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
     cure = "change learner.data_parallel or the number of machines"
-    raise Refused("devices", wanted, f"machines of {' and '.join(map(str, have))} devices", cure)
+    raise Refused("devices", want_text, f"machines of {' and '.join(map(str, have))} devices", cure)
 
 
 # ---- engines
@@ -206,12 +215,12 @@ def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankP
     if want.engine_devices:
         pool = _selected(node, want.engine_devices, "engine.devices", nodes)
         if len(pool) % size:
-            wanted = f"a multiple of {size}, the devices of an engine"
-            raise Refused("engine.devices", wanted, f"{len(pool)} devices", "name more or fewer")
+            want_text = f"a multiple of {size}, the devices of an engine"
+            raise Refused("engine.devices", want_text, f"{len(pool)} devices", "name more or fewer")
         foreign = [device.name for device in pool if device.uuid not in by_ranks]
         if want.colocated and foreign:
-            wanted = "devices of the ranks with learner.colocated"
-            raise Refused("engine.devices", wanted, ", ".join(foreign), "name devices of ranks, or remove the list")
+            want_text = "devices of the ranks with learner.colocated"
+            raise Refused("engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list")
     elif want.colocated:
         by_uuid = {device.uuid: device for device in node.devices}
         pool = tuple(by_uuid[uuid] for uuid in by_ranks)
@@ -227,45 +236,45 @@ def _refuse_sharing(want: Want, ranks: Sequence[RankPlace], block: Sequence[Devi
     """Raise Refused for an engine that cannot share a device, and for slices that cannot work together."""
     shared = [device for device in block if any(device.uuid == rank.uuid for rank in ranks)]
     if shared and not want.colocated and want.kind == SGLANG and want.memory_fraction is None:
-        found = f"both on device {shared[0].name}: the server takes nearly all of its memory"
+        got = f"both on device {shared[0].name}: the server takes nearly all of its memory"
         cure = "set learner.colocated: true, or engine.sglang.arguments.mem_fraction_static"
-        raise Refused("engine.sglang", "a device of its own, or a share of the memory", found, cure)
+        raise Refused("engine.sglang", "a device of its own, or a share of the memory", got, cure)
     if len(block) > 1 and any(device.slice >= 0 for device in block):
-        found = f"an engine of {len(block)} devices on MIG slices"
-        raise Refused("engine", "whole GPUs: NCCL does not work between MIG slices", found, "switch MIG off, or lower tp_size to 1")
+        got = f"an engine of {len(block)} devices on MIG slices"
+        raise Refused("engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1")
 
 
 def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlace:
     """Return the place on a block. Where the learner shares device memory, the engine sees all devices of its machine."""
-    own, everything = tuple(device.uuid for device in block), tuple(device.uuid for device in node.devices)
+    own_uuids, everything = tuple(device.uuid for device in block), tuple(device.uuid for device in node.devices)
     if want.staging != CUDA:
-        return EnginePlace(number=0, node=node.rank, uuids=own, visible=own)
+        return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=own_uuids)
     if want.kind != SGLANG:
-        others = tuple(uuid for uuid in everything if uuid not in own)
-        return EnginePlace(number=0, node=node.rank, uuids=own, visible=own + others)
-    base = everything.index(own[0])
-    if everything[base : base + len(own)] != own:
+        other_uuids = tuple(uuid for uuid in everything if uuid not in own_uuids)
+        return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=own_uuids + other_uuids)
+    base = everything.index(own_uuids[0])
+    if everything[base : base + len(own_uuids)] != own_uuids:
         names = ", ".join(device.name for device in block)
         cure = "name neighbours in ascending order, or set weights.staging: host"
         raise Refused("engine.devices", "devices one behind the other with weights.staging: cuda", names, cure)
-    return EnginePlace(number=0, node=node.rank, uuids=own, visible=everything, base_index=base)
+    return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=everything, base_index=base)
 
 
 def _no_block(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> Refused:
     size = want.devices_per_engine
     if want.colocated:
-        wanted = f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none elsewhere"
-        found, cure = f"{want.engines} engines of {size} devices, {len(ranks)} ranks", "lower up.engines, or the engines' tp_size"
-        return Refused("up.engines", wanted, found, cure)
+        want_text = f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none elsewhere"
+        got, cure = f"{want.engines} engines of {size} devices, {len(ranks)} ranks", "lower up.engines, or the engines' tp_size"
+        return Refused("up.engines", want_text, got, cure)
     if want.engine_devices:
-        wanted, found = f"{size} devices for each engine", f"{len(want.engine_devices)} for {want.engines or 'one more'}"
-        return Refused("engine.devices", wanted, found, "name more devices, or lower the number of engines")
+        want_text, got = f"{size} devices for each engine", f"{len(want.engine_devices)} for {want.engines or 'one more'}"
+        return Refused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
     used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
-    wanted = f"{size} free device(s)" + (f", one behind the other, from a multiple of {size} on" if size > 1 else "")
-    found = f"{', '.join(free) or 'none'} free of {listed(nodes)}"
+    want_text = f"{size} free device(s)" + (f", one behind the other, from a multiple of {size} on" if size > 1 else "")
+    got = f"{', '.join(free) or 'none'} free of {listed(nodes)}"
     cure = "lower the number of engines or of ranks" + (", or name the devices: engine.devices" if size > 1 else "")
-    return Refused("engine", wanted, found, cure)
+    return Refused("engine", want_text, got, cure)
 
 
 def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> None:
@@ -275,3 +284,113 @@ def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
         why.append(f"no process on device {', '.join(idle)}")
     if ranks and not want.engines:
         why.append("engines are placed by their hosts")
+
+
+def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> str:
+    """Return the way of the weights. Raises Refused where the settings want one that is not possible."""
+    if not ranks or not engines:
+        return ""
+    sender = ranks[0].uuid
+    shared = [engine.number for engine in engines if sender and any(rank.uuid in engine.uuids for rank in ranks)]
+    if want.staging == CUDA and every_device(nodes):
+        for rank in senders(want, ranks):
+            _refuse_cuda_handles(nodes, want, rank, engines)
+    reason, certain = _no_nccl(nodes, want, sender, engines, shared=bool(shared))
+    if want.backend == NCCL and reason and certain and want.transport != HANDLES:
+        cure = "set weights.backend: auto" + (" or weights.transport: handles" if shared else "")
+        raise Refused("weights.backend", "gloo or auto here", f"nccl: {reason}", cure)
+    if shared and not want.colocated:
+        why.append(f"the learner and engine {shared[0]} share a GPU: {reason}")
+    if want.transport == HANDLES or (want.transport == "" and shared):
+        return HANDLES
+    if want.backend == NCCL:
+        if reason:
+            why.append(f"weights.backend: nccl may be refused at the first push: {reason}")
+        return NCCL
+    if want.backend == GLOO or reason:
+        if reason and sender and want.backend != GLOO:
+            why.append(f"weights go over gloo: {reason}")
+        return GLOO
+    return NCCL
+
+
+def senders(want: Want, ranks: Sequence[RankPlace]) -> list[RankPlace]:
+    """Return the ranks that send weights: the first ones of each stage, whose ranks have neighbouring numbers."""
+    of_stage = max(1, len(ranks) * want.nodes // want.pp)
+    return [rank for rank in ranks if rank.rank % of_stage < want.senders]
+
+
+def _no_nccl(nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[EnginePlace], *, shared: bool) -> tuple[str, bool]:
+    """Return why weights cannot go over NCCL (empty: they can), and whether that is certain before the first push."""
+    used = {sender} | {uuid for engine in engines for uuid in engine.uuids}
+    if not sender or not all(engine.uuids for engine in engines):
+        return "NCCL needs a GPU at both ends", bool(every_device(nodes))
+    if shared:
+        return "one GPU: NCCL is not possible", True
+    if any(device.slice >= 0 for device in every_device(nodes) if device.uuid in used):
+        return "NCCL does not work between MIG slices", True
+    return nccl_differs(want.nccl_learner, want.nccl_engine), bool(want.nccl_learner and want.nccl_engine)
+
+
+def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, engines: Sequence[EnginePlace]) -> None:
+    """Raise Refused where an engine cannot open memory of the learner's GPU."""
+    where, cure = "weights.staging", "set weights.staging: host"
+    if want.colocated:
+        got = "cuda with learner.colocated: the copies would stay there in the engines' turn"
+        raise Refused(where, "host", got, cure)
+    if not sender.uuid:
+        raise Refused(where, "host where the learner runs on the CPU", "cuda", cure)
+    if any(device.slice >= 0 for device in every_device(nodes) if device.uuid == sender.uuid):
+        raise Refused(where, "host on a MIG slice, whose memory other processes cannot open", "cuda", cure)
+    for engine in engines:
+        if sender.uuid not in engine.visible:
+            raise Refused(where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure)
+
+
+def refuse_memory(
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], *, groups: int = 0
+) -> None:
+    """Raise Refused for a device whose memory is too small for the least that its processes need.
+
+    ``groups``: of engines over NCCL; each rank that sends has a process for each of them. A device of unknown memory is not checked.
+    """
+    sending = want.memory_sender + groups * want.memory_group
+    for device in every_device(nodes):
+        own_ranks = [rank for rank in ranks if rank.uuid == device.uuid]
+        learner = want.memory_rank * len(own_ranks) + sending * len([rank for rank in senders(want, ranks) if rank in own_ranks])
+        engines_here = [engine for engine in engines if device.uuid in engine.uuids]
+        engine_bytes = want.memory_engine
+        if want.kind == SGLANG and want.memory_fraction is not None and not want.colocated:
+            engine_bytes = max(engine_bytes, int(want.memory_fraction * device.memory_bytes))
+        generating = engine_bytes * len(engines_here)
+        needed = max(learner, generating) if want.colocated else learner + generating
+        if device.memory_bytes and needed > USABLE * device.memory_bytes:
+            parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [f"{_gb(generating)} for {len(engines_here)} engine(s)"] * bool(
+                engines_here
+            )
+            over = (
+                f", {_gb(groups * want.memory_group)} of it for {groups} group(s) over NCCL"
+                if groups and want.memory_group and own_ranks
+                else ""
+            )
+            want_text = f"{_gb(needed)} ({', '.join(parts)}{over}; activations not counted)"
+            got = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
+            cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, tp_size), or learner.colocated"
+            raise Refused(f"memory of device {device.name}", want_text, got, cure)
+
+
+def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace], transport: str) -> None:
+    """Raise Refused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else they get SIGBUS)."""
+    if want.kind != SGLANG or transport != HANDLES or want.staging == CUDA:
+        return
+    for node in nodes:
+        count = sum(engine.node == node.rank for engine in engines)
+        needed = count * want.bucket_bytes
+        if node.shm_bytes and needed > node.shm_bytes:
+            want_text = f"{_gb(needed)} free for the largest bucket of {count} SGLang server(s)"
+            cure = "start the container with a larger --shm-size, or set weights.transport: broadcast"
+            raise Refused("/dev/shm", want_text, f"{_gb(node.shm_bytes)}", cure)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f} GB"

@@ -170,12 +170,12 @@ def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
         """Return the devices of a process by name."""
         return "the CPU" if not uuids else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
 
-    several = len({one.node for one in placed.ranks} | {one.node for one in placed.engines}) > 1
+    several = len({process.node for process in placed.ranks} | {process.node for process in placed.engines}) > 1
     lines = []
     for node in sorted({rank.node for rank in placed.ranks}):
-        here = [rank for rank in placed.ranks if rank.node == node]
-        which = f"rank {here[0].rank}" if len(here) == 1 else f"ranks {here[0].rank} to {here[-1].rank}"
-        lines.append(f"{which} on {on(here[0].uuids)}" + (f" of node {node}" if several else ""))
+        ranks_here = [rank for rank in placed.ranks if rank.node == node]
+        which = f"rank {ranks_here[0].rank}" if len(ranks_here) == 1 else f"ranks {ranks_here[0].rank} to {ranks_here[-1].rank}"
+        lines.append(f"{which} on {on(ranks_here[0].uuids)}" + (f" of node {node}" if several else ""))
     lines += [f"engine {e.number} on {on(e.uuids)}" + (f" of node {e.node}" if several else "") for e in placed.engines]
     if placed.transport:
         lines.append(f"weights over {placed.transport}")

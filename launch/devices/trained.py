@@ -25,7 +25,7 @@ def stages_of(
     num_layers, chunks = max(numbers.values(), default=0) + 1, pipeline_parallel * virtual_pipeline
     ends = list(accumulate(stage_layers(num_layers, chunks, *edge_layers)))
     tied = not any("lm_head" in name for name in whole)
-    found: list[dict[str, tuple[int, ...]]] = [{} for _ in range(pipeline_parallel)]
+    stages: list[dict[str, tuple[int, ...]]] = [{} for _ in range(pipeline_parallel)]
     for name, tensor in whole.items():
         if name in numbers:
             places = {bisect(ends, numbers[name]) % pipeline_parallel}
@@ -34,8 +34,8 @@ def stages_of(
         else:
             places = {pipeline_parallel - 1}
         for place in places:
-            found[place][name] = tensor
-    return found
+            stages[place][name] = tensor
+    return stages
 
 
 def trained_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
@@ -48,16 +48,16 @@ def trained_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
 
 def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
     """Return name -> shape of the matrices of all adapters."""
-    found: dict[str, tuple[int, ...]] = {}
+    adapters: dict[str, tuple[int, ...]] = {}
     for name, tensor in whole.items():
         layer = name.removesuffix(".weight")
         at, _, target = layer.rpartition(".")
         # Experts have none, neither routed nor shared ones, nor have the queries of latent attention.
         latent = target == "q_proj" and f"{at}.kv_b_proj.weight" in whole
         if name.endswith(".weight") and "expert" not in name and not latent and target in learner.lora.targets:
-            found[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
-            found[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
-    return found
+            adapters[f"{layer}.lora_A"] = (learner.lora.rank, tensor[1])
+            adapters[f"{layer}.lora_B"] = (tensor[0], learner.lora.rank)
+    return adapters
 
 
 def is_whole(name: str) -> bool:

@@ -12,6 +12,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -36,12 +37,14 @@ CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
 """Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container runtimes and Slurm."""
 
+FOLDERS = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
+
 
 def this_node(environment: Mapping[str, str]) -> Node:
     """Return this machine with the devices that ``environment`` leaves visible. Raises DevicesUnreadable. Blocks while nvidia-smi runs."""
-    found = devices(environment)
-    visible = shown(found, environment.get(VARIABLE))
-    hidden = VARIABLE if len(visible) < len(found) else ""
+    visible_devices = devices(environment)
+    visible = shown(visible_devices, environment.get(VARIABLE))
+    hidden = VARIABLE if len(visible) < len(visible_devices) else ""
     return Node(host=socket.gethostname(), devices=visible, hidden_by=hidden, shm_bytes=_free_shared_memory())
 
 
@@ -57,27 +60,27 @@ def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
         return tuple(device for device, _ in rows)
     slices = _slices(_answer(program, "-L"), _slice_memory(program))
     split = {device.index for device, is_split in rows if is_split}
-    whole = [device for device, _ in rows if device.index not in split]
-    return (*whole, *(device for device in slices if device.index in split))
+    unsplit = [device for device, _ in rows if device.index not in split]
+    return (*unsplit, *(device for device in slices if device.index in split))
 
 
-def shown(found: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
+def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
     """Return the devices that a value of CUDA_VISIBLE_DEVICES names: by index, UUID or its beginning; None = all of them.
 
     The list ends at -1, as for CUDA. Raises DevicesUnreadable for a device that is not there, or is named twice.
     """
     if variable is None:
-        return tuple(found)
+        return tuple(all_devices)
     visible: list[Device] = []
     for entry in (part.strip() for part in variable.split(",")):
         if NONE.fullmatch(entry):
             break
-        named = [device for device in found if _is(device, entry)]
+        named = [device for device in all_devices if _is(device, entry)]
         several = len({device.index for device in named}) > 1 or (len(named) > 1 and not entry.isdecimal())
-        if not found:
+        if not all_devices:
             break
         if not named or several:
-            listed = ", ".join(f"{device.name} ({device.uuid})" for device in found)
+            listed = ", ".join(f"{device.name} ({device.uuid})" for device in all_devices)
             got = f"{entry!r}, which names {'several' if several else 'none'}"
             raise DevicesUnreadable(VARIABLE, f"devices of this machine: {listed}", got, "fix the variable, or unset it")
         if any(device in visible for device in named):
@@ -122,8 +125,8 @@ def _row(line: str) -> tuple[Device, bool]:
         case [index, uuid, memory, mig] if index.isdecimal() and re.fullmatch(r"GPU-[0-9A-Fa-f-]+", uuid):
             size = re.fullmatch(r"(\d+) MiB", memory)
             return Device(index=int(index), uuid=uuid, memory_bytes=int(size[1]) << 20 if size else 0), mig == "Enabled"
-    wanted = "lines of index, UUID, memory in MiB and MIG mode"
-    raise DevicesUnreadable(" ".join((PROGRAM, *QUERY)), wanted, repr(line[:200]), CURE)
+    want_text = "lines of index, UUID, memory in MiB and MIG mode"
+    raise DevicesUnreadable(" ".join((PROGRAM, *QUERY)), want_text, repr(line[:200]), CURE)
 
 
 def _slice_memory(program: str) -> dict[tuple[str, int], int]:
@@ -132,33 +135,44 @@ def _slice_memory(program: str) -> dict[tuple[str, int], int]:
     The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no error: the slices
     are there, and only their memory is not known.
     """
-    found: dict[tuple[str, int], int] = {}
+    memory: dict[tuple[str, int], int] = {}
     with suppress(DevicesUnreadable, ElementTree.ParseError):
         for gpu in ElementTree.fromstring("\n".join(_answer(program, *DETAILS))).iter("gpu"):
             for part in gpu.iter("mig_device"):
                 number, total = part.findtext("index", "").strip(), part.findtext("fb_memory_usage/total", "")
                 if number.isdecimal() and (size := re.fullmatch(r"\s*(\d+) MiB\s*", total)):
-                    found[gpu.findtext("uuid", "").strip(), int(number)] = int(size[1]) << 20
-    return found
+                    memory[gpu.findtext("uuid", "").strip(), int(number)] = int(size[1]) << 20
+    return memory
 
 
 def _slices(lines: Sequence[str], memory: Mapping[tuple[str, int], int]) -> list[Device]:
     """Return the MIG slices in the output of ``nvidia-smi -L``; ``memory``: as ``_slice_memory``."""
-    found: list[Device] = []
+    slices: list[Device] = []
     index, uuid = -1, ""
     for line in lines:
         if gpu := re.match(r"GPU (\d+):(?:.*\(UUID: (GPU-[0-9A-Fa-f-]+)\))?", line):
             index, uuid = int(gpu[1]), gpu[2] or ""
         elif part := re.match(r"\s+MIG .*Device\s+(\d+): \(UUID: (MIG-[0-9A-Za-z/-]+)\)", line):
             number = int(part[1])
-            found.append(Device(index=index, slice=number, uuid=part[2], memory_bytes=memory.get((uuid, number), 0)))
-    return found
+            slices.append(Device(index=index, slice=number, uuid=part[2], memory_bytes=memory.get((uuid, number), 0)))
+    return slices
 
 
 def _free_shared_memory() -> int:
     """Return the free bytes of /dev/shm; 0 where there is none."""
     try:
-        found = os.statvfs(SHARED_MEMORY)
+        disk = os.statvfs(SHARED_MEMORY)
     except OSError:
         return 0
-    return found.f_bavail * found.f_frsize
+    return disk.f_bavail * disk.f_frsize
+
+
+def nccl_of(program: str = sys.executable) -> str:
+    """Return the version in the environment of a Python interpreter, such as ``2.29.7``; empty = not known (none, or several)."""
+    program_path = shutil.which(program)
+    if program_path is None:
+        return ""
+    root = Path(program_path).parent.parent
+    names = {path.name for folder in FOLDERS for path in root.glob(f"{folder}/nvidia_nccl_cu*-*.dist-info")}
+    versions = {match[1] for name in names if (match := re.fullmatch(r"nvidia_nccl_cu\d+-(\d[\d.]*)\.dist-info", name))}
+    return versions.pop() if len(versions) == 1 else ""

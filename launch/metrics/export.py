@@ -100,12 +100,12 @@ async def _feed(bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[bool
     async for record in _records(bus, until_end=args.until_end or args.ended):
         if isinstance(record, Done) and record.step > done:  # a step that is executed again after a restart has the same numbers
             done = record.step
-            one = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics)
-            counts.steps += await call(one, counts)
+            metrics = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics)
+            counts.steps += await call(metrics, counts)
         elif isinstance(record, Evaluated) and record.step >= args.from_step:
             scores = {f"eval/{record.dataset}/{name}": value for name, value in record.metrics.items()}
-            one = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
-            counts.evaluations += await call(one, counts)
+            metrics = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
+            counts.evaluations += await call(metrics, counts)
 
 
 def _time_in_name(created: str) -> str:
@@ -118,23 +118,23 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
         yield record
 
 
-async def _call(sink: Bound, thread: "_Thread", one: StepMetrics, counts: Exported, *, first_pause_s: float) -> bool:
+async def _call(sink: Bound, thread: "_Thread", metrics: StepMetrics, counts: Exported, *, first_pause_s: float) -> bool:
     """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns False if it has them."""
     has: Any = getattr(sink.function, "has", None)
     pause_s, failed = first_pause_s, Repeated(log)
     while True:
         try:
             with errors_as(_SinkFailed):
-                if callable(has) and await thread.run(partial(has, one)):
+                if callable(has) and await thread.run(partial(has, metrics)):
                     counts.had += 1
                     return False
-                result: Any = sink(one) if sink.is_async else await thread.run(partial(sink, one))
+                result: Any = sink(metrics) if sink.is_async else await thread.run(partial(sink, metrics))
                 if inspect.isawaitable(result):
                     await result
             return True
         except _SinkFailed as error:
             counts.failures += 1
-            reason = f"step={one.step} error={error.__cause__!r}, called again in {pause_s:g} s"
+            reason = f"step={metrics.step} error={error.__cause__!r}, called again in {pause_s:g} s"
             failed(f"sink {sink.name} failed", reason, error=error.__cause__)
         await asyncio.sleep(pause_s)
         pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)

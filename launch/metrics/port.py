@@ -40,9 +40,9 @@ SINK = Contract(
     argument="StepMetrics",
     path="tidemill.launch.metrics.port:SINK",
     table={
-        "jsonl": "tidemill.launch.metrics.json_lines:Jsonl",
-        "tensorboard": "tidemill.launch.metrics.event_files:TensorBoard",
-        "wandb": "tidemill.launch.metrics.weights_and_biases:WeightsAndBiases",
+        "jsonl": "tidemill.launch.metrics.sinks:Jsonl",
+        "tensorboard": "tidemill.launch.metrics.sinks:TensorBoard",
+        "wandb": "tidemill.launch.metrics.sinks:WeightsAndBiases",
     },
     encode=lambda one: json.dumps(asdict(one)).encode(),
     decode=_decoded,

@@ -3,6 +3,7 @@
 A password comes from the environment, or from a file of the run; never from a command line, which all users of the machine can read.
 """
 
+import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ ALLOW_VARIABLE = "TIDEMILL_ALLOW"
 """Variable with patterns as those of --allow, separated by blanks."""
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
 """Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
+
+BUS_URL_FILE = "bus.url"
+"""File in the run's directory with the address of its embedded bus."""
 
 
 def auth_dir(config: RunConfig) -> Path:
@@ -50,8 +54,8 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
     Raises ValueError for a ``url`` with a password in it.
     """
-    given = parse(url)
-    if given.password:
+    address = parse(url)
+    if address.password:
         raise ValueError(
             "--bus: want no password on the command line, where others on this machine can read it; "
             "set TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD"
@@ -61,12 +65,12 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
         name, password = _user_of_run(auth_dir(config), user)
     tls = config.bus if config is not None else None
     return Address(
-        servers=given.servers,
-        user=name or given.user,
+        servers=address.servers,
+        user=name or address.user,
         password=password,
-        ca=given.ca or (tls.tls_ca if tls else ""),
-        cert=given.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
-        key=given.key or (tls.tls_key if tls and tls.tls_verify else ""),
+        ca=address.ca or (tls.tls_ca if tls else ""),
+        cert=address.cert or (tls.tls_cert if tls and tls.tls_verify else ""),
+        key=address.key or (tls.tls_key if tls and tls.tls_verify else ""),
     ).line()
 
 
@@ -112,8 +116,8 @@ def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: I
     """
     from tidemill.actors.allowed import checked
 
-    given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
-    return (*given, *(f"{path}[.=]*" for path in replaced))
+    accepted = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
+    return (*accepted, *(f"{path}[.=]*" for path in replaced))
 
 
 def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
@@ -123,3 +127,8 @@ def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
     if not file.exists():
         raise ValueError(f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE")
     return read_credentials(file)
+
+
+def own_address(config: RunConfig, url: str) -> str:
+    """Return the address with the learner's password, for processes of the run's own machine that may do everything."""
+    return address_line(url, config, LEARNER, os.environ)

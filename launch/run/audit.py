@@ -198,9 +198,9 @@ class _Audit:
         self._plans[plan.step] = plan
         for version, step in plan.version_steps.items():
             if self._versions is not None and self._versions.get(version) != step:
-                known = self._versions.get(version, "none")
+                recorded_step = self._versions.get(version, "none")
                 self.accounting.add_problem(
-                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has {known}"
+                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has {recorded_step}"
                 )
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
@@ -310,8 +310,10 @@ class _Audit:
         return "version" if self._names_no_version(seq, sample) else mismatch(task, sample, 0)
 
     def _names_no_version(self, seq: int, sample: Sample) -> bool:
-        known = self._versions
-        return known is not None and any(one.version not in known or seq <= self._after.get(one.version, 0) for one in sample.spans)
+        versions = self._versions
+        return versions is not None and any(
+            span.version not in versions or seq <= self._after.get(span.version, 0) for span in sample.spans
+        )
 
     def _count_trained(self, seq: int, sample: Sample, plan: Plan) -> None:
         accounting = self.accounting
@@ -395,7 +397,7 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
     from tidemill.learner.checkpoints import disk
     from tidemill.learner.data.snapshot import read_state
 
-    path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True, stored=stored)
+    path, _ = disk.latest_valid((checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored)
     if path is None:
         return None
     state = read_state(disk.read_state(path))

@@ -56,11 +56,11 @@ def draw(lines: Sequence[JsonMapping], file: Path, *, title: str, evaluations: S
 
 def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, float]]]:
     """Return the (step, mean) of every version that has one, by the label of its set."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for line in evaluations:
         if "mean" in line:
-            found.setdefault(f"evaluation {line['set']}", []).append((line["step"], line["mean"]))
-    return found
+            points.setdefault(f"evaluation {line['set']}", []).append((line["step"], line["mean"]))
+    return points
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:

@@ -95,10 +95,10 @@ async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str,
 
     def begun(before: Value | None) -> Value:
         """Return the row."""
-        known = dict(before or {}) if keep else {}
-        if not known.get("scorer"):
-            known.pop("scorer", None)
-        return {**counts, **known}
+        counts_before = dict(before or {}) if keep else {}
+        if not counts_before.get("scorer"):
+            counts_before.pop("scorer", None)
+        return {**counts, **counts_before}
 
     _, after = await bus.rows("wanted").change(ALL, begun, replace_unreadable=True)
     return dict(after)

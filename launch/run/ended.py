@@ -21,8 +21,7 @@ from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.auth import VIEWER
 from tidemill.bus.server.cluster import EmbeddedBus
 from tidemill.bus.server.nats_server import in_use
-from tidemill.launch.run.access import AUTH_DIR, viewer_line
-from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.access import AUTH_DIR, BUS_URL_FILE, viewer_line
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import from_map
 
@@ -59,33 +58,33 @@ class EndedBus:
             raise ValueError(f"{root}: its bus is a cluster of several machines; start it with `tidemill bus --config {file}` on them")
         if not (directory / ("n0/store" if bus.cluster > 1 else "store")).is_dir():
             raise ValueError(f"{root}: no bus is running here, and {directory} does not hold the streams of a run")
-        own = Path(bus.auth_dir) if bus.auth_dir else root / AUTH_DIR
+        users_dir = Path(bus.auth_dir) if bus.auth_dir else root / AUTH_DIR
         plain = replace(bus, host="127.0.0.1", port=-1, tls_cert="", tls_key="", tls_verify=False)
-        return cls(directory=directory, auth_dir=own, run=config.run, config=plain)
+        return cls(directory=directory, auth_dir=users_dir, run=config.run, config=plain)
 
 
 def _running(directory: Path) -> bool:
     """Return whether a server has the store open. The address file alone does not prove it: it remains after a kill."""
-    return any(in_use(one) for one in (directory, *directory.glob("n[0-9]")))
+    return any(in_use(server_dir) for server_dir in (directory, *directory.glob("n[0-9]")))
 
 
 @contextmanager
-def started(ended: EndedBus) -> Iterator[str]:
+def started(bus: EndedBus) -> Iterator[str]:
     """Run the bus while entered; yield its address with the viewer's password in it: not to be shown.
 
     Raises ValueError when the server cannot be started, RunResumed on SIGTERM.
     """
-    password = "" if ended.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
+    password = "" if bus.config.auth else secrets.token_urlsafe(_PASSWORD_BYTES)
     try:
-        servers = EmbeddedBus(ended.directory, ended.run, ended.config, ended.auth_dir, read_only=True, viewer=password)
+        servers = EmbeddedBus(bus.directory, bus.run, bus.config, bus.auth_dir, read_only=True, viewer=password)
     except OSError as error:
-        raise ValueError(f"{ended.auth_dir}: the users of the bus cannot be read: {error.strerror}") from None
-    asked = False
+        raise ValueError(f"{bus.auth_dir}: the users of the bus cannot be read: {error.strerror}") from None
+    is_resumed = False
 
     def give_way(number: int, frame: FrameType | None) -> None:
         """Stop the server and raise KeyboardInterrupt in the main thread."""
-        nonlocal asked
-        asked = True
+        nonlocal is_resumed
+        is_resumed = True
         servers.stop()  # here, in the handler: this process may be blocked by a pager that reads no further
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # shells start background jobs with SIGINT ignored
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -94,9 +93,9 @@ def started(ended: EndedBus) -> Iterator[str]:
     before = signal.signal(signal.SIGTERM, give_way)
     try:
         url = _start(servers)
-        yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, ended)
+        yield replace(parse(url), user=VIEWER, password=password).line() if password else _with_user(url, bus)
     except BaseException:
-        if asked:
+        if is_resumed:
             raise RunResumed from None
         raise
     finally:
@@ -113,5 +112,5 @@ def _start(servers: EmbeddedBus) -> str:
         raise ValueError(f"{error.filename}: the store of the run cannot be opened: {error.strerror}") from None
 
 
-def _with_user(url: str, ended: EndedBus) -> str:
-    return viewer_line(url, os.environ, ended.directory, {"auth": True, "auth_dir": str(ended.auth_dir)})
+def _with_user(url: str, bus: EndedBus) -> str:
+    return viewer_line(url, os.environ, bus.directory, {"auth": True, "auth_dir": str(bus.auth_dir)})

@@ -15,11 +15,11 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import LiveRow
 from tidemill.launch.checks.model import size_here
+from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
 from tidemill.launch.devices.errors import DeviceError, Refused
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import Node, Others
 from tidemill.launch.devices.visible import this_node
-from tidemill.launch.devices.wanted import ModelSize, engine_variables, want_of
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -97,5 +97,5 @@ class EngineDevices:
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
         """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are those of an earlier process of this host."""
-        self._held = {name: held for name, held in self._held.items() if name in names}
-        self._elsewhere = {id: held for id, held in self._elsewhere.items() if id not in desired}
+        self._held = {name: devices for name, devices in self._held.items() if name in names}
+        self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}

@@ -18,7 +18,7 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from tidemill.launch.run import evaluated, learner_roles, roles
+from tidemill.launch.run import access, feeder_process, scores
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import to_map
@@ -44,7 +44,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     plan = await asyncio.to_thread(_plan, config)
     try:
         url = await _start_bus(config, supervisor)
-        async with connect(roles.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
+        async with connect(access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
@@ -63,13 +63,13 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
 
 
 def _plan(config: RunConfig) -> EvalPlan:
-    _, max_context = learner_roles.model_shape(Path(config.model.path))
-    return learner_roles.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
+    _, max_context = feeder_process.model_shape(Path(config.model.path))
+    return feeder_process.eval_plan(config, Sampling(**asdict(config.sampling)), max_context)
 
 
 async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
     """Start the bus and return its address. Raises GaveUp."""
-    address, deadline = config.root / roles.BUS_URL_FILE, time.monotonic() + BUS_START_S
+    address, deadline = config.root / access.BUS_URL_FILE, time.monotonic() + BUS_START_S
     keeper = supervisor.keep("bus", ["bus", "--config", str(config.root / CONFIG_FILE)])
     while not address.exists():
         if keeper.done():
@@ -113,11 +113,11 @@ async def _scores(bus: Bus, plan: EvalPlan, config: RunConfig) -> list[Evaluated
 
     async def follow_dead() -> None:
         """Read the prompts that are given up."""
-        async for _, told in bus.dead.follow():
-            if isinstance(told, Dead):
-                evaluations.gone(told)
-                failing.died(told)
+        async for _, letter in bus.dead.follow():
+            if isinstance(letter, Dead):
+                evaluations.gone(letter)
+                failing.died(letter)
                 failing.refuse(config.learner.failing_tasks, config.learner.failing_s * UNTRAINED_SHARE)
 
     await first_of(evaluations.over(), *(cancellable(loop) for loop in (evaluations.run(), read(), follow_dead())))
-    return [record for _, record in sorted((await evaluated.read(bus)).items())]
+    return [record for _, record in sorted((await scores.read(bus)).items())]

@@ -8,25 +8,31 @@ A child ends with its host, however that ends (by the kernel), so a host that st
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import os
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from tidemill.bus.server.auth import CREDENTIALS_VARIABLE
+from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import LiveRow
 from tidemill.launch.devices.errors import DeviceError
 from tidemill.launch.run import desired
+from tidemill.launch.run.access import LEARNER, address_line
 from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.directory import HostExists
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.supervisor import Supervisor
+from tidemill.launch.run.workers import found_run
+from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -36,11 +42,8 @@ LATE_S = 2.5
 """Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as those of dead ones."""
 SETTLE_S = 5.0
 """Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one counts as alive."""
-LOCK_FILE = ".lock"
-
-
-class HostExists(ValueError):
-    """Another host of this name is alive: two would run twice the desired numbers."""
+HOST_RESTART_WINDOW_S = 300.0
+"""Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 
 
 class Host:
@@ -120,8 +123,8 @@ class Host:
             drained.cancel()
 
     async def _hosts(self) -> list[LiveHost]:
-        found = {row.id: LiveHost(row.id, row.pool) for row in await self._view.alive(ROLE)}
-        return list({**found, self._live_host.name: self._live_host}.values())
+        hosts = {row.id: LiveHost(row.id, row.pool) for row in await self._view.alive(ROLE)}
+        return list({**hosts, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
         """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows change."""
@@ -132,7 +135,7 @@ class Host:
         kept = [name for role in ROLES for name in self._supervisor.names(role)]
         given_up = self._supervisor.given_up
         for name in kept:
-            if not any(name in each for each in slots.values()) or (name in given_up and revision != self._revision):
+            if not any(name in names for names in slots.values()) or (name in given_up and revision != self._revision):
                 self._drain(name)
         self._devices.keep_only(kept, desired=slots["engine"])
         self._unplaced = {name: reason for name, reason in self._unplaced.items() if name in slots["engine"]}
@@ -147,10 +150,10 @@ class Host:
 
     def _slots(self, role: str) -> list[str]:
         """Return the names of the desired processes of a role."""
-        wanted = self.counts[role]
+        count = self.counts[role]
         if self._users is None:
-            return [f"{role}-{self._prefix}{number}" for number in range(wanted)]
-        return [file.stem for file in self._users[role][:wanted]]
+            return [f"{role}-{self._prefix}{number}" for number in range(count)]
+        return [file.stem for file in self._users[role][:count]]
 
     def _start(self, role: str, name: str) -> None:
         """Start a process, unless it is an engine for which there is no device."""
@@ -200,26 +203,10 @@ class Host:
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
     """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
-    found = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
-    if not any(found.values()):
+    files = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
+    if not any(files.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
-    return found
-
-
-@contextlib.contextmanager
-def only_one(directory: Path, name: str) -> Iterator[None]:
-    """Lock the directory of a host against other hosts on this machine while entered. Raises HostExists."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / LOCK_FILE).open("a+") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise HostExists(f"--name: host {name} is running in {directory} (process {lock.read().strip() or 'unknown'})") from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
+    return files
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
@@ -231,6 +218,109 @@ async def refuse_another(bus: Bus, name: str) -> None:
                 if row is None:
                     return
                 if not first:
-                    there = f"{row[0].get('host')} (process {row[0].get('pid')})"
-                    raise HostExists(f"--name: host {name} of run {bus.run} is running on {there}; choose another name")
+                    place = f"{row[0].get('host')} (process {row[0].get('pid')})"
+                    raise HostExists(f"--name: host {name} of run {bus.run} is running on {place}; choose another name")
                 first = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLearner:
+    """One node of a learner, as the command line of its host gives it."""
+
+    config: RunConfig
+    rank: int
+    arguments: Sequence[str]
+    """Those behind ``python -m tidemill``."""
+    users: Path | None = None
+    """Directory with the credentials of the learner's user; None = a bus without users, or those of the run's own files."""
+
+    def __post_init__(self) -> None:
+        if self.users is not None and not credentials_file(self.users, LEARNER).exists():
+            want = f"{LEARNER}.env in {self.users} with --learner-node"
+            raise ValueError(f"--users: want {want}, got none; cure: copy it from the bus's machine")
+
+    @asynccontextmanager
+    async def kept(self, supervisor: Supervisor, *, drain_s: float) -> AsyncIterator[None]:
+        """Keep the agent while entered: it is started again after a bad end, and ends well after the learner's last step."""
+        environment = {} if self.users is None else {CREDENTIALS_VARIABLE: str(credentials_file(self.users, LEARNER))}
+        supervisor.keep(f"{LEARNER}-node-{self.rank}", self.arguments, finishes=True, environment=environment)
+        try:
+            yield
+        finally:
+            await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)  # none are left where the host has drained all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """This machine as a host of a run, from the command line."""
+
+    name: str
+    pool: str
+    own: Mapping[str, int]
+    """Desired numbers of this machine itself, by role; empty = its share of the total."""
+    directory: Path
+    drain_s: float
+    restarts: int
+    users: Mapping[str, Sequence[Path]] | None
+    allowed: Sequence[str]
+    server_words: Sequence[str]
+    """Arguments passed on to its engines and scorers."""
+    learner: "HostLearner | None" = None
+    """The learner's node of this machine."""
+
+    def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
+        """Return the arguments behind ``python -m tidemill`` of one of its processes."""
+        passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
+        from tidemill.bus.client.reach import bare
+
+        words = () if role == "actor" else self.server_words
+        if role == "scorer":  # a port is that of an engine
+            words = [bare(word) for word in words]
+        return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *words]
+
+
+async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
+    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
+
+    Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
+    """
+
+    from tidemill.actors.engines.membership import connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.bus.errors import Forbidden
+    from tidemill.launch.run import desired
+    from tidemill.launch.run.engine_devices import EngineDevices
+    from tidemill.launch.run.host import Host, refuse_another
+    from tidemill.launch.run.supervisor import Supervisor
+
+    name, directory, learner = machine.name, machine.directory, machine.learner
+    address = address_line(bus_url, None, name, os.environ)
+    run = run or (learner.config.run if learner else await found_run(address, "host", draining))
+    if not run:
+        return
+    supervisor = Supervisor(directory / "logs", restarts=machine.restarts, window_s=HOST_RESTART_WINDOW_S)
+    async with AsyncExitStack() as stack:
+        if learner is not None:  # before the wait for the run: its leader begins it
+            await stack.enter_async_context(learner.kept(supervisor, drain_s=machine.drain_s))
+        bus = await connected(stack, address, run, BusConfig(), name=f"host {name}", draining=draining)
+        if bus is None:
+            return
+        await refuse_another(bus, name)
+        if machine.own:
+            try:
+                await desired.change(bus, desired.host_key(name), machine.own)
+            except Forbidden as error:
+                words = " ".join(f"{role}s={count}" for role, count in machine.own.items())
+                raise ValueError(f"{error}; set it as operator: tidemill scale {words} --host {name}") from None
+        host = Host(
+            bus,
+            supervisor,
+            desired.LiveHost(name, machine.pool),
+            prefix=f"{name}-",
+            arguments=partial(machine.command, bus_url=bus_url, run=run),
+            drain_s=machine.drain_s,
+            users=machine.users,
+            devices=EngineDevices(bus, learner.config) if learner else None,
+        )
+        log.info("host running run=%s name=%s pool=%s logs=%s", run, name, machine.pool or "-", directory / "logs")
+        await host.run(draining)

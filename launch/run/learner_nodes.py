@@ -1,14 +1,18 @@
 """The learner on several machines: this machine's agent, with the facts of the machine and the commands of its ranks.
 
-The agent itself (``learner/nodes/``) knows no devices, no settings and no environment.
+The agent itself (``learner/nodes/``) knows no devices, no settings and no environment. gloo and NCCL are given the name of a network
+interface, not an address. Source of the interfaces by address: ``man 3 getifaddrs`` (Linux).
 """
 
 import asyncio
+import ctypes
 import dataclasses
 import hashlib
+import ipaddress
 import os
 import platform
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -23,16 +27,13 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.launch.devices.demand import rank_variables, want_of
 from tidemill.launch.devices.errors import Refused
-from tidemill.launch.devices.nccl import nccl_of
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import Device, Node, RankPlace
-from tidemill.launch.devices.visible import this_node
-from tidemill.launch.devices.wanted import rank_variables, want_of
+from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
-from tidemill.launch.run.interfaces import interface_of
-from tidemill.launch.run.learner_roles import uploading
-from tidemill.launch.run.learner_row import LearnerRow
+from tidemill.launch.run.learner_process import LearnerRow, uploading
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
@@ -56,6 +57,9 @@ PROOF_S = 30.0
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
+_ADDRESS_AT = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}
+"""Offset and length of the address in ``sockaddr_in`` and ``sockaddr_in6``."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
@@ -74,7 +78,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
     """
     addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
     node = await asyncio.to_thread(this_node, os.environ)
-    own = _own_devices(node, config)
+    devices = _own_devices(node, config)
     row = NodeRow(
         node=given.place.rank,
         nodes=given.place.nodes,
@@ -83,9 +87,9 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         place=here(),
         pid=os.getpid(),
         address=bare(addresses.advertised),
-        versions=await asyncio.to_thread(_versions, config, own),
-        devices=tuple(device.uuid for device in own),
-        device_memory_bytes=min((device.memory_bytes for device in own), default=0),
+        versions=await asyncio.to_thread(_versions, config, devices),
+        devices=tuple(device.uuid for device in devices),
+        device_memory_bytes=min((device.memory_bytes for device in devices), default=0),
     )
     name = given.id or ("learner" if row.node == 0 else f"learner-node-{row.node}")
     async with AsyncExitStack() as stack:
@@ -96,7 +100,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             keys = await make_keys(bus, last=last_key(auth_dir(config)))
             write_keys(auth_dir(config), keys)
             await stack.enter_async_context(beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))))
-        used = own[: _ranks(config) // row.nodes]
+        used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
             role="learner",
             id=name,
@@ -109,7 +113,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
-        work = NodeWork(config, arguments, node, own, reach=addresses, place=given.place)
+        work = NodeWork(config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -118,12 +122,20 @@ class NodeWork:
     """The ranks of this node: ``tidemill.learner.nodes.attempts.Work``."""
 
     def __init__(
-        self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace
+        self,
+        config: RunConfig,
+        arguments: Sequence[str],
+        node: Node,
+        devices: Sequence[Device],
+        *,
+        reach: Reach,
+        place: NodePlace,
+        on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: those that ranks may have. ``reach``: this node's addresses."""
+        """``devices``: those that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as ``run_part``."""
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
-        self._place = place
+        self._place, self._on_sigterm = place, on_sigterm
         self._is_local = config.learner.checkpoint.store != SHARED
 
     @asynccontextmanager
@@ -154,10 +166,8 @@ class NodeWork:
             raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
-            found = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused(
-                "learner.nodes", f"ranks on each of {len(nodes)} nodes", found, "a host for engines is no node: lower --nodes"
-            )
+            got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
+            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, "a host for engines is no node: lower --nodes")
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -172,14 +182,14 @@ class NodeWork:
         if self._is_local:
             await self._refuse_shared(proof)
             return
-        file, found = self._config.checkpoints / PROOF, ""
+        file, proof_there = self._config.checkpoints / PROOF, ""
         deadline = asyncio.get_running_loop().time() + PROOF_S
         while asyncio.get_running_loop().time() < deadline:
-            found = await asyncio.to_thread(_text, file)
-            if found == proof:
+            proof_there = await asyncio.to_thread(_text, file)
+            if proof_there == proof:
                 return
             await asyncio.sleep(0.2)
-        got = f"{found[:40]!r} in {file} on {socket.gethostname()}"
+        got = f"{proof_there[:40]!r} in {file} on {socket.gethostname()}"
         raise NodeRefused(
             "checkpoints",
             f"one directory that all nodes share (the leader wrote {proof!r})",
@@ -203,9 +213,9 @@ class NodeWork:
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])
         places = [RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids) for local in range(count)]
-        more = network_variables(self._interface, os.environ)
+        network = network_variables(self._interface, os.environ)
         if self._place.rank > 0:  # the run's settings have an address of the leader
-            more |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
+            network |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
         await run_part(
             self._arguments,
             part,
@@ -213,7 +223,8 @@ class NodeWork:
             threads=self._config.learner.threads,
             drain_s=self._config.up.drain_s,
             on_step=on_step,
-            variables=[{**rank_variables(self._node, one, self._config, os.environ), **more} for one in places],
+            on_sigterm=self._on_sigterm,
+            variables=[{**rank_variables(self._node, rank_place, self._config, os.environ), **network} for rank_place in places],
         )
 
 
@@ -291,3 +302,54 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace")
     except OSError:
         return ""
+
+
+class _Entry(ctypes.Structure):
+    """``struct ifaddrs``; the fields after the address are not read."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not Linux.
+
+    Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
+    """
+    bare, _, zone = address.strip("[]").partition("%")
+    try:
+        wanted_address = ipaddress.ip_address(bare)
+    except ValueError:
+        return ""
+    names = [name for name, interface_address in _interface_addresses() if interface_address == wanted_address]
+    return zone if zone in names else next(iter(names), "")
+
+
+def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
+    """Return (interface, address) of every address of this machine."""
+    if sys.platform != "linux":
+        return []
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.freeifaddrs.argtypes = [ctypes.POINTER(_Entry)]
+    first = ctypes.POINTER(_Entry)()
+    if libc.getifaddrs(ctypes.byref(first)):
+        return []
+    addresses: list[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]] = []
+    try:
+        entry = first
+        while entry:
+            row = entry.contents
+            if row.address:  # an interface may have none
+                family = ctypes.c_ushort.from_address(row.address).value
+                if family in _ADDRESS_AT:
+                    offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
+                    addresses.append((row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length))))
+            entry = row.next
+    finally:
+        libc.freeifaddrs(first)
+    return addresses

@@ -48,14 +48,14 @@ def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePl
 
 def _agreed(names: Sequence[str], given: Mapping[str, str], cure: str, *, least: int) -> tuple[int, str]:
     """Return the number that all of these variables have, and the name of the first one. Raises SettingsError."""
-    found = {name: _number(name, given[name], least) for name in names if given.get(name, "")}
-    if not found:
+    numbers = {name: _number(name, given[name], least) for name in names if given.get(name, "")}
+    if not numbers:
         raise SettingsError(f"several nodes: want {cure}, or one of {', '.join(names)} in the environment, got none of them")
-    first = next(iter(found))
-    for name, number in found.items():
-        if number != found[first]:
-            raise SettingsError(f"{first}, {name}: want equal numbers, got {found[first]} and {number}; cure: {cure}")
-    return found[first], first
+    first = next(iter(numbers))
+    for name, number in numbers.items():
+        if number != numbers[first]:
+            raise SettingsError(f"{first}, {name}: want equal numbers, got {numbers[first]} and {number}; cure: {cure}")
+    return numbers[first], first
 
 
 def _number(name: str, text: str, least: int) -> int:
@@ -66,6 +66,6 @@ def _number(name: str, text: str, least: int) -> int:
 
 def _refuse_several(given: Mapping[str, str]) -> None:
     """Raise SettingsError where a launcher starts several processes on a node: an agent starts its ranks itself."""
-    for name, most, cure in PER_NODE:
-        if given.get(name, "") and _number(name, given[name], 0) > most:
+    for name, largest, cure in PER_NODE:
+        if given.get(name, "") and _number(name, given[name], 0) > largest:
             raise SettingsError(f"{name}: want one agent on each node, got {name}={given[name]}; cure: {cure}")

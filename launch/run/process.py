@@ -50,6 +50,25 @@ def run(
         return runner.run(_supervised(observed, drain_s, same_signal_s))
 
 
+def run_refusing(
+    main: Callable[[asyncio.Event], Coroutine[object, None, None]], *, drain_s: float, refusals: tuple[type[Exception], ...] = (ValueError,)
+) -> int:
+    """Run as ``run``; an error of ``refusals`` is wrong use of the command: it is raised here, and is no crash in the log."""
+    refused: list[Exception] = []
+
+    async def recorded(draining: asyncio.Event) -> None:
+        """Run ``main``, and record its refusal."""
+        try:
+            await main(draining)
+        except refusals as error:
+            refused.append(error)
+
+    code = run(recorded, drain_s=drain_s)
+    if refused:
+        raise refused[0]
+    return code
+
+
 async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
     numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup

@@ -1,15 +1,25 @@
-"""Results of a run: summary.json from its accounting, metrics.jsonl from its outcomes, and a check of its promises."""
+"""The end of a run: summary.json from its accounting, metrics.jsonl from its outcomes, its curves, and a check of its promises.
+
+While the accounting is made, a line on the terminal every few seconds, and a live row, show its progress.
+"""
 
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+import os
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import Done, VersionRow
+from tidemill.bus.wire.messages import Done, LiveRow, VersionRow
 from tidemill.launch.run.audit import RunAccounting, mean
+from tidemill.launch.settings import extras
 
 LAST_STEPS = 10
 """Number of steps over which the last reward is averaged: a peak proves nothing."""
@@ -17,6 +27,28 @@ REWARD = "data/reward_mean"
 SKIPPED = "train/skipped_minibatches"
 MOST_COUNT = 1e12
 """Largest counter of a live row that is used: without users of the bus any client may write such a row."""
+REPORTED = (
+    "steps",
+    "reward_first",
+    "reward_last",
+    "seconds",
+    "samples_published",
+    "samples_trained",
+    "samples_lost",
+    "samples_trained_twice",
+    "samples_dropped",
+    "tasks_given_up",
+    "requests_aborted_by_pushes",
+    "multi_version_samples",
+    "max_lag_trained",
+    "pushes",
+    "restarts",
+)
+"""Fields of the summary that are printed at the end."""
+ROLE = "up"
+"""Role and name of the live row."""
+REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0
+"""Shortest intervals in seconds of lines on the terminal, and of updates of the live row."""
 
 
 def count_in(load: Mapping[str, float], name: str) -> float:
@@ -143,3 +175,58 @@ def seconds_of_steps(file: Path) -> dict[int, float]:
 def write_lines(file: Path, lines: Sequence[Mapping[str, object]]) -> None:
     """Write JSON lines atomically."""
     write_whole(file, "".join(json.dumps(line) + "\n" for line in lines))
+
+
+def as_text(value: object) -> str:
+    """Return a value of the summary for the terminal."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def draw_curves(lines: list[dict[str, object]], evaluations: list[dict[str, object]], file: Path, title: str) -> str:
+    """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
+    from tidemill.launch.run.curves import draw
+
+    try:
+        extras.require("plots")
+    except extras.PackagesMissing as missing:
+        return f"not drawn ({missing})"
+    try:
+        draw(lines, file, title=title, evaluations=evaluations)
+    except OSError as error:
+        file.unlink(missing_ok=True)
+        return f"not drawn ({error.strerror})"
+    return str(file)
+
+
+def seconds_to_reward(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:
+    """Return the seconds at which the mean reward of ``over`` steps first reached ``reward``; None if it did not."""
+    values = [float(line.get(REWARD, 0.0)) for line in lines]  # type: ignore[arg-type]
+    for end in range(over, len(values) + 1):
+        if sum(values[end - over : end]) / over >= reward:
+            return float(lines[end - 1]["seconds"])  # type: ignore[arg-type]
+    return None
+
+
+@asynccontextmanager
+async def audit_shown(
+    bus: Bus, report: Callable[[str], None], *, report_every_s: float = REPORT_EVERY_S, show_every_s: float = SHOW_EVERY_S
+) -> AsyncIterator[Callable[[int, int], None]]:
+    """Yield the function to which the audit reports its progress: messages read, and their total number."""
+    row = LiveRow(role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans")
+    reported_s = shown_s = time.monotonic()
+
+    def progress(done: int, total: int) -> None:
+        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its interval."""
+        nonlocal reported_s, shown_s
+        now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
+        if now - shown_s >= show_every_s:
+            shown_s = now
+            heartbeat.update(waits_for=text)
+        if now - reported_s >= report_every_s:
+            reported_s = now
+            report(f"auditing: {text}")
+
+    async with HeartbeatPublisher(bus, row) as heartbeat:
+        yield progress

@@ -50,8 +50,8 @@ class GaveUp(RuntimeError):
         if self.code == exit_codes.CONFIG:  # a command that failed before it began has written the whole message, behind its name
             return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
-        ended = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
-        return f"{ended}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"
+        end = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
+        return f"{end}{': ' + self.reason if self.reason else ''}; its last lines:\n{self.last_lines}"
 
 
 class Supervisor:
@@ -116,8 +116,8 @@ class Supervisor:
     @property
     def given_up(self) -> dict[str, GaveUp]:
         """Processes that are not started again, with the error of each."""
-        ended = {name: keeper for name, keeper in self._keepers.items() if keeper.done() and not keeper.cancelled()}
-        return {name: error for name, keeper in ended.items() if isinstance(error := keeper.exception(), GaveUp)}
+        done = {name: keeper for name, keeper in self._keepers.items() if keeper.done() and not keeper.cancelled()}
+        return {name: error for name, keeper in done.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
         """Drain processes, all at once; kill those that do not end in time. Returns their exit codes; they are no longer kept."""

@@ -49,7 +49,7 @@ def placed(config: RunConfig, ports: ExitStack) -> RunConfig:
 
     A port of an earlier start is used again if it is free.
     """
-    teachers = {one.name: _entry(one, ports) for one in parse_teachers(config.actor.teachers)}
+    teachers = {teacher.name: _entry(teacher, ports) for teacher in parse_teachers(config.actor.teachers)}
     return dataclasses.replace(config, actor=dataclasses.replace(config.actor, teachers=teachers))
 
 
@@ -74,10 +74,10 @@ def _kept_port(before: Sequence[str]) -> KeptPort:
 
 def commands(config: RunConfig) -> dict[str, list[str]]:
     """Return the arguments behind ``python -m tidemill`` of every teacher with a model, by the name of its process."""
-    found = {}
-    for one in parse_teachers(config.actor.teachers):
-        if one.model and one.urls:
-            port = urlsplit(one.urls[0]).port
+    arguments = {}
+    for teacher in parse_teachers(config.actor.teachers):
+        if teacher.model and teacher.urls:
+            port = urlsplit(teacher.urls[0]).port
             words = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--threads", str(config.engine.threads)]
-            found[f"teacher-{one.name}"] = ["teacher", one.model, *words]
-    return found
+            arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
+    return arguments

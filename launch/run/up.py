@@ -9,24 +9,20 @@ learner, engines, bus. A run that is drained behind a step has the same files; `
 
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import math
 import os
-import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
-from typing import IO
 
 from rich.console import Console
 
 from tidemill.bus import exit_codes
-from tidemill.bus.errors import BusError, ServerFailed
-from tidemill.bus.server.nats_server import end_reader
+from tidemill.bus.errors import BusError
 from tidemill.bus.server.store_disk import lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
@@ -37,13 +33,14 @@ from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.prepared import made_before
 from tidemill.launch.checks.run import Purpose, check
-from tidemill.launch.run import audit_progress, desired, evaluated, learner_roles, process, roles, summary, teacher, view
+from tidemill.launch.run import access, desired, feeder_process, process, scores, summary, teacher, view
 from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.directory import CannotBegin, directory_of_one
 from tidemill.launch.run.engine_devices import EngineDevices
 from tidemill.launch.run.host import Host
 from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.run.watch import RunWatch
-from tidemill.launch.settings import extras, yaml_file
+from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
@@ -51,42 +48,18 @@ from tidemill.learner.feed.restart import CHECKPOINT_KEY
 log = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
-LOCK_FILE = ".lock"
-"""File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
 WRONG_USE = 2
 """Exit code of CannotBegin."""
 CANCELLED_S = 5.0
 """Seconds that processes have to end after a second signal."""
 BUS_START_S = 60.0
 """Seconds for the run's bus to answer."""
-REPORTED = (
-    "steps",
-    "reward_first",
-    "reward_last",
-    "seconds",
-    "samples_published",
-    "samples_trained",
-    "samples_lost",
-    "samples_trained_twice",
-    "samples_dropped",
-    "tasks_given_up",
-    "requests_aborted_by_pushes",
-    "multi_version_samples",
-    "max_lag_trained",
-    "pushes",
-    "restarts",
-)
-"""Fields of the summary that are printed at the end."""
 HOST = "up"
 """Name of this process among the hosts of the run."""
 DRAINED = "drained"
 """Reason of the end in the summary of a run that goes on with ``--resume``."""
 BROKEN_PROMISE = 3
 """Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``."""
-
-
-class CannotBegin(ValueError):
-    """The run's directory, or the state of its bus, does not fit the command."""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0) -> int:
@@ -109,60 +82,6 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
     if run.failure:
         console.print(run.failure, style="red", markup=False)
     return code or run.code
-
-
-@contextlib.contextmanager
-def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
-    """Lock the run's directory while entered. Raises CannotBegin with the cure; a running run is never changed."""
-    there = (root / CONFIG_FILE).exists()
-    ours = there or (root / LOCK_FILE).exists()
-    if resume and not there:
-        raise CannotBegin(f"--resume: want a run in {root}, there is none")
-    if fresh and not ours and root.exists() and any(root.iterdir()):
-        raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
-    root.mkdir(parents=True, exist_ok=True)
-    with (root / LOCK_FILE).open("a+") as lock:
-        _lock(lock, root)
-        if there and not resume and not fresh:
-            raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
-        _end_look(root)
-        if fresh:
-            _clear(root)
-        yield
-
-
-def _lock(lock: IO[str], root: Path) -> None:
-    """Take the lock, or raise CannotBegin. The kernel releases it when this process ends, however it ends; children do not inherit it."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        holder = lock.read().strip()
-        raise CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; end it first, or set another directory") from None
-    lock.truncate(0)
-    lock.write(f"{os.getpid()}\n")
-    lock.flush()
-
-
-def _end_look(root: Path) -> None:
-    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises CannotBegin."""
-    try:
-        for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
-            end_reader(directory)
-    except ServerFailed as error:
-        raise CannotBegin(str(error)) from None
-
-
-def _clear(root: Path) -> None:
-    """Remove everything but the lock; the configuration goes last, because it marks the directory as a run's."""
-    found = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
-    for path in found:
-        if path.name == LOCK_FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
 
 
 def log_to_file(file: Path) -> None:
@@ -211,7 +130,7 @@ class Up:
             await self._prepare()
             await self._check_prepared()
             url = await self._start_bus()
-            address = roles.own_address(self._config, url)
+            address = access.own_address(self._config, url)
             async with connect(address, self._config.run, self._config.bus, name="up", wait_s=BUS_START_S) as bus:
                 await bus.create_layout()
                 await self._refuse_another_run(bus, url)
@@ -273,7 +192,7 @@ class Up:
             return self._config.bus.url
         if lack := self._room():
             raise CheckFailed([f"the bus is not started: {lack}"])
-        address = self._root / roles.BUS_URL_FILE
+        address = self._root / access.BUS_URL_FILE
         address.unlink(missing_ok=True)  # of an earlier start that was killed
         keeper = self._supervisor.keep("bus", self._arguments("bus"))
         deadline = time.monotonic() + BUS_START_S
@@ -292,7 +211,7 @@ class Up:
     async def _train(self, bus: Bus, url: str, draining: asyncio.Event) -> None:
         metrics = self._root / METRICS_FILE
         earlier = summary.seconds_of_steps(metrics)
-        for file in (metrics, self._root / evaluated.EVALUATIONS_FILE):
+        for file in (metrics, self._root / scores.EVALUATIONS_FILE):
             file.unlink(missing_ok=True)  # the watch writes them again, from the records of PLAN
         self._watch = RunWatch(
             bus,
@@ -320,18 +239,18 @@ class Up:
             enough = asyncio.Event()
             hosting = asyncio.create_task(self._host.run(enough, drain=False), name="host")
             try:
-                ended = await self._until({learner, hosting}, draining)
+                is_over = await self._until({learner, hosting}, draining)
             finally:
                 enough.set()
                 await asyncio.gather(hosting, return_exceptions=True)
-            if ended and not await self._trained_to_the_end(bus):
+            if is_over and not await self._trained_to_the_end(bus):
                 self.event("the learner was drained by a signal of another program, so the run is drained")
             await self._drain()
         finished = not self.code and await self._trained_to_the_end(bus)
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
-            self._print(f"{'the learner' if ended else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
+            self._print(f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
 
     @property
     def _cure(self) -> str:
@@ -354,7 +273,7 @@ class Up:
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         if self._config.debug.trains_only:  # it makes no checkpoint
-            return any([isinstance(one, Done) and one.step >= self._config.learner.steps async for _, one in bus.plans.scan()])
+            return any([isinstance(record, Done) and record.step >= self._config.learner.steps async for _, record in bus.plans.scan()])
         rows = bus.rows("run")
         checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -366,8 +285,8 @@ class Up:
     async def _want(self, bus: Bus) -> None:
         """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
         alone = self._config.debug.trains_only
-        wanted = self._config.up
-        counts = {"engine": wanted.engines, "actor": wanted.actors, "scorer": wanted.scorers}
+        numbers = self._config.up
+        counts = {"engine": numbers.engines, "actor": numbers.actors, "scorer": numbers.scorers}
         counts = dict.fromkeys(counts, 0) if alone else counts
         now = await desired.begin(bus, counts, keep=self._resume)
         if now != counts:
@@ -405,20 +324,20 @@ class Up:
         versions = [
             VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
         ]
-        vocab_size, _ = learner_roles.model_shape(Path(self._config.model.path))
+        vocab_size, _ = feeder_process.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
-        async with audit_progress.shown(bus, self._print) as progress:
+        async with summary.audit_shown(bus, self._print) as progress:
             accounting, outcomes = await audit(bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
         reached = self._watch.reached_s
         lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
         summary.write_lines(self._root / METRICS_FILE, lines)
-        evaluations = evaluated.lines_of(await evaluated.read(bus, after_epoch=self._after_epoch))
+        evaluations = scores.lines_of(await scores.read(bus, after_epoch=self._after_epoch))
         if evaluations:
-            summary.write_lines(self._root / evaluated.EVALUATIONS_FILE, evaluations)
+            summary.write_lines(self._root / scores.EVALUATIONS_FILE, evaluations)
         observed = summary.Observed(
             run=self._config.run,
             seconds=seconds,
-            seconds_to_reward=_seconds_to(lines, 0.9),
+            seconds_to_reward=summary.seconds_to_reward(lines, 0.9),
             max_lag=self._config.learner.steps if self._config.debug.rollout_only else self._config.staleness.max_lag,
             loads=self._watch.loads,
             troubles=self._watch.troubles,
@@ -437,16 +356,16 @@ class Up:
         }
         write_whole(self._root / "summary.json", json.dumps(result, indent=2) + "\n")
         title = f"{self._config.run}: {len(lines)} steps, {seconds:.0f} s"
-        picture = await asyncio.to_thread(_draw, lines, evaluations, self._root / "curves.png", title)
+        picture = await asyncio.to_thread(summary.draw_curves, lines, evaluations, self._root / "curves.png", title)
         self._report(result, broken, picture, finished=finished)
         if best is not None:
-            self._print(f"  best checkpoint {evaluated.best_in_words(best)}")
+            self._print(f"  best checkpoint {scores.best_in_words(best)}")
 
     def _report(self, result: dict[str, object], broken: list[str], picture: str, *, finished: bool) -> None:
         if self._ended_by:
             self._print(f"  ended after step {result['steps']}: {self._ended_by}")
-        self._print("\n".join(f"  {name:<26} {_short(result[name])}" for name in REPORTED))
-        for words in evaluated.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
+        self._print("\n".join(f"  {name:<26} {summary.as_text(result[name])}" for name in summary.REPORTED))
+        for words in scores.newest_in_words(self._watch.evaluated.values()) if self._watch is not None else ():
             self._print(f"  evaluation {words}")
         for name, trouble in self._watch.troubles.items() if self._watch is not None else ():
             self._print(f"  {name}: {trouble}")
@@ -455,34 +374,3 @@ class Up:
         self._print(f"  {model}, picture {picture}, accounting {self._root}/summary.json")
         if broken:
             self.code, self.failure = BROKEN_PROMISE, "promises broken:\n" + "\n".join(f"  {text}" for text in broken)
-
-
-def _short(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name}: {count}" for name, count in value.items()) or "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _draw(lines: list[dict[str, object]], evaluations: list[dict[str, object]], file: Path, title: str) -> str:
-    """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
-    from tidemill.launch.run.curves import draw
-
-    try:
-        extras.require("plots")
-    except extras.PackagesMissing as missing:
-        return f"not drawn ({missing})"
-    try:
-        draw(lines, file, title=title, evaluations=evaluations)
-    except OSError as error:
-        file.unlink(missing_ok=True)
-        return f"not drawn ({error.strerror})"
-    return str(file)
-
-
-def _seconds_to(lines: list[dict[str, object]], reward: float, *, over: int = 5) -> float | None:
-    """Return the seconds at which the mean reward of ``over`` steps first reached ``reward``; None if it did not."""
-    values = [float(line.get(summary.REWARD, 0.0)) for line in lines]  # type: ignore[arg-type]
-    for end in range(over, len(values) + 1):
-        if sum(values[end - over : end]) / over >= reward:
-            return float(lines[end - 1]["seconds"])  # type: ignore[arg-type]
-    return None

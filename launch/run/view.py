@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.bus.wire.messages import LiveRow, Sample
-from tidemill.launch.run.evaluated import in_words, lines_of, newest_in_words
+from tidemill.launch.run.scores import in_words, lines_of, newest_in_words
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
@@ -129,12 +129,12 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
 
 
 def _progress(watch: RunWatch) -> Table:
-    left = watch.left_s()
+    left_s = watch.left_s()
     row = Table.grid(expand=True, padding=(0, 1))
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (f", {timedelta(seconds=int(left))} left" if left is not None else "")
+    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (f", {timedelta(seconds=int(left_s))} left" if left_s is not None else "")
     row.add_row(
         Text(f"step {watch.step}/{watch.steps}", style="bold"),
         ProgressBar(total=watch.steps, completed=watch.step),
@@ -144,11 +144,11 @@ def _progress(watch: RunWatch) -> Table:
 
 
 def _middle(watch: RunWatch, inner: int, plot_height: int) -> Table:
-    both = Table.grid(padding=0)
-    both.add_column(width=inner - NUMBERS_WIDTH, no_wrap=True, overflow="crop")
-    both.add_column(width=NUMBERS_WIDTH)
-    both.add_row(_reward(watch, max(10, inner - NUMBERS_WIDTH - AXIS_WIDTH - 3), plot_height), _numbers(watch))
-    return both
+    columns = Table.grid(padding=0)
+    columns.add_column(width=inner - NUMBERS_WIDTH, no_wrap=True, overflow="crop")
+    columns.add_column(width=NUMBERS_WIDTH)
+    columns.add_row(_reward(watch, max(10, inner - NUMBERS_WIDTH - AXIS_WIDTH - 3), plot_height), _numbers(watch))
+    return columns
 
 
 def _reward(watch: RunWatch, width: int, height: int) -> Text:
@@ -255,8 +255,8 @@ def _processes(watch: RunWatch, lines: int) -> Table:
         table.add_row(Text(f"{row.role} {row.id}"), Text(phase, style=style), version, waits_for)
     if len(shown) < len(watch.rows):
         names = {id(row) for row, _ in shown}
-        more = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
-        table.add_row(Text("and more", style="dim"), "", "", Text(", ".join(f"{n} {what}" for what, n in more.items()), style="dim"))
+        unlisted = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
+        table.add_row(Text("and more", style="dim"), "", "", Text(", ".join(f"{n} {what}" for what, n in unlisted.items()), style="dim"))
     return table
 
 

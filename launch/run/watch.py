@@ -6,6 +6,7 @@ are events.
 """
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -19,8 +20,7 @@ from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Done, Evaluated, LiveRow, Sample
-from tidemill.launch.run import evaluated
-from tidemill.launch.run.growing_file import GrowingFile
+from tidemill.launch.run import scores
 from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,51 @@ UNANSWERED_S = 3.0
 """Seconds without an answer of the bus after which it counts as silent."""
 SILENT_S = 4.0
 """Seconds without a change of its live row after which a process counts as silent."""
+SERVER_RESTARTS = "server_restarts"
+"""Counter in the live row of a bus: restarts of nats-server by its keeper; the row's trouble is the last one."""
 NUM_EVENTS = 20
 """Number of events kept for the view."""
 RECENT_STEPS = 20
 """Number of steps over which rates and the time left are computed."""
+
+
+class RunLines:
+    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written again, in order."""
+
+    def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
+        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it has some again."""
+        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
+        self._files, self._on_event = [GrowingFile(file) for file in files], on_event
+        self._unwritten = ""
+        """Reason why lines wait to be written; empty while none do."""
+
+    def add_step(self, line: Mapping[str, object]) -> None:
+        """Add a line of metrics."""
+        self._add(0, line)
+
+    def add_scores(self, line: Mapping[str, object]) -> None:
+        """Add a line of evaluations."""
+        self._add(1, line)
+
+    def _add(self, file: int, line: Mapping[str, object]) -> None:
+        if self._files:
+            self._files[file].append(line)
+            self.write()
+
+    def write(self) -> None:
+        """Write the lines that wait. A disk without room is an event, and so is the first line written after that."""
+        late = sum(file.num_waiting for file in self._files)
+        try:
+            for file in self._files:
+                file.write()
+        except OSError as error:
+            if not self._unwritten:
+                self._unwritten = f"{self._files[0].file}: cannot be written: {error.strerror}"
+                self._on_event(f"{self._unwritten}; its lines wait in memory until they can be")
+        else:
+            if self._unwritten:
+                self._on_event(f"{self._files[0].file}: written again, with {late} lines that waited")
+            self._unwritten = ""
 
 
 class RunWatch:
@@ -56,11 +97,7 @@ class RunWatch:
         """
         self._room, self._after_epoch = room, after_epoch
         self._bus, self.steps = bus, steps
-        files = () if metrics_file is None else (metrics_file, metrics_file.with_name(evaluated.EVALUATIONS_FILE))
-        self._files = [GrowingFile(file) for file in files]
-        """Files of metrics and of evaluations."""
-        self._unwritten = ""
-        """Reason why lines wait to be written; empty while none do."""
+        self._lines = RunLines(metrics_file, self.event)
         self._answered_s = self._steady_s = time.monotonic()
         """Times of the bus's last answer, and since which it has answered without a gap."""
         self._resumed_at = max(earlier or {}, default=0)
@@ -94,6 +131,8 @@ class RunWatch:
         self.ending = False
         """Set when the processes are drained on purpose, so that their drains are no events."""
         self._refused: set[str] = set()
+        self._restarts: dict[str, float] = {}
+        """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
         """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does not change."""
         self._named: dict[str, str] = {}
@@ -125,19 +164,19 @@ class RunWatch:
     @property
     def rate_trained(self) -> float:
         """Trainable tokens per second of the clock, over the last steps: to be compared with ``rate_generated``."""
-        seen = self._recent()
-        if len(seen) < 2:
+        recent = self._recent()
+        if len(recent) < 2:
             return 0.0
-        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in seen[1:] if step in self.outcomes)
-        passed_s = max(seen[-1][1], self.elapsed_s) - seen[0][1]
+        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes)
+        passed_s = max(recent[-1][1], self.elapsed_s) - recent[0][1]
         return tokens / passed_s if passed_s > 0 else 0.0
 
     def left_s(self) -> float | None:
         """Return the seconds left at the pace of the last steps; None while it is unknown."""
-        seen = self._recent()
-        if len(seen) < 3:
+        recent = self._recent()
+        if len(recent) < 3:
             return None
-        pace_s = (seen[-1][1] - seen[0][1]) / (seen[-1][0] - seen[0][0])
+        pace_s = (recent[-1][1] - recent[0][1]) / (recent[-1][0] - recent[0][0])
         return pace_s * (self.steps - self.step)
 
     def event(self, text: str) -> None:
@@ -159,7 +198,7 @@ class RunWatch:
                 self.outcomes[record.step] = record
                 self.reached_s.setdefault(record.step, self.elapsed_s)
                 seconds = round(self.reached_s[record.step], 3)
-                self._note(0, {"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
+                self._lines.add_step({"step": record.step, "epoch": record.epoch, "seconds": seconds, **record.metrics})
             elif isinstance(record, Evaluated) and record.epoch > self._after_epoch:
                 self._note_scores(record)
 
@@ -168,28 +207,7 @@ class RunWatch:
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:
-            self._note(1, evaluated.line_of(record))
-
-    def _note(self, file: int, line: Mapping[str, object]) -> None:
-        """Append a line to metrics.jsonl, or to the file beside it, at once; at the end the files are written again, in order."""
-        if self._files:
-            self._files[file].append(line)
-            self._write_lines()
-
-    def _write_lines(self) -> None:
-        """Write the lines that wait. A disk without room is an event, and so is the first line written after that."""
-        late = sum(file.num_waiting for file in self._files)
-        try:
-            for file in self._files:
-                file.write()
-        except OSError as error:
-            if not self._unwritten:
-                self._unwritten = f"{self._files[0].file}: cannot be written: {error.strerror}"
-                self.event(f"{self._unwritten}; its lines wait in memory until they can be")
-        else:
-            if self._unwritten:
-                self.event(f"{self._files[0].file}: written again, with {late} lines that waited")
-            self._unwritten = ""
+            self._lines.add_scores(scores.line_of(record))
 
     async def _await_answers(self) -> None:
         """Background loop: the beginning and the end of a time in which the bus does not answer are events."""
@@ -206,7 +224,7 @@ class RunWatch:
     async def _look_around(self) -> None:
         view = LiveView(self._bus)
         while True:
-            self._write_lines()
+            self._lines.write()
             try:
                 rows, now = await view.refresh(), time.monotonic()
                 if now - self._answered_s > UNANSWERED_S:
@@ -247,10 +265,12 @@ class RunWatch:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
-        """Record a trouble: the first of a process is an event, the newest goes to the summary."""
+        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the summary."""
+        restarts = count_in(row.load, SERVER_RESTARTS)
+        again, self._restarts[row.id] = restarts > self._restarts.get(row.id, 0), restarts
         if not row.trouble:
             return
-        if row.id not in self.troubles:
+        if row.id not in self.troubles or again:
             self.event(f"{row.id}: {row.trouble}")
         self.troubles[row.id] = row.trouble
 
@@ -265,7 +285,7 @@ class RunWatch:
         elif row.phase == "draining" and age <= SILENT_S and not self.ending:
             state = "drains"
         if state and state != self._named.get(name):
-            self.event(f"{name} {state}")
+            self.event(f"{name} {state}{_cause_of_drain(row)}")
         self._named[name] = state
 
     def _note_refused(self) -> None:
@@ -298,6 +318,10 @@ class RunWatch:
         }
 
 
+def _cause_of_drain(row: LiveRow) -> str:
+    return f": waits for {row.waits_for}" if row.phase == "draining" and row.waits_for else ""
+
+
 def _ended_here(row: LiveRow) -> bool:
     """Return whether the process of a row was one of this machine and has ended: its supervisor reports that."""
     if row.host != socket.gethostname():
@@ -309,3 +333,42 @@ def _ended_here(row: LiveRow) -> bool:
     except PermissionError:
         pass
     return False
+
+
+class GrowingFile:
+    """JSON lines that are appended whole, in order, or not yet."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._waiting: list[bytes] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of lines that are not written yet."""
+        return len(self._waiting)
+
+    def append(self, line: Mapping[str, object]) -> None:
+        """Add a line, which ``write`` writes."""
+        self._waiting.append(json.dumps(line).encode() + b"\n")
+
+    def write(self) -> None:
+        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it was."""
+        if not self._waiting:
+            return
+        descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        try:
+            before = os.fstat(descriptor).st_size
+            try:
+                _write_all(descriptor, b"".join(self._waiting))
+            except OSError:
+                os.ftruncate(descriptor, before)
+                raise
+        finally:
+            os.close(descriptor)
+        self._waiting.clear()
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    unwritten = memoryview(data)
+    while unwritten:
+        unwritten = unwritten[os.write(descriptor, unwritten) :]

@@ -4,10 +4,9 @@ from rich.text import Text
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Sample
-from tidemill.launch.samples.episode import conversation
 from tidemill.launch.samples.filters import Headline, prompt_text
 from tidemill.launch.samples.search import Found, clock
-from tidemill.launch.samples.text import plain, shortened
+from tidemill.launch.samples.text import conversation, plain, shortened
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 """Lines and characters of a text that is shortened."""
@@ -16,11 +15,11 @@ _GOOD = 0.99
 """Lowest reward shown in green."""
 
 
-def block(found: Found, *, full: bool = False) -> Text:
+def block(match: Found, *, full: bool = False) -> Text:
     """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and an episode has its
     messages in the place of both.
     """
-    line, sample = found.line, found.sample
+    line, sample = match.line, match.sample
     if sample is None or isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)

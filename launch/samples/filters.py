@@ -1,5 +1,6 @@
 """Filters of samples: conditions on header fields, on payload fields, and on the text. Knows no bus."""
 
+import argparse
 import math
 import re
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from tidemill.bus.wire.messages import Sample
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
+_TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
 _LARGEST = 3.4e38
 """Largest absolute reward: that of float32."""
 _BETWEEN = re.compile(rf"({_NUMBER})?\.\.({_NUMBER})?")
@@ -139,7 +141,7 @@ class Filter:
 
     def of(self, line: Headline) -> bool | None:
         """Return whether the metadata fits; None if fields are missing for it. The text is not matched here."""
-        found: list[bool | None] = [
+        fits: list[bool | None] = [
             _fits(self.reward, line.reward),
             _fits(self.tokens, line.tokens),
             True if self.lag is None else line.lag is not None and line.lag in self.lag,
@@ -150,7 +152,7 @@ class Filter:
             True if self.actor is None else subjects.token(self.actor) == line.actor,
             _same(self.engine, line.engine),
         ]
-        return False if False in found else None if None in found else True
+        return False if False in fits else None if None in fits else True
 
     def matches_text(self, sample: Sample) -> bool:
         """Return whether the text fits."""
@@ -161,8 +163,8 @@ def _fits(range: Range | None, number: float | None) -> bool | None:
     return True if range is None else None if number is None else number in range
 
 
-def _among(wanted: tuple[str, ...], word: str | None) -> bool | None:
-    return True if not wanted else None if word is None else word in wanted
+def _among(words: tuple[str, ...], word: str | None) -> bool | None:
+    return True if not words else None if word is None else word in words
 
 
 def _same(wanted: object, found: object) -> bool | None:
@@ -174,3 +176,45 @@ def prompt_text(sample: Sample) -> str:
     if isinstance(sample.prompt, str):
         return sample.prompt
     return "\n".join(f"{message.get('role', '?')}: {message.get('content', '')}" for message in sample.prompt)
+
+
+def filter_of(args: argparse.Namespace) -> Filter:
+    """Return the filter of the arguments. Raises ValueError naming the argument."""
+    task, index = task_of("--task", args.task) if args.task else (None, None)
+    return Filter(
+        reward=_range("--reward", args.reward),
+        lag=_range("--lag", args.lag),
+        tokens=_range("--tokens", args.tokens),
+        status=tuple(args.status),
+        kind=args.kind,
+        task=task,
+        index=index,
+        actor=args.actor,
+        engine=args.engine,
+        text=_pattern("--text", args.text),
+    )
+
+
+def task_of(where: str, text: str) -> tuple[int, int | None]:
+    """Return (task, index) of ``57`` or ``57.3``; index None without one. Raises ValueError naming ``where``."""
+    match = _TASK.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{where}: want TASK or TASK.INDEX, got {text!r}")
+    return int(match[1]), None if match[2] is None else int(match[2])
+
+
+def positive(where: str, number: int | None) -> None:
+    """Raise ValueError naming ``where`` for a number below 0; None is accepted."""
+    if number is not None and number < 0:
+        raise ValueError(f"{where}: want >= 0, got {number}")
+
+
+def _range(where: str, text: str) -> Range | None:
+    return Range.parse(where, text) if text else None
+
+
+def _pattern(where: str, text: str) -> re.Pattern[str] | None:
+    try:
+        return re.compile(text) if text else None
+    except re.error as error:
+        raise ValueError(f"{where}: want a regular expression, got {text!r}: {error}") from None

@@ -54,19 +54,19 @@ class Rows:
         """Add a line from outside. Raises PromptError."""
         if unknown := sorted(set(values) - {*_OF_ROW, *KNOWN}):
             raise PromptError(where, f"only {', '.join((*_OF_ROW, *KNOWN))} in a line", unknown[0])
-        found = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
-        own = {name: values[name] for name in KNOWN if name in values}
-        if sum(map(bool, (own and "response" not in values, "response" in values, "responses" in values))) != 1:
+        new_row = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
+        recorded = {name: values[name] for name in KNOWN if name in values}
+        if sum(map(bool, (recorded and "response" not in values, "response" in values, "responses" in values))) != 1:
             raise PromptError(where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values)))
         if "response" in values:
-            own = {"text": values["response"], **own}
-        responses = listed(values.get("responses", [own]))
+            recorded = {"text": values["response"], **recorded}
+        responses = listed(values.get("responses", [recorded]))
         responses_in({"responses": responses}, "responses", where=where)
         key = (file, json.dumps(values["group"], sort_keys=True, default=str)) if values.get("group") is not None else (file, number)
-        new = {"prompt": found.prompt, "label": found.label, "metadata": values.get("metadata") or {}, "responses": []}
+        new = {"prompt": new_row.prompt, "label": new_row.label, "metadata": values.get("metadata") or {}, "responses": []}
         row = self.groups.setdefault(key, new)
-        if row["prompt"] != found.prompt:
-            raise PromptError(where, f"the prompt of its group, {row['prompt']!r:.80}", f"{found.prompt!r:.80}")
+        if row["prompt"] != new_row.prompt:
+            raise PromptError(where, f"the prompt of its group, {row['prompt']!r:.80}", f"{new_row.prompt!r:.80}")
         row["responses"] += responses
 
 
@@ -75,7 +75,7 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
     if out.suffix != ".jsonl":
         raise ValueError(f"--out: want a file that ends in .jsonl, got {out}")
     rows = Rows()
-    for path in _files([Path(one) for one in paths]):
+    for path in _files([Path(argument) for argument in paths]):
         if path.suffix == SUFFIX:
             _read_recording(path, rows)
         else:
@@ -84,12 +84,13 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
         raise ValueError(f"want at least one response to train, got none{_counts(rows.left_out)}")
     write_whole(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows.groups.values()))
     sizes = [len(row["responses"]) for row in rows.groups.values()]
-    known = sum(all("log_probs" in one for one in row["responses"] if isinstance(one, dict)) for row in rows.groups.values())
+    num_with_log_probs = sum(
+        all("log_probs" in response for response in row["responses"] if isinstance(response, dict)) for row in rows.groups.values()
+    )
     words = [f"{out}: {len(sizes)} rows, {sum(sizes)} responses{_counts(rows.left_out)}"]
-    if known < len(sizes):
-        words.append(
-            f"{len(sizes) - known} rows have responses without log_probs: only cross-entropy trains them (correction: sft, sft_coef)"
-        )
+    if num_with_log_probs < len(sizes):
+        cure = "only cross-entropy trains them (correction: sft, sft_coef)"
+        words.append(f"{len(sizes) - num_with_log_probs} rows have responses without log_probs: {cure}")
     if single := sizes.count(1):
         words.append(f"{single} rows have one response: an estimator that compares the samples of a group gives them no advantage")
     return words
@@ -97,10 +98,10 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
 
 def _files(paths: list[Path]) -> Iterator[Path]:
     for path in paths:
-        found = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        if not found:
+        files = sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        if not files:
             raise ValueError(f"{path}: want recordings (*{SUFFIX}) in it, got none")
-        yield from found
+        yield from files
 
 
 def _read_recording(path: Path, rows: Rows) -> None:
@@ -150,7 +151,7 @@ def _response(sample: Sample) -> JsonObject:
         "temperature": sample.sampling.temperature,
     }
     if not sample.demonstration:
-        response["log_probs"] = [min(0.0, float(one)) for one in sample.rollout_log_probs]
+        response["log_probs"] = [min(0.0, float(log_prob)) for log_prob in sample.rollout_log_probs]
     if not sample.loss_mask.all():
         response["loss_mask"] = sample.loss_mask.tolist()
     if sample.status is Status.TRUNCATED:

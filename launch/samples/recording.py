@@ -181,17 +181,17 @@ def repair(path: Path) -> tuple[Origin | None, int]:
         except ValueError:
             path.unlink()
             return None, 0
-        whole, seqs = file.tell(), []
+        end, seqs = file.tell(), []
         recorder = Recorder.behind(file, recording.origin)
         with contextlib.suppress(ValueError):  # the rest may be anything after a loss of power
             for stored in recording:
                 seqs.append(stored.seq)
-                recorder.has(stored, whole)
-                whole = file.tell()
+                recorder.has(stored, end)
+                end = file.tell()
         if not seqs:
             path.unlink()
             return recording.origin, 0
-        file.seek(whole)
+        file.seek(end)
         file.truncate()
         recorder.close()
         return recording.origin, seqs[-1]

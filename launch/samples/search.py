@@ -1,27 +1,37 @@
-"""Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample."""
+"""Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample.
 
+A sample's lag is that at the time when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
+step that trains it (``sample_history``); this one is known as soon as a sample is stored.
+"""
+
+import asyncio
 import re
 import time
+from bisect import bisect_right
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from tidemill.bus.client.jetstream import unix_time
 from tidemill.bus.errors import NotFound, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.history import History, StoredSample
 from tidemill.bus.streams.samples import Glimpse
+from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_sample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample
-from tidemill.launch.samples.episode import turns_in
 from tidemill.launch.samples.filters import Filter, Headline, headline, headline_of
-from tidemill.launch.samples.lags import Lags
+from tidemill.launch.samples.text import turns_in
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SEQUENCE = re.compile(r"#?(\d+)")
 _CHUNK = (256, 4096)
 """Sequences read at once in a backward search: at first, and at most."""
+
+_PAUSE_S = 0.05
+"""Seconds between two reads of the registry: samples stored meanwhile share the next one."""
 
 
 def seconds(where: str, text: str) -> float:
@@ -52,8 +62,8 @@ class Search:
         """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises ValueError."""
         if version is not None:
             return await self.history.at_version(version)
-        if found := _SEQUENCE.fullmatch(since):
-            return int(found[1])
+        if sequence := _SEQUENCE.fullmatch(since):
+            return int(sequence[1])
         if _AGO.fullmatch(since):
             return await self.history.at_time(await self.history.now_s() - seconds("--since", since))
         try:
@@ -65,12 +75,12 @@ class Search:
         """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones until cancelled."""
         if payloads and not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
-                if (found := await self._open(stored)) is not None:
-                    yield found
+                if (match := await self._open(stored)) is not None:
+                    yield match
             return
         async for glimpse in self.history.glimpses(first, last):
-            if (found := await self._look(glimpse, payloads)) is not None:
-                yield found
+            if (match := await self._look(glimpse, payloads)) is not None:
+                yield match
 
     async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[Found], int, int]:
         """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the number of sequences read.
@@ -78,19 +88,19 @@ class Search:
         At most ``limit`` sequences are read.
         """
         state = await self.history.state()
-        found: list[Found] = []
+        matches: list[Found] = []
         high, size = state.last_seq, max(_CHUNK[0], 2 * count)
         first = max(first, state.first_seq, state.last_seq - limit + 1)
-        while high >= first and len(found) < count:
+        while high >= first and len(matches) < count:
             low = max(first, high - size + 1)
             chunk = [glimpse async for glimpse in self.history.glimpses(low, high)]
             for glimpse in reversed(chunk):
-                if len(found) == count:
+                if len(matches) == count:
                     break
-                if (one := await self._look(glimpse, payloads)) is not None:
-                    found.append(one)
+                if (match := await self._look(glimpse, payloads)) is not None:
+                    matches.append(match)
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
-        return found[::-1], state.last_seq, state.last_seq - high
+        return matches[::-1], state.last_seq, state.last_seq - high
 
     async def _look(self, glimpse: Glimpse, payloads: bool) -> Found | None:
         line = headline(glimpse)
@@ -111,10 +121,10 @@ class Search:
         sample = opened(stored)
         if isinstance(sample, WireError) and self._filter != Filter():
             return None
-        found = await self.found(stored, sample)
+        match = await self.found(stored, sample)
         if isinstance(sample, WireError):
-            return found
-        return found if self._filter.of(found.line) and self._filter.matches_text(sample) else None
+            return match
+        return match if self._filter.of(match.line) and self._filter.matches_text(sample) else None
 
     async def found(self, stored: StoredSample, sample: Sample | WireError) -> Found:
         """Return a sample with its metadata and lag, whether it fits or not."""
@@ -171,3 +181,55 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         "created_s": sample.created_s,
         "metadata": sample.metadata,
     }
+
+
+class Lags:
+    """The versions of a run by the time at which each became the head, known up to the newest sample requested so far."""
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus = bus
+        self._stream = subjects.bucket_stream(bus.run, "weights")
+        self._read = 0
+        self._known_until_s = float("-inf")
+        """Time up to which all rows are read, by the server's clock."""
+        self._looked_s = float("-inf")
+        self._steps: dict[int, int] = {}
+        """Step of every version."""
+        self._published: dict[int, float] = {}
+        """Time at which the row of a published version was last written."""
+        self._times: list[float] = []
+        self._heads: list[int] = []
+        """Step of the head from the time at the same place of ``_times`` on."""
+
+    async def of(self, line: Headline) -> Headline:
+        """Return the metadata with its lag; unchanged for an empty response, and for versions that the registry does not have."""
+        if line.versions is None or line.versions[0] < 0:
+            return line
+        if line.stored_s > self._known_until_s:
+            await self._look()
+        step, place = self._steps.get(line.versions[0]), bisect_right(self._times, line.stored_s)
+        return line if step is None or place == 0 else replace(line, lag=max(0, self._heads[place - 1] - step))
+
+    async def _look(self) -> None:
+        """Read the rows written since the last look."""
+        await asyncio.sleep(self._looked_s + _PAUSE_S - time.monotonic())
+        self._looked_s = time.monotonic()
+        info = await self._bus.jet.call(f"STREAM.INFO.{self._stream}")
+        last = int(info["state"]["last_seq"])
+        if last > self._read:
+            async for row, written in self._bus.rows("weights").written("v.*", self._read + 1):
+                self._steps[row["version"]] = row["step"]
+                if row.get("state") == "published":
+                    self._published[row["version"]] = written.stored_s
+            self._read = last
+            self._order()
+        self._known_until_s = unix_time(info["ts"])
+
+    def _order(self) -> None:
+        """Sort the heads by time. A snapshot rewrites the row of its version, but a version became the head before all later ones."""
+        heads: list[tuple[float, int]] = []
+        earliest_s = float("inf")
+        for version in sorted(self._published, reverse=True):
+            earliest_s = min(earliest_s, self._published[version])
+            heads.append((earliest_s, self._steps[version]))
+        self._times, self._heads = [stored_s for stored_s, _ in heads[::-1]], [step for _, step in heads[::-1]]

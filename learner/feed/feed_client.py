@@ -22,6 +22,7 @@ from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_gate import admit_by
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
+from tidemill.learner.feed.progress import sigterm_noted
 
 
 class FeedClient:
@@ -74,10 +75,11 @@ class FeedClient:
         self._context.term()
 
     @contextmanager
-    def drained_by_sigterm(self) -> Iterator[None]:
+    def drained_by_sigterm(self, progress: int = -1) -> Iterator[None]:
         """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of all with ``Last``.
 
-        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted.
+        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted. The parent is notified at
+        once, through ``progress`` (``tidemill.learner.feed.progress``).
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -85,7 +87,8 @@ class FeedClient:
 
         before = signal.signal(signal.SIGTERM, note)
         try:
-            yield
+            with sigterm_noted(progress):
+                yield
         finally:
             signal.signal(signal.SIGTERM, before)
 

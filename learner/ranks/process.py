@@ -25,7 +25,7 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.processes import Child
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_keys import FeedKeys
-from tidemill.learner.feed.progress import steps_noted
+from tidemill.learner.feed.progress import progress_noted
 
 IFNAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 INTERFACES = Path("/sys/class/net")
@@ -60,6 +60,10 @@ log = logging.getLogger(__name__)
 STOP_S = 2.0
 """Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to leave, the ranks
 for their dead peer, and all that was promised to last is stored already."""
+
+
+def _ignore() -> None:
+    """Do nothing at an event that the caller does not need."""
 
 
 class ChildFailed(LearnerError):
@@ -110,6 +114,7 @@ async def run_learner(
     host: str = "127.0.0.1",
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
+    on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
     """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other arguments."""
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
@@ -122,7 +127,7 @@ async def run_learner(
             listen=url,
             keys=FeedKeys.new(),
         )
-        await run_part(arguments, part, draining=draining, threads=threads, drain_s=drain_s, variables=variables)
+        await run_part(arguments, part, draining=draining, threads=threads, drain_s=drain_s, variables=variables, on_sigterm=on_sigterm)
 
 
 async def run_part(
@@ -133,14 +138,16 @@ async def run_part(
     threads: int = 1,
     drain_s: float = 600.0,
     variables: Sequence[Mapping[str, str]] = (),
-    on_step: Callable[[], None] | None = None,
+    on_step: Callable[[], None] = _ignore,
+    on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
     """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
 
-    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and
-    ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more. ``on_step`` is called after
-    steps of its ranks. Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are
-    ended first. It is that of a child with a final exit code if there is one, because failures of the others follow from it.
+    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and ``--feeder-keys``.
+    ``variables``: environment of each rank, over the one that it gets here; empty = no more.
+    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it obeys after its step.
+    Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
+    that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
@@ -150,7 +157,7 @@ async def run_part(
             words = [*command, "feeder", *arguments, "--feeder-url", part.listen]
             words += ["--epoch", str(part.epoch)] if part.epoch else []
             feeder = await _start("feeder", words, {}, part.keys.for_feeder())
-        with steps_noted(on_step) as progress:
+        with progress_noted(on_step, on_sigterm) as progress:
             for local in range(part.num_ranks):
                 environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
                 words = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]

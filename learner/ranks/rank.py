@@ -286,7 +286,7 @@ class Rank:
 
     def run(self, start: Start | None = None) -> None:
         """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
-        with self._feed.drained_by_sigterm():
+        with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
             self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
             if start.checkpoint is not None:

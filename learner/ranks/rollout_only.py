@@ -30,8 +30,9 @@ def main(places: RankPlaces) -> int:
 
 
 def _consume(places: RankPlaces) -> None:
-    with FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed, feed.drained_by_sigterm():
-        _Consumer(places, feed).run()
+    with FeedClient(places.feeder_url, keys=places.feeder_keys, rank=0, dp_rank=0, dp_size=1) as feed:
+        with feed.drained_by_sigterm(places.progress):
+            _Consumer(places, feed).run()
 
 
 class _Consumer:

@@ -31,8 +31,8 @@ from tidemill.bus.liveness.epoch import current_epoch, raise_epoch
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.messages import Done, Sample, Sampling, Task
+from tidemill.launch.run.access import BUS_URL_FILE
 from tidemill.launch.run.process import launched
-from tidemill.launch.run.roles import BUS_URL_FILE
 from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.prompts import model_tokenizer

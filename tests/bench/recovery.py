@@ -27,7 +27,7 @@ from tidemill.bus.liveness.epoch import current_epoch
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done
-from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.access import BUS_URL_FILE
 
 RUN = "recovery"
 LOOK_S = 0.01

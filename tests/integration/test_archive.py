@@ -16,7 +16,7 @@ from tests.launched import tidemill
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import WAIT, Cursors
-from tidemill.launch.samples import archive
+from tidemill.launch.cli import archive
 from tidemill.launch.samples.recording import Recording, repair
 
 

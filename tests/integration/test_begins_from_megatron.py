@@ -20,8 +20,8 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.megatron_checkpoint import check_megatron, differing
 from tidemill.launch.checks.model import tensors_in
+from tidemill.launch.checks.weights import check_megatron, differing
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.checkpoints import torch_dist

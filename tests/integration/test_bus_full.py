@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import dataclasses
+import os
+import signal
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,8 +26,8 @@ from tidemill.bus.wire import subjects
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import check_places
 from tidemill.launch.cli.status import show_status
-from tidemill.launch.run.bus_role import run_bus
-from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.access import BUS_URL_FILE
+from tidemill.launch.run.bus_process import run_bus
 from tidemill.launch.run.up import Up
 from tidemill.launch.run.watch import RunWatch
 from tidemill.launch.settings.config_loader import load
@@ -59,6 +61,19 @@ async def running(config: RunConfig) -> AsyncIterator[Bus]:
     finally:
         draining.set()
         await keeping
+
+
+async def test_a_killed_server_is_started_again_and_named(tmp_path: Path) -> None:
+    config = load(SMOKE, [f"run={RUN}", f"directory={tmp_path}/run"]).config
+    async with running(config) as bus:
+        watch = RunWatch(bus, steps=9)
+        async with beside(watch.run()), asyncio.timeout(LONG_S):
+            while not (rows := await bus.rows("live").all("bus")):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+            ((value, _),) = rows.values()
+            os.kill(value["pid"], signal.SIGKILL)
+            while not any(f"nats-server (process {value['pid']}) ended and is started again" in text for text in watch.events):  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
 
 
 async def full(bus: Bus, *, reason: str) -> str:

@@ -17,7 +17,7 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.launch.checks import machine
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
-from tidemill.launch.run.roles import LocalSettings, config_on_bus
+from tidemill.launch.run.workers import LocalSettings, config_on_bus
 from tidemill.launch.settings.config_loader import changes, load, to_map
 
 

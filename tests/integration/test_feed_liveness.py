@@ -2,6 +2,7 @@
 
 import asyncio
 import queue
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,7 @@ from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_liveness import Heartbeats
 from tidemill.learner.feed.feed_server import FeedServer
-from tidemill.learner.feed.progress import steps_noted
+from tidemill.learner.feed.progress import progress_noted
 from tidemill.learner.ranks import process
 
 SECOND = foreign()
@@ -109,8 +110,28 @@ async def test_a_rank_that_hangs_without_a_feeder_ends_with_the_reason() -> None
 async def test_steps_of_ranks_reach_the_parent() -> None:
     stepped = asyncio.Event()
     code = "import os, sys; os.write(int(sys.argv[sys.argv.index('--progress') + 1]), b'.')"
-    with steps_noted(stepped.set) as descriptor:
+    with progress_noted(stepped.set, pytest.fail) as descriptor:
         child = await process._start("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
         async with asyncio.timeout(WITHIN_S):
             await stepped.wait()
             assert await child.wait() == 0
+
+
+async def test_a_sigterm_reaches_the_parent_while_the_rank_computes() -> None:
+    """The rank is in one call that never returns, so no handler in Python runs."""
+    begun, notified = asyncio.Event(), asyncio.Event()
+    code = (
+        "import ctypes, sys; from tidemill.learner.feed.feed_client import FeedClient; from tidemill.learner.feed.feed_keys import FeedKeys\n"
+        "from tidemill.learner.feed.progress import note_step; progress = int(sys.argv[sys.argv.index('--progress') + 1])\n"
+        "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
+        "with FeedClient('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, dp_rank=0, dp_size=1).drained_by_sigterm(progress):\n"
+        "    lock(mutex), note_step(progress), lock(mutex)\n"
+    )
+    with progress_noted(begun.set, notified.set) as descriptor:
+        child = await process._start("rank 0", [sys.executable, "-c", code], {}, KEYS, descriptor)
+        async with asyncio.timeout(WITHIN_S):
+            await begun.wait()
+            child.send(signal.SIGTERM)
+            await notified.wait()
+        child.send(signal.SIGKILL)
+        await child.wait()

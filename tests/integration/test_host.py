@@ -27,8 +27,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import LiveRow
 from tidemill.launch.cli.main import main
 from tidemill.launch.run import desired, host
-from tidemill.launch.run.host import SETTLE_S
-from tidemill.launch.run.host_learner import HostLearner
+from tidemill.launch.run.host import SETTLE_S, HostLearner
 from tidemill.launch.run.supervisor import Supervisor
 from tidemill.launch.settings.config_loader import from_map
 from tidemill.learner.nodes.node_rows import NodeRow, node_of

@@ -15,9 +15,8 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import parts
 from tidemill.bus.wire.messages import Dead, LiveRow, Plan, Sample, Settle, Status, Task
 from tidemill.launch.cli.status import read_status
-from tidemill.launch.run import audit_progress
 from tidemill.launch.run.audit import CheckpointCursor, RunAccounting, audit
-from tidemill.launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
+from tidemill.launch.run.summary import Observed, audit_shown, broken_promises, seconds_of_steps, summarize
 from tidemill.launch.run.watch import RunWatch
 from tidemill.launch.samples.search import as_map
 
@@ -411,7 +410,7 @@ async def test_manifests_that_name_many_sequences_cost_the_audit_nothing(open_bu
 async def test_the_progress_of_the_audit_is_shown(open_bus: BusOpener) -> None:
     said: list[str] = []
     async with open_bus() as bus:
-        async with audit_progress.shown(bus, said.append, report_every_s=0, show_every_s=0) as note:
+        async with audit_shown(bus, said.append, report_every_s=0, show_every_s=0) as note:
             note(34_000, 86_402)
             row = await row_until(bus.rows("live"), "up.up", lambda row: "SAMPLES" in row["waits_for"])
             assert (row["phase"], row["waits_for"]) == ("auditing", "34,000 of 86,402 messages of SAMPLES read")

@@ -27,7 +27,7 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.launch.run import ended
 from tidemill.launch.run.access import AUTH_DIR
-from tidemill.launch.run.up import directory_of_one
+from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
 

@@ -31,16 +31,14 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
 from tidemill.launch.cli import main as cli
-from tidemill.launch.samples.filter_arguments import filter_of
-from tidemill.launch.samples.filters import Filter
+from tidemill.launch.cli.replay import replay_file, replay_run
+from tidemill.launch.cli.show import Vocabulary, shade, shaded, show_sample, tokens_of
+from tidemill.launch.cli.stats import show_stats
+from tidemill.launch.cli.tail import show_tail, tail
+from tidemill.launch.samples.filters import Filter, filter_of
 from tidemill.launch.samples.recording import Recording
-from tidemill.launch.samples.replay import replay_file, replay_run
 from tidemill.launch.samples.sample_history import DIFFERENCE, history_of
 from tidemill.launch.samples.search import Search
-from tidemill.launch.samples.show import shade, shaded, show_sample, tokens_of
-from tidemill.launch.samples.stats import show_stats
-from tidemill.launch.samples.tail import show_tail, tail
-from tidemill.launch.samples.tokens import Vocabulary
 from tidemill.weightstore.store.registry import VersionRegistry
 
 

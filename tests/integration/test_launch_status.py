@@ -23,7 +23,7 @@ from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Done, LiveRow, Plan, Settle, Status
 from tidemill.launch.cli.find_run import find_run
 from tidemill.launch.cli.status import print_status, read_status, unserved
-from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.access import BUS_URL_FILE
 from tidemill.launch.run.up import CONFIG_FILE
 
 

@@ -9,7 +9,7 @@ from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.messages import VersionRow
-from tidemill.launch.run import roles
+from tidemill.launch.run import workers
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 
 NOTHING_LISTENS = "http://127.0.0.1:9/v0"
@@ -18,9 +18,9 @@ NOTHING_LISTENS = "http://127.0.0.1:9/v0"
 async def test_a_process_without_the_configuration_says_what_it_waits_for(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     draining = asyncio.Event()
     async with open_bus() as bus, asyncio.TaskGroup() as tasks:
-        own = roles.LocalSettings()
-        tasks.create_task(roles.run_actor(None, bus.run, nats_server.url, "a", draining, own))
-        tasks.create_task(roles.run_engine(None, bus.run, nats_server.url, "e", draining, own))
+        own = workers.LocalSettings()
+        tasks.create_task(workers.run_actor(None, bus.run, nats_server.url, "a", draining, own))
+        tasks.create_task(workers.run_engine(None, bus.run, nats_server.url, "e", draining, own))
         want = re.compile(rf"the config of run {bus.run}, which its learner writes \(row run/config\), for [1-9]\d* s")
         for key in ("actor.a", "engine.e"):
             row = await row_until(bus.rows("live"), key, lambda row: want.fullmatch(row["waits_for"]) is not None)
@@ -36,7 +36,7 @@ async def test_an_engine_without_its_model_names_the_address_and_the_cure(
     draining = asyncio.Event()
     async with open_bus() as bus, asyncio.TaskGroup() as tasks:
         config = RunConfig(run=bus.run, model=ModelConfig(path=str(tmp_path / "nowhere")))
-        fetching = tasks.create_task(roles.model_here(config, nats_server.url, "e", tmp_path / "model", draining))
+        fetching = tasks.create_task(workers.model_here(config, nats_server.url, "e", tmp_path / "model", draining))
         await row_until(bus.rows("live"), "engine.e", lambda row: row["waits_for"].startswith("version 0 from the learner"))
         published = VersionRow(version=0, step=0, epoch=1, state="published", digest="d", snapshot=NOTHING_LISTENS)
         for key in ("v.0", "head", "snapshot"):

@@ -164,6 +164,13 @@ def test_a_server_ends_with_the_process_that_started_it(python: str, directories
 
 PASSED_ON = {
     "max_total_tokens": 3000,
+    "page_size": 4,
+    "schedule_conservativeness": 0.5,
+    "num_continuous_decode_steps": 2,
+    "stream_interval": 3,
+    "max_queued_requests": 64,
+    "decode_log_interval": 7,
+    "cuda_graph_max_bs_decode": 6,
     "max_running_requests": 5,
     "context_length": 64,
     "chunked_prefill_size": 32,

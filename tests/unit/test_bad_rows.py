@@ -12,8 +12,8 @@ import pytest
 from tests.check_kit import write_model, write_prompts, write_run
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Prompt, Sampling, Task
+from tidemill.launch.checks.data import Reading
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.reading import Reading
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import SettingsError, load

@@ -23,8 +23,8 @@ from tests.check_kit import VALUES, write_model, write_prompts, write_run
 from tests.examples import examples
 from tidemill.bus.wire.messages import Sampling, Task
 from tidemill.launch.checks import machine, teachers
+from tidemill.launch.checks.data import SURE_ROWS
 from tidemill.launch.checks.findings import CheckFailed, Finding, Report
-from tidemill.launch.checks.reading import SURE_ROWS
 from tidemill.launch.checks.resume import model_identity
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli

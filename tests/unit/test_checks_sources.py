@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.launch.checks.sources import misfit, misfit_class
+from tidemill.launch.checks.functions import misfit, misfit_class
 from tidemill.launch.cli.main import main
 from tidemill.launch.settings import reference
 

@@ -22,7 +22,7 @@ READ_FOR = {
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
-ONLOOKERS = ("bus/streams/history.py", "launch/samples/")
+ONLOOKERS = ("bus/streams/history.py", "launch/samples/", "launch/cli/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
 STAMPS = {
     "created_s": {"actors/rollout/actor.py", "bus/wire/invariants.py"},

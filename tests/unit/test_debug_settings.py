@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.debug_kit import rollout
-from tidemill.launch.checks.debug import check_debug
+from tidemill.launch.checks.data import check_debug
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.config_loader import SettingsError, from_map
 from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig

@@ -23,16 +23,15 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
-from tidemill.launch.devices import nccl, wanted
+from tidemill.launch.devices import demand, visible
+from tidemill.launch.devices.demand import ModelSize, devices_of, engine_variables, rank_variables, want_of
 from tidemill.launch.devices.errors import Refused
-from tidemill.launch.devices.nccl import nccl_of
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import EnginePlace, Node, RankPlace
-from tidemill.launch.devices.visible import this_node
-from tidemill.launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
+from tidemill.launch.devices.visible import nccl_of, this_node
 from tidemill.launch.run import learner_nodes
-from tidemill.launch.run.learner_roles import place_ranks
-from tidemill.launch.run.roles import refuse_small_devices, take_devices
+from tidemill.launch.run.learner_process import place_ranks
+from tidemill.launch.run.workers import refuse_small_devices, take_devices
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.settings.config import LearnerConfig
@@ -182,7 +181,7 @@ def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none
 def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without it all weights go over gloo. Of the learner's parent, of a node's agent, of engines with the interpreter that they have."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # restored after the test
-    for module in (nccl, wanted, learner_nodes):
+    for module in (visible, demand, learner_nodes):
         monkeypatch.setattr(module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7")
     assert place_ranks(RunConfig())[1].nccl == "2.29.7"
     assert learner_nodes._capabilities(four.devices[:2]).nccl == "2.29.7"

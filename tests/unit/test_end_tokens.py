@@ -11,9 +11,9 @@ from tokenizers.models import BPE, Unigram, WordLevel
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.sglang.server_process import command_line, end_of_turn
-from tidemill.launch.checks.end_tokens import check_end_tokens
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.run.learner_roles import eos_ids
+from tidemill.launch.checks.tokens import check_end_tokens
+from tidemill.launch.run.feeder_process import eos_ids
 from tidemill.rewards.model_text.end_tokens import EndTokens
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

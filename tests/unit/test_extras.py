@@ -54,7 +54,7 @@ def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
     assert {
         "tidemill.actors.rollout.actor_process",
         "tidemill.bus.streams.bus",
-        "tidemill.launch.samples.tail",
+        "tidemill.launch.cli.tail",
         "tidemill.rewards.registry",
     } <= set(modules)
     code = (

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.small_disk import small_disk
-from tidemill.launch.run.growing_file import GrowingFile
+from tidemill.launch.run.watch import GrowingFile
 
 
 def test_lines_wait_while_the_disk_is_full_and_stand_in_order_afterwards(tmp_path: Path) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.launch.run import interfaces
-from tidemill.launch.run.interfaces import interface_of
+from tidemill.launch.run import learner_nodes
+from tidemill.launch.run.learner_nodes import interface_of
 
 PACKET = 17
 """AF_PACKET: entries with the hardware address of an interface."""
@@ -66,7 +66,7 @@ class Library:
             data = struct.pack("=HHI16sI", socket.AF_INET6, 0, 0, parsed.packed, 2)
         buffer = ctypes.create_string_buffer(data) if data else None
         self._kept.append(buffer)
-        return interfaces._Entry(name=name.encode(), address=ctypes.addressof(buffer) if buffer is not None else None)
+        return learner_nodes._Entry(name=name.encode(), address=ctypes.addressof(buffer) if buffer is not None else None)
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_a_machine_whose_interfaces_cannot_be_read_has_none(monkeypatch: pytest.
     for library in (Library(MACHINE, result=-1), Library([])):
         monkeypatch.setattr(ctypes, "CDLL", lambda *_, library=library, **__: library)
         assert interface_of("127.0.0.1") == ""
-    monkeypatch.setattr(interfaces.sys, "platform", "darwin")
+    monkeypatch.setattr(learner_nodes.sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: pytest.fail("not on this platform"))
     assert interface_of("127.0.0.1") == ""
 

@@ -1,5 +1,7 @@
 """The command line answers at once, and its errors are clear."""
 
+import argparse
+import json
 import os
 import re
 import resource
@@ -11,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.launch.cli import commands, run_commands
 from tidemill.launch.cli.inputs import reached_at
-from tidemill.launch.cli.main import INNER, _function, _parser, main
+from tidemill.launch.cli.main import COMMANDS, INNER, _inner_parser, _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
+OPTIONS = ROOT / "tests/data/command_line.json"
+"""Arguments of each command."""
 FAST = 0.5
 """CPU seconds of a whole command, in those of importing torch beside it; a busy machine makes both slower."""
 
@@ -41,14 +44,37 @@ def torch_s() -> float:
     return min(times)
 
 
-def test_every_command_has_one_function_of_its_name() -> None:
-    (choice,) = (action for action in _parser()._actions if action.choices is not None)
-    assert choice.choices is not None
-    for command in (*choice.choices, *INNER):
-        name = command.replace("-", "_")
-        (home,) = (module for module in (commands, run_commands) if hasattr(module, name))
-        assert _function(command) is getattr(home, name)
-        assert (_function(command).__name__, _function(command).__module__) == (name, home.__name__)
+def declared(parser: argparse.ArgumentParser, *path: str) -> dict[str, list[str]]:
+    """Return the options and places of every command and of its words, as ``command word`` -> names."""
+    found = {} if not path else {" ".join(path): [name for action in parser._actions for name in action.option_strings or [action.dest]]}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                found |= declared(inner, *path, name)
+    return found
+
+
+def test_every_command_has_its_module_and_its_options() -> None:
+    """What a command line of an earlier release says is still understood: options come into the file, and do not leave it."""
+    parsers = {**commands_of(_parser()), **commands_of(_inner_parser())}
+    modules = {name: parser.get_default("run_command").__module__.rpartition(".")[2] for name, parser in parsers.items()}
+    shared = {"engine": "worker", "actor": "worker", "scorer": "worker", "feeder": "learner", "rank": "learner"}
+    assert modules == {name: shared.get(name, name.replace("-", "_")) for name in (*COMMANDS, *INNER)}
+    assert {**declared(_parser()), **declared(_inner_parser())} == json.loads(OPTIONS.read_text())
+
+
+def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    (action,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(action.choices)
+
+
+def test_only_the_module_of_the_given_command_is_imported() -> None:
+    code = (
+        "import sys\nfrom tidemill.launch.cli.main import main\ntry: main(['up', '--help'])\nexcept SystemExit: pass\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('tidemill.launch.cli.')), file=sys.stderr)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stderr.split() == [f"tidemill.launch.cli.{name}" for name in ("arguments", "inputs", "main", "up")]
 
 
 @pytest.mark.parametrize(

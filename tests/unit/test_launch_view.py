@@ -8,6 +8,7 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,14 @@ from rich.console import Console
 
 from tests import data_kit
 from tests.small_disk import small_disk
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.wire.messages import Done, Evaluated, LiveRow
 from tidemill.launch.run import view
 from tidemill.launch.run.curves import draw, reward_limits, scores_of, smooth
-from tidemill.launch.run.evaluated import lines_of
+from tidemill.launch.run.learner_process import LearnerRow
+from tidemill.launch.run.scores import lines_of
 from tidemill.launch.run.view import evaluations, picture, plot, show_plain, waits
-from tidemill.launch.run.watch import SILENT_S, RunWatch
+from tidemill.launch.run.watch import SERVER_RESTARTS, SILENT_S, RunLines, RunWatch
 
 
 class NoBus:
@@ -302,6 +305,28 @@ def test_a_process_that_is_silent_or_drains_is_an_event_once(row: dict[str, obje
     assert len(watch.events) == bool(event), "drained on purpose"
 
 
+def test_a_rank_that_has_received_sigterm_is_an_event_before_its_step_ends() -> None:
+    watch = watch_of([], steps=9)
+    heartbeat = HeartbeatPublisher(
+        SimpleNamespace(rows=lambda _: None),  # type: ignore[arg-type]
+        LiveRow(role="learner", id="learner", host="h", pid=2, phase="working"),
+    )
+    LearnerRow(heartbeat).rank_drains()
+    for _ in range(2):
+        watch._take_rows([(heartbeat.row, 0.0)])
+    (event,) = watch.events
+    assert event.endswith("learner drains: waits for a rank that has received SIGTERM to end its step")
+
+
+def test_every_restart_of_a_server_is_an_event() -> None:
+    watch = watch_of([], steps=9)
+    row = LiveRow(role="bus", id="bus", host="h", pid=2, phase="serving", load={SERVER_RESTARTS: 0.0})
+    for restarts in (0, 1, 1, 2, 0, 1):  # the bus's own process was started again, too
+        trouble = f"nats-server ended, {restarts}" if restarts else ""
+        watch._take_rows([(replace(row, load={SERVER_RESTARTS: float(restarts)}, trouble=trouble), 0.0)])
+    assert [text[-1] for text in watch.events] == ["1", "2", "1"]
+
+
 def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
     watch = watch_of([], steps=9)
     watch._steady_s = time.monotonic() - 2 * SILENT_S
@@ -312,16 +337,17 @@ def test_the_row_of_an_earlier_start_is_no_silent_process() -> None:
 
 def test_metrics_outlive_a_full_disk_and_the_terminal_names_it(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", size_bytes=1 << 20) as disk:
-        watch = RunWatch(NoBus(), steps=9, metrics_file=disk.root / "metrics.jsonl")  # type: ignore[arg-type]
-        watch._note(0, {"step": 1, "text": "x" * 5000})
+        events: list[str] = []
+        lines = RunLines(disk.root / "metrics.jsonl", events.append)
+        lines.add_step({"step": 1, "text": "x" * 5000})
         disk.fill(leaving=0)
         for step in (2, 3):
-            watch._note(0, {"step": step, "text": "x" * 5000})
-            watch._note(1, {"version": step})
-        (text,) = watch.events
+            lines.add_step({"step": step, "text": "x" * 5000})
+            lines.add_scores({"version": step})
+        (text,) = events
         assert f"{disk.root}/metrics.jsonl: cannot be written: No space left on device; its lines wait in memory" in text
         disk.clear()
-        watch._write_lines()
-        assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in watch.events[-1]
+        lines.write()
+        assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in events[-1]
         assert [json.loads(line)["step"] for line in (disk.root / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
         assert (disk.root / "evaluations.jsonl").read_text() == '{"version": 2}\n{"version": 3}\n'

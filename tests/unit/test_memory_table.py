@@ -8,9 +8,9 @@ import pytest
 
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.cli.main import main
+from tidemill.launch.devices.demand import ModelSize, want_of
 from tidemill.launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
 from tidemill.launch.devices.shapes import Device, Node
-from tidemill.launch.devices.wanted import ModelSize, want_of
 from tidemill.launch.settings.config_loader import load
 
 QWEN3_8B = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tidemill.bus.client.reach import HERE
+from tidemill.launch.devices.demand import want_of
 from tidemill.launch.devices.shapes import Node
-from tidemill.launch.devices.wanted import want_of
 from tidemill.launch.run import learner_nodes
 from tidemill.launch.run.learner_nodes import NodeWork
 from tidemill.launch.run.node_rank import NodePlace
@@ -26,7 +26,7 @@ def work(directory: Path, **learner: object) -> NodeWork:
 
 
 def node_work(directory: Path, rank: int, learner: dict[str, object]) -> NodeWork:
-    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank))
+    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank), on_sigterm=pytest.fail)
 
 
 def offers(*devices: int) -> list[NodeRow]:

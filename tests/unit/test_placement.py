@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from tidemill.bus import exit_codes
 from tidemill.launch.devices.errors import Refused
-from tidemill.launch.devices.fitness import USABLE, senders
-from tidemill.launch.devices.placement import engine_place, place
+from tidemill.launch.devices.placement import USABLE, engine_place, place, senders
 from tidemill.launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000

@@ -17,7 +17,7 @@ from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Sampling
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.run import Purpose, check
-from tidemill.launch.run import learner_roles
+from tidemill.launch.run import feeder_process
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.columns import RowSampling
@@ -430,7 +430,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked
-        learner_roles.open_prompts(loaded.config, loaded.config.eval.parsed["held"].data(loaded.config.data), 256, 16)
+        feeder_process.open_prompts(loaded.config, loaded.config.eval.parsed["held"].data(loaded.config.data), 256, 16)
     assert complaint in str(refused.value)
 
 

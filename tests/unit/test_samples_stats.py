@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests import data_kit
+from tidemill.launch.cli.stats import complete_groups, pass_at_k, summarize
 from tidemill.launch.samples.filters import Filter, Headline, Range
 from tidemill.launch.samples.search import seconds
-from tidemill.launch.samples.stats import complete_groups, pass_at_k, summarize
 from tidemill.launch.samples.text import plain, shortened
 
 

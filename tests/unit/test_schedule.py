@@ -11,7 +11,7 @@ from transformers import get_scheduler
 
 from tests.unit.test_memory_table import SHAPE
 from tidemill.launch.checks.findings import Report
-from tidemill.launch.checks.tuning import check_tuning
+from tidemill.launch.checks.weights import check_tuning
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.memory_table import Row, memory_rows
 from tidemill.launch.devices.trained import trained_tensors

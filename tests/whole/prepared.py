@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from tidemill.launch.run.roles import run_prepare
+from tidemill.launch.run.workers import run_prepare
 from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]

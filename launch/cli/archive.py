@@ -1,0 +1,199 @@
+"""``tidemill archive``: writes every sample of a run to recordings, as a registered reader, for which trimming waits.
+
+    stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
+
+Killed at any moment, it resumes: samples behind the reader's position are read again, those that a recording has already are not written
+twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
+"""
+
+import argparse
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from tidemill.bus.errors import StreamTrimmed, WireError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.cursors import LEAVE, Reader, ReaderRow
+from tidemill.bus.streams.history import History, StoredSample
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import read_until_drained
+from tidemill.launch.run.access import OPERATOR
+from tidemill.launch.samples.filters import positive
+from tidemill.launch.samples.recording import Origin, Recorder, repair
+
+log = logging.getLogger(__name__)
+
+SUFFIX = ".tide"
+CONNECT_S = 60.0
+SYNC_EVERY_S = 1.0
+"""Longest time in seconds between reading a sample and its fsync, after which the reader's position advances."""
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_run(parser)
+    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings; existing ones are continued")
+    parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
+    policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
+    parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
+    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)")
+    parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
+    return read_until_drained(args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR)
+
+
+async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
+    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at the start are done.
+
+    Raises BusError, ValueError.
+    """
+    positive("--rotate", args.rotate)
+    async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
+        state = await bus.samples.info()
+        recordings = ArchiveDirectory(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
+        reader: Reader | UnregisteredReader
+        if args.ended:
+            reader = UnregisteredReader(name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy))
+        else:
+            reader = await Reader.open(bus, args.name, policy=args.policy)
+        if reader.row.floor > recordings.last_seq > 0:
+            log.warning("samples %d to %d were archived elsewhere: %s has none", recordings.last_seq + 1, reader.row.floor, args.out)
+        try:
+            await _fill(bus, recordings, reader, draining, state.last_seq if args.until_end or args.ended else None)
+        finally:
+            recordings.close()
+        log.info("archived up to seq=%d samples=%d directory=%s", reader.row.floor, recordings.written, args.out)
+
+
+@dataclass(slots=True, kw_only=True)
+class UnregisteredReader:
+    """Reader of a run that is over: no sample is trimmed meanwhile, and its bus is read-only."""
+
+    name: str
+    row: ReaderRow
+
+    async def advance(self, floor: int) -> None:
+        """Move the position, in memory only; it never moves back."""
+        self.row = replace(self.row, floor=max(floor, self.row.floor))
+
+
+async def _fill(
+    bus: Bus, recordings: "ArchiveDirectory", reader: Reader | UnregisteredReader, draining: asyncio.Event, last: int | None
+) -> None:
+    samples = _unarchived(bus, reader, recordings.last_seq, last)
+    drained = asyncio.create_task(draining.wait(), name="draining")
+    upcoming: asyncio.Task[StoredSample | None] | None = None
+    synced_s = time.monotonic()
+    newest_seq = max(reader.row.floor, recordings.last_seq)
+    try:
+        while not draining.is_set():
+            upcoming = upcoming or asyncio.ensure_future(anext(samples, None))
+            await asyncio.wait({upcoming, drained}, timeout=SYNC_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+            if upcoming.done():
+                stored, upcoming = upcoming.result(), None
+                if stored is None:
+                    break
+                newest_seq = stored.seq
+                recordings.add(stored)
+            if time.monotonic() - synced_s >= SYNC_EVERY_S or draining.is_set():
+                synced_s = time.monotonic()
+                await asyncio.to_thread(recordings.sync)
+                await reader.advance(newest_seq)
+        await asyncio.to_thread(recordings.sync)
+        await reader.advance(newest_seq)
+    finally:
+        for task in (upcoming, drained):
+            if task is not None:
+                task.cancel()
+        await asyncio.gather(*(task for task in (upcoming, drained) if task is not None), return_exceptions=True)
+        await samples.aclose()  # type: ignore[attr-defined]
+
+
+async def _unarchived(bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None) -> AsyncIterator[StoredSample]:
+    """Yield the samples after the reader's position that no recording has, up to ``last``; for ever if that is None.
+
+    A gap is an error, or a warning under the policy ``leave``.
+    """
+    history, expected = History(bus.jet), max(reader.row.floor, last_seq) + 1
+    if expected > 1:  # a new reader begins at the first sample in the stream
+        await _check_gap(history, reader, expected)
+    async for stored in history.payloads(expected, last):
+        if stored.seq > expected > 1:  # parts were between them, or messages that are gone
+            await _check_gap(history, reader, expected)
+        expected = stored.seq + 1
+        yield stored
+
+
+async def _check_gap(history: History, reader: Reader | UnregisteredReader, expected: int) -> None:
+    first = (await history.state()).first_seq
+    if first <= expected:
+        return
+    if reader.row.policy != LEAVE:
+        what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave continues without them)"
+        raise StreamTrimmed(what, expected, first)
+    log.warning("samples are missing, they were trimmed before they were archived first=%d last=%d", expected, first - 1)
+
+
+class ArchiveDirectory:
+    """The recordings of one stream in a directory; the last one may be open."""
+
+    def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
+        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another stream."""
+        self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
+        self._file: IO[bytes] | None = None
+        self._recorder: Recorder | None = None
+        self.written = 0
+        self.dirty = False
+        """True if samples are written that ``sync`` has not fsynced."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self.last_seq = 0
+        """Sequence of the last sample in a recording."""
+        for path in sorted(directory.glob(f"*{SUFFIX}")):
+            recorded_origin, last = repair(path)
+            if recorded_origin is not None and recorded_origin != origin:
+                ours, theirs = (f"run {stream.run} (stream of {stream.created})" for stream in (origin, recorded_origin))
+                raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
+            self.last_seq = max(self.last_seq, last)
+
+    def add(self, stored: StoredSample) -> None:
+        """Write a sample to the open recording, or to a new one. A sample with missing parts is logged and left out.
+
+        The sample is on the disk after the next ``sync`` or ``close``.
+        """
+        if self._recorder is None:
+            self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
+            self._recorder = Recorder(self._file, self._origin)
+        try:
+            self._recorder.add(stored)
+        except WireError as error:
+            log.warning("sample left out seq=%d error=%s", stored.seq, error)
+            return
+        self.last_seq, self.dirty = stored.seq, True
+        self.written += 1
+        if self._recorder.size_bytes >= self._rotate_bytes:
+            self.close()
+
+    def sync(self) -> None:
+        """Bring all added samples to the disk (fsync)."""
+        if self._file is not None and self.dirty:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        self.dirty = False
+
+    def close(self) -> None:
+        """Close the open recording with its index."""
+        if self._recorder is None or self._file is None:
+            return
+        self._recorder.close()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        self._file = self._recorder = None
+        self.dirty = False

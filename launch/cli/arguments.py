@@ -1,0 +1,130 @@
+"""Arguments that several commands have, and the parser that refuses unknown options with the usage of their command. Light."""
+
+import argparse
+import difflib
+from pathlib import Path
+from typing import Any
+
+from tidemill.bus.client.address import parse
+
+STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
+_RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Parses a command, and refuses an unknown option with the usage of that command."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the values and no other words. Exits with status 2 where there are some."""
+        parsed, unknown_words = super().parse_known_args(args, namespace)
+        if unknown_words:
+            names = [word for word in unknown_words if word.startswith("-")]
+            nearest = difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
+            self.error(f"unrecognized arguments: {' '.join(unknown_words)}" + (f" (nearest: {nearest[0]})" if nearest else ""))
+        return parsed, unknown_words
+
+
+class PrintVersion(argparse.Action):
+    """Prints the installed version."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *values: object, **options: object) -> None:
+        """Print, and end with status 0."""
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"tidemill {version('tidemill')}")
+        except PackageNotFoundError:
+            parser.exit(1, "tidemill is not installed as a package: its version is in pyproject.toml\n")
+        parser.exit()
+
+
+def command_of(parser: argparse.ArgumentParser) -> str:
+    """Return the command that a parser is for, where several have one module."""
+    return parser.prog.rpartition(" ")[2]
+
+
+def bus_url(text: str) -> str:
+    """Return the argument ``--bus`` as it was given. Raises ArgumentTypeError for what is no address of a bus."""
+    try:
+        if text:
+            parse(text)
+    except ValueError as bad:
+        raise argparse.ArgumentTypeError(str(bad)) from None
+    return text
+
+
+def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, required: bool = True) -> None:
+    """Add the configuration, the settings that change it, and --print-config."""
+    if positional:
+        nargs = "+" if required else "*"
+        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win")
+    else:
+        parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
+    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
+    parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+
+
+def add_from_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add --from-checkpoint, a setting under another name."""
+    parser.add_argument(
+        "--from-checkpoint",
+        action="append",
+        dest="set",
+        type=lambda directory: f"learner.from_checkpoint={Path(directory).resolve()}",
+        metavar="DIR",
+        help="begin a new run with the weights of this checkpoint: learner.from_checkpoint",
+    )
+
+
+def add_run(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that name the run to read."""
+    parser.set_defaults(ended=False)  # set when the run is found
+    parser.add_argument("--run-dir", default="", help="a run's directory on this machine; or --bus and --run")
+    parser.add_argument("--bus", default="", type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
+    parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
+
+
+def add_bus(parser: argparse.ArgumentParser) -> None:
+    """Add --bus, without which the process has nothing to do."""
+    parser.add_argument("--bus", required=True, type=bus_url, metavar="URL", help="NATS URL, nats://host:port")
+
+
+def add_allow(parser: argparse.ArgumentParser) -> None:
+    """Add --allow, for settings that come from the bus."""
+    parser.add_argument(
+        "--allow",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="accept this setting from the run although it names code, a program or a file here; * for any value; may be repeated",
+    )
+
+
+def add_listening(parser: argparse.ArgumentParser) -> None:
+    """Add the addresses at which a process listens, and is reached by others."""
+    parser.add_argument("--host", default="", help="address to listen on; default: that of the interface that leads to the bus")
+    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address that other machines use, if not --host")
+
+
+def add_since(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about the first sample."""
+    begin = parser.add_mutually_exclusive_group()
+    begin.add_argument("--since", default="", metavar="WHEN", help="a time ago (10m, 2h), an ISO time, or a sequence (#123)")
+    begin.add_argument(
+        "--since-version", type=int, metavar="V", help="from the first sample without a token older than version V of the weights"
+    )
+    parser.add_argument("--search", type=int, default=100_000, metavar="N", help="for --last: look through the N newest (default 100000)")
+
+
+def add_filter(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that select samples."""
+    which = parser.add_argument_group("which samples")
+    which.add_argument("--reward", default="", metavar="RANGE", help=_RANGE)
+    which.add_argument("--lag", default="", metavar="RANGE", help="steps between its oldest version and the newest one when it came")
+    which.add_argument("--tokens", default="", metavar="RANGE", help="length of the response")
+    which.add_argument("--status", action="append", default=[], choices=STATUSES, help="may be repeated")
+    which.add_argument("--kind", choices=("train", "eval"))
+    which.add_argument("--task", default="", metavar="TASK[.INDEX]")
+    which.add_argument("--actor")
+    which.add_argument("--engine", help="as the sample names it")
+    which.add_argument("--text", default="", metavar="REGEX", help="in the prompt or the response")

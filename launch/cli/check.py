@@ -1,0 +1,27 @@
+"""``tidemill check``: the findings of all checks of a run before it starts."""
+
+import argparse
+
+from tidemill.bus import exit_codes
+from tidemill.launch.checks import run as checks
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import loaded_config
+from tidemill.launch.settings.config_loader import render
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_config(parser, positional=True)
+    parser.add_argument("--check-reward", action="store_true", help="also call a reward given by import path, on the first row")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the findings of all checks. Returns 0, or 78 when there are errors. Raises SettingsError."""
+    loaded = loaded_config(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    report = checks.check(loaded, checks.Purpose(uses_bus=True, call_reward=args.check_reward))
+    for finding in report.findings:
+        print(finding)
+    return exit_codes.CONFIG if report.errors else 0

@@ -1,0 +1,47 @@
+"""``tidemill config``: checks a configuration, or prints it, the memory it needs, its schema or the reference."""
+
+import argparse
+import json
+
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import check_loaded, loaded_config
+from tidemill.launch.settings.config_loader import render
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_config(parser, positional=True, required=False)
+    parser.add_argument("--memory", action="store_true", help="print the memory that each process needs, and end")
+    parser.add_argument("--schema", action="store_true", help="print a JSON Schema of configuration files, for editors, and end")
+    parser.add_argument("--reference", action="store_true", help="print docs/configuration.md, every setting with its meaning, and end")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check a configuration and show its devices on this machine, or print it, the memory it needs, its schema or the reference. Returns 0.
+
+    Raises ValueError without CONFIG, SettingsError, CheckFailed.
+    """
+    if args.schema or args.reference:
+        from tidemill.launch.settings import reference
+
+        print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
+        return 0
+
+    if not args.config:
+        raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
+    loaded = loaded_config(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    if args.memory:
+        from tidemill.launch.cli.memory import print_memory
+
+        print_memory(loaded)
+        return 0
+    from tidemill.launch.checks.devices import PLACEMENT
+
+    report = check_loaded(args, loaded)
+    print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
+    for line in report.on(PLACEMENT):
+        print(line)
+    return 0

@@ -1,0 +1,114 @@
+"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``tidemill.launch.run.learner_process``)."""
+
+import argparse
+import os
+
+from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
+from tidemill.launch.cli.inputs import bus_address, check_loaded, children_arguments, loaded_config, unprinted_config, with_iteration
+from tidemill.launch.run.access import LEARNER
+from tidemill.launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the learner, or of one of its children."""
+    add_config(parser)
+    add_bus(parser)
+    if command_of(parser) == "learner":
+        _add_learner(parser)
+    else:
+        _add_child(parser)
+
+
+def _add_learner(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--id", default="", help="its name on the bus")
+    parser.add_argument(
+        "--nodes",
+        action="append",
+        dest="set",
+        type=lambda count: f"learner.nodes={0 if count == 'auto' else count}",
+        metavar="N",
+        help="machines with ranks, each with one such command: learner.nodes; auto = from the variables of torchrun or Slurm",
+    )
+    parser.add_argument("--node-rank", type=int, default=None, metavar="R", help="number of this machine, 0 to N - 1; node 0 is the leader")
+    add_listening(parser)
+    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    add_from_checkpoint(parser)
+
+
+def _add_child(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--feeder-url", required=True)
+    parser.add_argument("--epoch", type=int, default=0, help="of this start, if it was raised already")
+    parser.add_argument("--progress", type=int, default=-1, metavar="FD", help="inherited descriptor that gets a byte for every step")
+    parser.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the learner, or one of its children. Returns its exit code. Raises CheckFailed."""
+    return {"learner": _run_learner, "feeder": _run_feeder, "rank": _run_rank}[args.command](args)
+
+
+def _run_learner(args: argparse.Namespace) -> int:
+    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises CheckFailed."""
+    config = unprinted_config(args)
+    if config is None:
+        return 0
+    require("learner")
+    from tidemill.launch.run.node_rank import node_place
+
+    place = node_place(config.learner.nodes, args.node_rank, os.environ)
+    if place.nodes == 1 and (args.host or args.advertise):
+        raise ValueError("--host, --advertise: want --nodes N > 1, got one node: nothing of it listens on the network")
+    if place.nodes != config.learner.nodes:
+        args.set.append(f"learner.nodes={place.nodes}")  # for the ranks, too
+        config = loaded_config(args).config
+    if not args.checked:
+        check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
+    config = with_iteration(args, loaded_config(args)).config
+    from tidemill.launch.run import learner_process, process
+
+    process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
+    address = bus_address(args, config, LEARNER)
+    if place.nodes > 1:
+        from tidemill.launch.run import learner_nodes
+
+        node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
+        return process.run(
+            lambda draining: learner_nodes.run_agent(config, address, node, children_arguments(args), draining),
+            drain_s=config.up.drain_s + 5,
+            uvloop=False,
+        )
+    return process.run(
+        lambda draining: learner_process.run_learner(config, address, args.id, children_arguments(args), draining),
+        drain_s=config.up.drain_s + 5,
+        uvloop=False,
+    )
+
+
+def _run_feeder(args: argparse.Namespace) -> int:
+    """Run the feeder of a learner. Returns the exit code of ``process.run``."""
+    config = unprinted_config(args)
+    if config is None:
+        return 0
+    from tidemill.launch.run import feeder_process, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
+
+    process.set_up_logging("feeder")
+    address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
+    return process.run(
+        lambda draining: feeder_process.run_feeder(config, address, args.feeder_url, keys, draining, epoch=args.epoch),
+        drain_s=config.up.drain_s,
+    )
+
+
+def _run_rank(args: argparse.Namespace) -> int:
+    """Run one rank of a learner; its number is in the variable RANK. Returns its exit code."""
+    config = unprinted_config(args)
+    if config is None:
+        return 0
+    from tidemill.launch.run import feeder_process, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
+
+    process.set_up_logging("rank", os.environ.get("RANK", "0"))
+    return feeder_process.run_rank(
+        config, bus_address(args, config, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
+    )

@@ -1,0 +1,256 @@
+"""``tidemill show``: one sample, token by token, with probabilities and versions, and its disposition."""
+
+import argparse
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.actors.text.text import Text as Tokenizer
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.samples.block import facts
+from tidemill.launch.samples.filters import Filter, prompt_text, task_of
+from tidemill.launch.samples.sample_history import SampleHistory, history_of
+from tidemill.launch.samples.search import Found, Search, as_map, opened
+from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
+
+_SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
+"""(lowest probability, style) of a token, in descending order."""
+
+_CONTEXT = 8
+"""Tokens before a token that affect its text: a space at its beginning, the rest of a character."""
+
+
+class Vocabulary:
+    """Text of token ids; without a tokenizer an id is shown as ``⟨17⟩``."""
+
+    def __init__(self, text: Tokenizer | None) -> None:
+        self._text = text
+
+    @classmethod
+    def read(cls, places: Sequence[Path]) -> Self:
+        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that shows ids."""
+        return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """Return the text that each token adds."""
+        return [self._piece(ids, place) for place in range(len(ids))]
+
+    def _piece(self, ids: Sequence[int], place: int) -> str:
+        if self._text is None:
+            return f"⟨{ids[place]}⟩"
+        before = ids[max(0, place - _CONTEXT) : place]
+        shorter = self._text.decode(before, skip_special=False)
+        longer = self._text.decode([*before, ids[place]], skip_special=False)
+        piece = longer[len(shorter) :] if longer.startswith(shorter) else ""
+        return piece if piece and "\ufffd" not in piece else f"⟨{ids[place]}⟩"
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    parser.add_argument("sample", metavar="SAMPLE", help="a sequence (#123 or 123) or TASK.INDEX (57.3)")
+    add_run(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--table", action="store_true", help="add a row for each token")
+    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="where tokenizer.json is, if not in the run's model directory")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
+    return look(args, show_sample)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Token:
+    """One token of a response."""
+
+    id: int
+    text: str
+    logprob: float
+    """Log-prob in nats, under the distribution it was sampled from; 0 if it was not sampled."""
+    version: int
+    span: int
+    """Number of its span, from 0."""
+    sampled: bool
+    """False if the environment inserted it (``loss_mask`` 0)."""
+    sequence: int = 0
+    """Number of its token sequence, from 0."""
+
+    @property
+    def probability(self) -> float:
+        """Probability under the distribution it was sampled from; 1 if it was not sampled."""
+        return math.exp(self.logprob)
+
+
+async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
+    """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
+    match, others = await _find(bus, args.sample)
+    sample = match.sample
+    if sample is None or isinstance(sample, WireError):
+        raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
+    tokens = tokens_of(sample, await _vocabulary(bus, args))
+    history = await history_of(bus, match.line.seq, sample)
+    if args.json:
+        print(to_json(_json(match, sample, tokens, history, others)))
+    else:
+        _print(Console(highlight=False, soft_wrap=True), match, sample, tokens, history, others, table=args.table)
+    return 0
+
+
+def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
+    """Return the response token by token."""
+    ids: list[int] = []
+    sequences: list[int] = []
+    right = 0
+    for number, size in enumerate(sample.sizes):
+        right += size.num_tokens
+        ids += sample.tokens[max(0, right - size.response_length) : max(0, right)].tolist()  # sizes of an invalid sample may be anything
+        sequences += [number] * (len(ids) - len(sequences))
+    spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(min(span.num_tokens, len(ids)))]
+    spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
+    return [
+        Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled), sequence=sequence)
+        for id, text, logprob, (span, version), sampled, sequence in zip(
+            ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
+        )
+    ]
+
+
+async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
+    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place. Raises ValueError."""
+    if "." not in name:
+        return await _by_sequence(bus, name), []
+    task, index = task_of("SAMPLE", name)
+    search = Search(bus, Filter(task=task, index=index))
+    first, last = await search.history.at_task(task), (await search.history.state()).last_seq
+    places = [match async for match in search.forward(first, last)]
+    if not places:
+        raise ValueError(f"sample {name}: want one that is in the stream, found none from sequence {first} on")
+    return places[0], [match.line.seq for match in places[1:]]
+
+
+async def _by_sequence(bus: Bus, name: str) -> Found:
+    word = name.removeprefix("#")
+    if not word.isdecimal() or not int(word):
+        raise ValueError(f"SAMPLE: want a sequence (#123) or TASK.INDEX (57.3), got {name!r}")
+    search = Search(bus, Filter())
+    try:
+        stored = await search.history.payload(int(word))
+    except NotFound:
+        state = await search.history.state()
+        raise ValueError(f"sample {name}: want one of the sequences {state.first_seq} to {state.last_seq}") from None
+    return await search.found(stored, opened(stored))
+
+
+async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
+    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as ids."""
+    row, _ = await bus.rows("run").read("config")
+    path = row.get("model", {}).get("path", "") if row is not None else ""
+    places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
+    return Vocabulary.read([Path(place) for place in places if place])
+
+
+def _json(match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
+    return {
+        **as_map(match.line.seq, sample),
+        "lag": match.line.lag,
+        "stored_s": match.line.stored_s,
+        "token_table": [
+            {
+                "id": token.id,
+                "text": token.text,
+                "logprob": token.logprob,
+                "probability": token.probability,
+                "version": token.version,
+                "sampled": token.sampled,
+                **({"sequence": token.sequence} if len(sample.sequences) > 1 else {}),
+            }
+            for token in tokens
+        ],
+        "fate": history.as_map(),
+        "others": others,
+    }
+
+
+def _print(
+    console: Console, match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
+) -> None:
+    console.print(facts(match.line, sample))
+    times, sampling = sample.timings, sample.sampling
+    console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
+    console.print(
+        f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, "
+        f"reward {times.reward_s:.3f} s"
+    )
+    console.print(
+        f"sampling  temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most "
+        f"{sampling.max_new_tokens} tokens, seed {sampling.seed}"
+    )
+    made_by = f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
+    console.print(made_by, markup=False)
+    if sample.label is not None:
+        console.print(Text(f"label     {plain(str(sample.label))}"))
+    if sample.metadata:
+        console.print(Text(f"metadata  {plain(to_json(sample.metadata))}"))
+    if others:
+        console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
+    if sample.turns is not None:
+        console.print(turns_table(sample.turns))
+    console.print(conversation(sample.transcript) if sample.transcript else Text(plain(prompt_text(sample)), style="dim"))
+    console.print(shaded(tokens))
+    console.print(_legend(sample, tokens))
+    if table:
+        console.print(_table(tokens))
+
+
+def shaded(tokens: Sequence[Token]) -> Text:
+    """Return the response with a background for each token's probability, every second span underlined and each new one marked.
+
+    A rule stands between the sequences of an episode; their contexts are not shown.
+    """
+    text = Text()
+    for place, token in enumerate(tokens):
+        if place and token.sequence != tokens[place - 1].sequence:
+            text.append(f"\n──── sequence {token.sequence + 1} ────\n", style="dim")
+        if tokens[-1].span and (place == 0 or token.span != tokens[place - 1].span):
+            text.append(f"⟨v{token.version}⟩", style="bold blue")
+        style = shade(token.probability) if token.sampled else "dim italic"
+        text.append(plain(token.text).replace("\n", "⏎\n"), style=f"{style} underline" if token.span % 2 else style)
+    return text
+
+
+def shade(probability: float) -> str:
+    """Return the style of a token sampled with this probability."""
+    return next(style for low, style in _SHADES if probability >= low)
+
+
+def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
+    text = Text("\nprobability ")
+    for low, style in _SHADES:
+        text.append(f" ≥ {low:g} " if low else " less ", style=style)
+    text.append("  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim")
+    text.append(" (every second one underlined)" if len(sample.spans) > 1 else "", style="dim")
+    sampled = [token.logprob for token in tokens if token.sampled]
+    if sampled:
+        mean = sum(sampled) / len(sampled)
+        text.append(f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), least probable token {math.exp(min(sampled)):.3g}")
+    return text
+
+
+def _table(tokens: Sequence[Token]) -> Table:
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    for name in ("place", "id", "token", "probability", "log-prob", "version"):
+        table.add_column(name, justify="left" if name == "token" else "right")
+    for place, token in enumerate(tokens):
+        odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
+        table.add_row(str(place), str(token.id), Text(repr(token.text), style=shade(token.probability)), *odds, f"v{token.version}")
+    return table

@@ -1,0 +1,34 @@
+"""``tidemill up``: a whole run on this machine (``tidemill.launch.run.up``)."""
+
+import argparse
+
+from tidemill.launch.cli.arguments import add_config, add_from_checkpoint
+from tidemill.launch.cli.inputs import check_loaded, loaded_config, with_iteration
+from tidemill.launch.settings.config_loader import render
+from tidemill.launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add its arguments."""
+    add_config(parser, positional=True)
+    how = parser.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="resume the run in its directory")
+    how.add_argument("--fresh", action="store_true", help="delete the run's directory and start again")
+    add_from_checkpoint(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run everything on this machine and return the exit code of ``run_up``.
+
+    Raises SettingsError, PackagesMissing, CheckFailed and CannotBegin before any process is started.
+    """
+    loaded = loaded_config(args)
+    if args.print_config:
+        print(render(loaded), end="")
+        return 0
+    require("engine", "learner")
+    check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
+    loaded = with_iteration(args, loaded)
+    from tidemill.launch.run.up import run_up
+
+    return run_up(loaded.config, resume=args.resume, fresh=args.fresh)

@@ -1,0 +1,83 @@
+"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``tidemill.launch.run.workers``)."""
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+
+from tidemill.bus import exit_codes
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_config, add_listening, command_of
+from tidemill.launch.cli.inputs import bus_address, process_id, unprinted_config
+from tidemill.launch.run.access import allowed
+from tidemill.launch.settings.config_loader import changes
+from tidemill.launch.settings.extras import require
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of an engine, an actor or a scorer."""
+    role = command_of(parser)
+    add_bus(parser)
+    parser.add_argument("--run", default="", help="name of the run; not needed with --config, or when the bus carries one run")
+    parser.add_argument("--id", default="", help="its name on the bus")
+    parser.add_argument("--wait", type=float, default=300.0, metavar="S", help="seconds to wait for the bus at the start (default 300)")
+    add_allow(parser)
+    if role != "actor":
+        add_listening(parser)
+    else:
+        parser.add_argument(
+            "--rollouts",
+            action="append",
+            dest="set",
+            default=[],
+            type=lambda names: f"actor.rollouts={json.dumps([name for name in names.split(',') if name])}",
+            metavar="NAME,NAME",
+            help="load these rollouts alone, and lease their tasks; single_turn = tasks without one (default: all)",
+        )
+    if role == "scorer":
+        parser.add_argument("--port", type=int, default=0, help="port to listen on (default 0 = any free port)")
+    add_config(parser, required=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a process until it is drained. Returns the exit code of ``process.run``; 1 also when the bus is not reached within --wait."""
+    role = args.command
+    if args.print_config and not args.config:
+        raise ValueError("--print-config: want --config FILE; without it the configuration is read from the bus, at the start")
+    config, changed = None, changes(args.set, os.environ)
+    if args.config:
+        config = unprinted_config(args)
+        if config is None:
+            return 0
+    require("actor" if role == "scorer" else role)
+    from tidemill.bus.errors import BusUnavailable
+    from tidemill.launch.run import process, workers
+
+    id = process_id(args)
+    process.set_up_logging(role, id)
+    address = bus_address(args, config, id)
+    run_name = args.run or (config.run if config is not None else "")
+    drain_s = config.up.drain_s if config is not None else 60.0
+    work = {"engine": workers.run_engine, "actor": workers.run_actor, "scorer": workers.run_scorer}[role]
+    local = workers.LocalSettings(
+        allowed=allowed(args.allow, os.environ, replaced=changed),
+        changed=changed,
+        host=getattr(args, "host", ""),
+        advertise=getattr(args, "advertise", ""),
+        port=getattr(args, "port", 0),
+    )
+    unreachable: list[BusUnavailable] = []
+
+    async def body(draining: asyncio.Event) -> None:
+        """Wait for the bus and do the work of the role. A bus that is not reached is recorded for the caller, not raised."""
+        try:
+            await workers.reach_bus(address, role, draining, wait_s=args.wait)
+        except BusUnavailable as error:
+            unreachable.append(error)
+            return
+        await work(config, run_name, address, id, draining, local)
+
+    code = process.run(body, drain_s=drain_s)
+    if unreachable:
+        print(f"{exit_codes.LINE}{unreachable[0]} (--wait)", file=sys.stderr)
+    return exit_codes.CRASHED if unreachable else code

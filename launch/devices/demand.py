@@ -1,0 +1,196 @@
+"""From a run's settings to its wants of a machine, and from the places of its processes to their environment variables."""
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tidemill.actors.config import OF_RANKS, EngineConfig
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
+from tidemill.launch.devices.placement import engine_place
+from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
+from tidemill.launch.devices.trained import Shapes
+from tidemill.launch.devices.visible import VARIABLE, nccl_of
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.layout.sizes import num_senders
+
+ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
+"""Variable of the setting ``engine.devices``: a host names each engine's devices in it."""
+ALLOCATOR = "PYTORCH_ALLOC_CONF"
+OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
+"""Variables of torch's allocator; where the user has set one, it is left alone."""
+EXPANDABLE = "expandable_segments:True"
+EXPANDS = re.compile(r"expandable_segments\s*:\s*True")
+"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
+for colocated ranks; memory that other processes open is not tried with it."""
+AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
+"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
+same; a built-in engine has the defaults of the NCCL that the ranks have."""
+RING = ("NCCL_ALGO", "Ring")
+"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the algorithm the order of a
+sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or a reduction to one rank; without ``Ring`` in
+the list releases from 2.24 on fail there. Sources: NVIDIA/nccl, docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc,
+``ncclTopoTuneModel``."""
+BY_HAND = ("base_gpu_id", "gpu_id_step")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """The tensors of a model; none = not known."""
+
+    tensors: Shapes = field(default_factory=dict)
+    critic: Shapes | None = None
+    """The tensors of the critic's model; None = as large as the policy."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters."""
+        return sum(map(math.prod, self.tensors.values()))
+
+    @property
+    def largest_tensor(self) -> int:
+        """Parameters of the largest tensor."""
+        return max(map(math.prod, self.tensors.values()), default=0)
+
+
+def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
+    """Return the requirements of a run on a machine, for the ranks of a node (``learner``) and a number of engines.
+
+    Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
+    """
+    size, ours, engine = size or ModelSize(), config.learner, config.engine
+    num_devices = devices_of(engine)
+    if node.devices and num_devices and engines:
+        _refuse_by_hand(engine)
+    has_devices = bool(node.devices)
+    dtype = dtype_on(ours.dtype, cuda=has_devices and ours.device != "cpu")
+    weights = ITEM_BYTES[dtype_on(engine.dtype, cuda=has_devices and num_devices > 0)] * size.parameters
+    return Want(
+        ranks=ours.num_ranks // max(1, ours.nodes) if learner else 0,
+        nodes=max(1, ours.nodes) if learner else 1,
+        tp=ours.tensor_parallel,
+        pp=ours.pipeline_parallel,
+        cp=ours.context_parallel,
+        engines=engines,
+        devices_per_engine=num_devices,
+        kind=engine.kind,
+        colocated=ours.colocated and learner,
+        learner_on_cpu=ours.device == "cpu",
+        learner_devices=ours.devices if learner else (),
+        engine_devices=engine.devices if engines and num_devices else (),
+        transport=config.weights.transport,
+        staging=config.weights.staging,
+        backend=config.weights.backend,
+        nccl_learner=nccl_of() if has_devices and learner else "",
+        nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
+        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic),
+        senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
+        memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
+        memory_group=group_bytes(size.largest_tensor, config, dtype),
+        engines_together=config.weights.engines_together,
+        memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,
+        memory_fraction=_fraction(engine),
+        bucket_bytes=max(config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
+    )
+
+
+def devices_of(engine: EngineConfig) -> int:
+    """Return the number of devices of an engine: 0 on the CPU, and for a server that runs already."""
+    if engine.device == "cpu":
+        return 0
+    if engine.kind != SGLANG:
+        return 1
+    if engine.sglang.url or engine.sglang.argument("device") == "cpu":
+        return 0
+    count = 1
+    for names in OF_RANKS:
+        if names[0] == "dp_size" and engine.sglang.argument("enable_dp_attention"):
+            continue  # its replicas share the tensor-parallel ranks
+        value = engine.sglang.argument(*names)
+        count *= int(value) if isinstance(value, int) and value > 0 else 1
+    return count
+
+
+def nccl_of_engine(engine: EngineConfig) -> str:
+    """Return the NCCL version of an engine on this machine; empty = not known."""
+    if engine.kind != SGLANG:
+        return nccl_of()
+    return "" if engine.sglang.url else nccl_of(engine.sglang.python)
+
+
+def _fraction(engine: EngineConfig) -> float | None:
+    value = engine.sglang.argument("mem_fraction_static") if engine.kind == SGLANG else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _refuse_by_hand(engine: EngineConfig) -> None:
+    if engine.kind != SGLANG:
+        return
+    for name in BY_HAND:
+        if (value := engine.sglang.argument(name)) is not None:
+            where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
+            raise Refused(where, "no device: it would be the same for all engines", repr(value), cure)
+    if VARIABLE in engine.sglang.environment:
+        where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
+        raise Refused(where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure)
+
+
+# ---- places as environment
+
+
+def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
+
+    Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
+    ``given``: the environment that it inherits. Raises Refused for an allocator in it that a colocated rank cannot have.
+    """
+    if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
+        refuse_expandable(given)
+    ring = dict([RING]) if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given else {}
+    if not node.devices:  # without nvidia-smi torch may find some
+        return ring if config.learner.device == CUDA else {}
+    if not place.uuids:
+        return {VARIABLE: ""}
+    variables = {VARIABLE: ",".join(place.uuids), "LOCAL_RANK": str(place.local_rank), **ring}
+    private = not config.learner.colocated and config.weights.staging != CUDA
+    if private and not any(name in given for name in OWN_ALLOCATOR):
+        variables[ALLOCATOR] = EXPANDABLE
+    if config.engine.kind == SGLANG:
+        variables |= {name: "0" for name in AS_SGLANG if name not in given}
+    return variables
+
+
+def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
+    """Raise Refused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
+
+    torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10, ``entrypoint.py``).
+    ``where``: the setting that has the variables; empty = they are those of this process.
+    """
+    for name in OWN_ALLOCATOR:
+        if EXPANDS.search(given.get(name, "")):
+            want_text = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
+            cure = f"unset {name}, or take expandable_segments out of it"
+            raise Refused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
+
+
+def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
+    """Raise Refused as ``refuse_expandable`` for an SGLang server that this process starts. A built-in engine frees memory by itself."""
+    if engine.kind == SGLANG and not engine.sglang.url:
+        refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
+        refuse_expandable(engine.sglang.environment, "engine.sglang.environment")
+
+
+def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
+    """Return the variables of an engine: the devices that it sees, and those that it has of them. None without devices."""
+    if not node.devices:
+        return {}
+    if not place.uuids:
+        return {VARIABLE: ""}
+    return {VARIABLE: ",".join(place.visible), ENGINE_DEVICES: json.dumps(place.uuids)}
+
+
+def own_place(node: Node, config: RunConfig, size: ModelSize) -> EnginePlace:
+    """Return the place of the one engine that this process is. Raises Refused."""
+    return engine_place([node], want_of(config, node, learner=False, engines=1, size=size))

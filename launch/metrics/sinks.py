@@ -1,0 +1,140 @@
+"""The sinks of ``tidemill metrics``: lines of a file, event files of TensorBoard, a run of Weights & Biases."""
+
+import errno
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from tidemill.launch.metrics.port import StepMetrics
+from tidemill.launch.settings import extras
+
+
+class Jsonl:
+    """Appends a line for each step, and one for each evaluation. A file of another run of the name is continued, too."""
+
+    def __init__(self, *, path: str) -> None:
+        try:
+            self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by ``close``
+        except OSError as error:
+            raise ValueError(f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}") from None
+        self._has = _lines_of(self._file)
+
+    def has(self, record: StepMetrics) -> bool:
+        """Return whether the file had a line of these metrics when it was opened."""
+        return _key(record.run_id, record.step, record.metrics) in self._has
+
+    def __call__(self, record: StepMetrics) -> None:
+        """Write a line, all of it or nothing."""
+        values = {"step": record.step, "epoch": record.epoch, "run_id": record.run_id, **record.metrics}
+        line, end = json.dumps(values).encode() + b"\n", self._file.seek(0, 2)
+        try:
+            if self._file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, "only a part of the line was written", self._file.name)
+        except OSError:
+            self._file.truncate(end)  # the line is written again
+            raise
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+Key = tuple[str, int, str]
+
+
+def _key(run_id: str, step: int, metrics: Iterable[str]) -> Key:
+    """Return run, step, and the evaluation set; "" for the metrics of a step."""
+    first = next((name for name in metrics if name.startswith("eval/")), "")
+    return run_id, step, first.rpartition("/")[0]
+
+
+def _lines_of(file: BinaryIO) -> set[Key]:
+    """Return the lines of a file by their keys. A last line that is not whole is removed; others that are none of ours are passed over."""
+    file.seek(0)
+    keys, end = set[Key](), 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            file.truncate(end)
+            break
+        end += len(line)
+        with suppress(ValueError, TypeError, AttributeError, KeyError):
+            values = json.loads(line)
+            metrics = values.keys() - {"step", "epoch", "run_id"}
+            keys.add(_key(str(values.get("run_id", "")), int(values["step"]), metrics))
+    return keys
+
+
+class TensorBoard:
+    """Writes scalars under the names of the metrics; a directory for each run below ``directory``."""
+
+    def __init__(self, *, directory: str) -> None:
+        extras.require("metrics")
+        from tensorboardX import SummaryWriter
+
+        self._directory, self._open = directory, SummaryWriter
+        self._writers: dict[str, SummaryWriter] = {}
+
+    def __call__(self, record: StepMetrics) -> None:
+        """Write the scalars of a step, and flush them."""
+        if record.run not in self._writers:
+            self._writers[record.run] = self._open(f"{self._directory}/{record.run}", write_to_disk=True)
+        writer = self._writers[record.run]
+        for name, value in record.metrics.items():
+            writer.add_scalar(name, value, record.step)
+        writer.flush()
+
+    def close(self) -> None:
+        """Close the event files."""
+        for writer in self._writers.values():
+            writer.close()
+
+
+class WeightsAndBiases:
+    """Logs to one run, which has the name of ours and is resumed by our ``run_id``.
+
+    Each metric has the step as its horizontal axis, because scores of evaluations come behind later steps, and the library refuses a step
+    that falls. Its key and its mode come from its own variables (``WANDB_API_KEY``, ``WANDB_MODE``).
+    """
+
+    def __init__(self, *, project: str, entity: str = "", group: str = "", directory: str = "") -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error}; install it: pip install wandb") from None
+        except ImportError as error:
+            raise ValueError(f"wandb: {error}") from None
+        self._wandb = wandb
+        self._options = {"project": project, "entity": entity or None, "group": group or None, "dir": directory or None}
+        self._run: Any = None
+        self._had: dict[str, int] = {}
+
+    def has(self, record: StepMetrics) -> bool:
+        """Return whether the run had these metrics when it was resumed."""
+        self._open(record)
+        return record.step <= self._had.get(_of(record), -1)
+
+    def __call__(self, record: StepMetrics) -> None:
+        """Log the metrics of a step."""
+        self._open(record)
+        self._run.log({"step": record.step, _of(record): record.step, **record.metrics})
+
+    def _open(self, record: StepMetrics) -> None:
+        if self._run is None:
+            self._run = self._wandb.init(name=record.run, id=record.run_id, resume="allow", **self._options)
+            self._run.define_metric("step")
+            self._run.define_metric("last/*", hidden=True)
+            self._run.define_metric("*", step_metric="step")
+            summary = dict(self._run.summary) if self._run.resumed else {}
+            self._had = {name: int(step) for name, step in summary.items() if name.startswith("last/")}
+
+    def close(self) -> None:
+        """Finish the run."""
+        if self._run is not None:
+            self._run.finish()
+
+
+def _of(record: StepMetrics) -> str:
+    """Return the name under which the last step is logged, of the steps or of an evaluation set, whose steps rise each by themselves."""
+    return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"

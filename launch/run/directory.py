@@ -1,0 +1,90 @@
+"""The directory of a run or a host: one process works in it, and none that reads a run that is over stands in its way."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO
+
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.nats_server import end_reader
+from tidemill.launch.settings.run_config import CONFIG_FILE
+
+LOCK_FILE = ".lock"
+"""File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
+
+
+class CannotBegin(ValueError):
+    """The run's directory, or the state of its bus, does not fit the command."""
+
+
+class HostExists(ValueError):
+    """Another host of this name is alive: two would run twice the desired numbers."""
+
+
+@contextlib.contextmanager
+def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]:
+    """Lock the run's directory while entered. Raises CannotBegin with the cure; a running run is never changed."""
+    has_run = (root / CONFIG_FILE).exists()
+    ours = has_run or (root / LOCK_FILE).exists()
+    if resume and not has_run:
+        raise CannotBegin(f"--resume: want a run in {root}, there is none")
+    if fresh and not ours and root.exists() and any(root.iterdir()):
+        raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
+    root.mkdir(parents=True, exist_ok=True)
+    with (root / LOCK_FILE).open("a+") as lock:
+        cure = "end it first, or set another directory"
+        _lock(lock, lambda holder: CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; {cure}"))
+        if has_run and not resume and not fresh:
+            raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
+        _end_look(root)
+        if fresh:
+            _clear(root)
+        yield
+
+
+def _lock(lock: IO[str], refusal: Callable[[str], ValueError]) -> None:
+    """Take the lock, or raise ``refusal`` of the process that has it.
+
+    The kernel releases it when this process ends, however it ends; children do not inherit it.
+    """
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        raise refusal(lock.read().strip() or "unknown") from None
+    lock.truncate(0)
+    lock.write(f"{os.getpid()}\n")
+    lock.flush()
+
+
+def _end_look(root: Path) -> None:
+    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises CannotBegin."""
+    try:
+        for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
+            end_reader(directory)
+    except ServerFailed as error:
+        raise CannotBegin(str(error)) from None
+
+
+def _clear(root: Path) -> None:
+    """Remove everything but the lock; the configuration goes last, because it marks the directory as a run's."""
+    paths = sorted(root.iterdir(), key=lambda path: path.name == CONFIG_FILE)
+    for path in paths:
+        if path.name == LOCK_FILE:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+@contextlib.contextmanager
+def only_one(directory: Path, name: str) -> Iterator[None]:
+    """Lock the directory of a host against other hosts on this machine while entered. Raises HostExists."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / LOCK_FILE).open("a+") as lock:
+        _lock(lock, lambda holder: HostExists(f"--name: host {name} is running in {directory} (process {holder})"))
+        yield

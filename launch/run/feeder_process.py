@@ -1,0 +1,232 @@
+"""The bodies of the learner's children, made from the run's configuration: the feeder with its prompts, and a rank."""
+
+import asyncio
+import dataclasses
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidemill.actors.rollout_settings import parse_rollouts, recorded_in
+from tidemill.launch.run.workers import importing
+from tidemill.launch.settings.config_loader import SettingsError
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.rewards.model_text.end_tokens import EndTokens
+
+if TYPE_CHECKING:
+    from tidemill.bus.wire.budget import Budget
+    from tidemill.bus.wire.messages import Sampling
+    from tidemill.bus.wire.routed_experts import RoutedShape
+    from tidemill.learner.data.config import DataConfig
+    from tidemill.learner.data.prompts import PromptFile
+    from tidemill.learner.feed.evaluations import EvalPlan
+    from tidemill.learner.feed.feed_keys import FeedKeys
+    from tidemill.learner.feed.places import FeederPlaces
+
+
+async def run_feeder(
+    config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", draining: asyncio.Event, *, epoch: int = 0
+) -> None:
+    """Run the feeder of a learner with the run's settings, until its last step is done or ``draining`` is set.
+
+    ``epoch``: of this start, if its parent has raised it.
+
+    Raises SettingsError for a directory without a model, and the errors of ``tidemill.learner.feed.feeder.run_feeder``.
+    """
+    from tidemill.bus.wire.messages import Sampling
+    from tidemill.launch.checks.resume import model_identity
+    from tidemill.learner.data.curriculum import CurriculumRules
+    from tidemill.learner.data.filter_settings import read_filters
+    from tidemill.learner.feed import feeder, recorded_steps
+
+    model, debug = Path(config.model.path), config.debug
+    vocab_size, max_context = model_shape(model)
+    sampling = Sampling(**dataclasses.asdict(config.sampling))
+    places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
+    if debug.trains_only:
+        await recorded_steps.run_recorded_feeder(
+            places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model), routed=routed_of(model)
+        )
+        return
+    facts = {"identity": model_identity(model, config.model.megatron_checkpoint), "directory": str(await asyncio.to_thread(model.resolve))}
+    # Without training there is one rank, and its batches are one part.
+    learner = config.learner.alone() if debug.rollout_only else config.learner
+    await feeder.run_feeder(
+        places,
+        open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
+        model=feeder.ModelFacts(vocab_size=vocab_size, routed=routed_of(model), max_context=max_context, eos_ids=eos_ids(model), **facts),
+        learner=learner,
+        staleness=config.staleness,
+        sampling=sampling,
+        push_every=config.weights.push_every,
+        draining=draining,
+        evaluation=eval_plan(config, sampling, max_context),
+        curriculum=CurriculumRules(
+            skip_easy=config.data.skip_easy,
+            skip_hard=config.data.skip_hard,
+            skip_passes=config.data.skip_passes,
+            passes_at=config.data.passes_at,
+        ),
+        filters=read_filters(config.data.filters),
+        budgets=budgets(config, max_context),
+        debug=debug,
+        recorded=recorded_in(parse_rollouts(config.rollouts)),
+    )
+
+
+def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
+    """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
+    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.places import FeederPlaces
+
+    return FeederPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        bus=config.bus,
+        listen=feeder_url,
+        keys=keys,
+        checkpoints=config.checkpoints,
+        num_nodes=config.learner.nodes,
+        epoch=epoch,
+        rank_silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
+    )
+
+
+def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
+    """Return the limits of episodes by rollout, with sequences of at most the model's context."""
+    from tidemill.learner.feed.feeder import within
+
+    return {name: within(rollout.budget, max_context) for name, rollout in parse_rollouts(config.rollouts).items() if not rollout.recorded}
+
+
+def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
+    """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
+    from tidemill.learner.evaluation.prompts import EvalPrompts
+    from tidemill.learner.feed.evaluations import EvalPlan
+
+    chosen = config.eval
+    if not chosen.every:
+        return EvalPlan()
+    sets = []
+    for name, chosen_set in chosen.parsed.items():
+        longest = sampling.max_new_tokens if chosen_set.max_new_tokens is None else chosen_set.max_new_tokens
+        temperature = sampling.temperature if chosen_set.temperature is None else chosen_set.temperature
+        sets.append(
+            EvalPrompts(
+                name=name,
+                prompts=open_prompts(config, chosen_set.data(config.data), max_context, longest),
+                sampling=dataclasses.replace(
+                    sampling,
+                    temperature=temperature,
+                    top_p=chosen_set.top_p,
+                    top_k=chosen_set.top_k,
+                    max_new_tokens=longest,
+                    stop=sampling.stop if chosen_set.stop is None else chosen_set.stop,
+                    stop_token_ids=sampling.stop_token_ids if chosen_set.stop_token_ids is None else chosen_set.stop_token_ids,
+                ),
+                samples=chosen_set.samples,
+                passes_at=chosen_set.passes_at,
+                limit=chosen_set.limit,
+                budgets=budgets(config, max_context),
+            )
+        )
+    return EvalPlan(
+        sets=sets,
+        every=chosen.every,
+        best=chosen.best,
+        stop_after=chosen.stop_after,
+        at_start=chosen.at_start,
+        at_end=chosen.at_end,
+        exact=chosen.exact,
+        last_step=config.learner.steps,
+        max_open_tasks=chosen.max_open_tasks,
+        stall_s=chosen.stall_s,
+        seed=chosen.seed,
+        max_context=max_context,
+    )
+
+
+def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":
+    """Open prompts with the model's tokenizer; ``max_new_tokens``: the longest response to them. Raises PromptError."""
+    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
+    os.environ.setdefault("USE_TORCH", "0")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    from tidemill.launch.checks.rows import row_check
+    from tidemill.learner.data.prompts import PromptFile, RowRules, model_tokenizer
+    from tidemill.learner.data.responses import Recordings
+
+    with importing():
+        tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
+    vocab_size = model_shape(Path(config.model.path))[0]
+    return PromptFile(
+        data.used,
+        tokenize=tokenize,
+        max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
+        shuffle=data.shuffle,
+        seed=data.seed,
+        recordings=Recordings(
+            tokenize,
+            rollouts=recorded_in(parse_rollouts(config.rollouts)),
+            end_ids=EndTokens.read(Path(config.model.path)).ids,
+            max_tokens=max_context,
+            chat=data.apply_chat_template,
+            texts=tokenize,
+        ),
+        chat_template_args=data.chat_template_args,
+        rules=RowRules(policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)),
+    )
+
+
+def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, progress: int = -1) -> int:
+    """Run one rank of a learner in this process (blocking), with the run's settings. Returns its exit code.
+
+    ``progress``: as ``RankPlaces.progress``.
+    """
+    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.places import RankPlaces
+
+    places = RankPlaces(
+        run=config.run,
+        bus_url=bus_url,
+        feeder_url=feeder_url,
+        feeder_keys=keys,
+        silence_s=SILENCE_S if config.learner.nodes > 1 else 0.0,
+        progress=progress,
+        model_dir=Path(config.model.path),
+        megatron_checkpoint=Path(config.model.megatron_checkpoint) if config.model.megatron_checkpoint else None,
+        checkpoints=config.checkpoints,
+        node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
+        snapshots=config.root / "snapshots",
+        final_dir=config.root / "final",
+    )
+    if config.debug.rollout_only:
+        from tidemill.learner.ranks import rollout_only
+
+        return rollout_only.main(places)
+    with importing():
+        from tidemill.learner.ranks import rank
+    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus, debug=config.debug)
+
+
+def model_shape(model: Path) -> tuple[int, int]:
+    """Return the tokens of the vocabulary and of a context. Raises SettingsError for a directory without a model."""
+    import json
+
+    file = model / "config.json"
+    if not file.exists():
+        raise SettingsError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
+    values = json.loads(file.read_text())
+    return int(values["vocab_size"]), int(values["max_position_embeddings"])
+
+
+def routed_of(model: Path) -> "RoutedShape | None":
+    """Return the sizes of the model's routing, by its config.json; None for a dense model."""
+    import json
+
+    from tidemill.bus.wire.routed_experts import RoutedShape
+
+    return RoutedShape.of(json.loads((model / "config.json").read_text()))
+
+
+def eos_ids(model: Path) -> frozenset[int]:
+    """Return the tokens that end a response; empty if the files of the model name none."""
+    return frozenset(EndTokens.read(model).ids)

@@ -1,0 +1,134 @@
+"""The body of the learner on one machine, made from the run's configuration: the parent of feeder and ranks, and its live row."""
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from tidemill.actors.engines.witness import Witness
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import keep_keys, make_keys
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.launch.run.access import auth_dir, last_key, write_keys
+from tidemill.launch.run.workers import LONG_WAIT_S
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.nodes.node_rows import NodeRow, Phase
+from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
+
+log = logging.getLogger(__name__)
+
+_PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
+
+
+async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
+    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live row.
+
+    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
+    """
+    from tidemill.learner.ranks.process import run_learner
+
+    if config.learner.checkpoint.url:
+        from tidemill.learner.checkpoints.keeper import clean
+
+        await asyncio.to_thread(clean, config.checkpoints)
+    variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
+    async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
+        await bus.create_layout()
+        await bus.rows("run").put("config", to_map(config))
+        keys = await make_keys(bus, last=last_key(auth_dir(config)))
+        write_keys(auth_dir(config), keys)
+        row = LiveRow(
+            role="learner",
+            id=id or "learner",
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase="working",
+            capabilities=capabilities,
+        )
+        heartbeat = HeartbeatPublisher(bus, row)
+        shown = LearnerRow(heartbeat)
+        async with (
+            heartbeat,
+            beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()),
+            beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
+            uploading(bus, config),
+        ):
+            await run_learner(
+                arguments,
+                num_ranks=len(variables),
+                threads=config.learner.threads,
+                draining=draining,
+                drain_s=config.up.drain_s,
+                variables=variables,
+                on_sigterm=shown.rank_drains,
+            )
+
+
+@asynccontextmanager
+async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncIterator[None]:
+    """Upload the checkpoints of a node in the background, if the run has a store for them."""
+    if not config.learner.checkpoint.url:
+        yield
+        return
+    from tidemill.learner.checkpoints.object_store import ObjectStore
+    from tidemill.learner.checkpoints.uploads import Uploads
+
+    store = ObjectStore(config.learner.checkpoint.url, config.run)
+    async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):
+        yield
+
+
+def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
+    """Return the variables of each rank, with its devices, and the capabilities that the learner's live row states.
+
+    Raises DeviceError. Blocks while nvidia-smi runs.
+    """
+    from tidemill.launch.devices.demand import rank_variables, want_of
+    from tidemill.launch.devices.placement import place
+    from tidemill.launch.devices.visible import nccl_of, this_node
+
+    node = this_node(os.environ)
+    ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks
+    variables = [rank_variables(node, rank, config, os.environ) for rank in ranks]
+    used = [device for device in node.devices if any(device.uuid == rank.uuid for rank in ranks)]
+    if not used:
+        return variables, Capabilities()
+    log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
+    memory = min(device.memory_bytes for device in used)
+    return variables, Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
+
+
+class LearnerRow:
+    """Phase and waits of the live row of a learner, or of one of its nodes."""
+
+    def __init__(self, heartbeat: HeartbeatPublisher) -> None:
+        self._heartbeat = heartbeat
+        self._node = self._engines = self._rank = ""
+
+    def show(self, row: NodeRow) -> None:
+        """Show the agent's reason for waiting, and why its last attempt ended."""
+        self._node = row.waits_for
+        self._rank = ""
+        self._heartbeat.update(phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason)
+
+    def rank_drains(self) -> None:
+        """Show that a rank has received SIGTERM: its step may last long, and the learner ends behind it."""
+        self._rank = "a rank that has received SIGTERM to end its step"
+        self._heartbeat.update(phase="draining", waits_for=self._waits_for())
+
+    async def follow_evicted(self, bus: Bus) -> None:
+        """Background loop: show the engines that the learner does not push to, and why."""
+        async for _ in bus.rows("weights").watch(EVICTED):
+            with suppress(BusError):
+                evicted = await VersionRegistry(bus).evicted()
+                self._engines = "; ".join(f"{id} to take pushes: {why}" for id, why in sorted(evicted.items()))
+                self._heartbeat.update(waits_for=self._waits_for())
+
+    def _waits_for(self) -> str:
+        return "; ".join(text for text in (self._rank, self._node, self._engines) if text)

@@ -1,0 +1,307 @@
+"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become arguments here.
+
+The learner's are in ``learner_process.py`` and ``feeder_process.py``, that of the bus is in ``bus_process.py``.
+"""
+
+import asyncio
+import dataclasses
+import fcntl
+import gc
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.settings.run_config import RunConfig
+
+if TYPE_CHECKING:
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.router.config import RouterConfig
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.bus.processes.limits import ProcessLimits
+    from tidemill.launch.settings.config_loader import Setting
+
+log = logging.getLogger(__name__)
+
+LONG_WAIT_S = 300.0
+"""Seconds that a process waits for a bus that is started after it."""
+
+
+def run_prepare(config: RunConfig) -> int:
+    """Make model and prompts if the configuration has ``prepare``; return 0."""
+    if config.prepare is not None:
+        from tidemill.launch.settings.prepare import prepare
+
+        config.root.mkdir(parents=True, exist_ok=True)
+        with (config.root / "prepare.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may call this at the same time; the second finds it done
+            prepare(config.prepare, config.root / "prepared")
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
+
+    allowed: Sequence[str] = ()
+    """Patterns of settings in that configuration that may name code and files of this machine (``actors/allowed.py``)."""
+    changed: "Mapping[str, Setting]" = field(default_factory=dict)
+    """Settings given here, by path: they replace those of the run."""
+    host: str = ""
+    """Address to listen on; empty = that of the configuration of this machine."""
+    advertise: str = ""
+    port: int = 0
+    """Port of a scorer; 0 = any free one."""
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter of the time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()  # the modules stay, so no later collection need walk them
+        gc.enable()
+
+
+async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
+    """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
+    from tidemill.bus.client.address import parse
+    from tidemill.bus.client.connection import open_connection
+
+    async def reached() -> None:
+        """Connect to the bus and disconnect."""
+        async with open_connection(bus_url, name, wait_s):
+            pass
+
+    log.info("reaching the bus at %s, for at most %g s (--wait)", parse(bus_url), wait_s)
+    await first_of(reached(), draining.wait())
+
+
+async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
+
+    ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
+    """
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scratch import Scratch
+    from tidemill.actors.serving import engine_process
+    from tidemill.bus.client.reach import AUTO
+    from tidemill.launch.settings.wiring import engine_factory
+
+    id = id or default_id()
+    with Scratch("model") as fetched:
+        if config is None:
+            run = run or await found_run(bus_url, "engine", draining)
+            config = await config_on_bus(run, bus_url, "engine", id, draining, own) if run else None
+            if config is None:
+                return
+            # an engine that the learner's machine did not start shares nothing with it
+            settings = config.engine
+            host = settings.host if "engine.host" in own.changed else AUTO
+            advertise = settings.advertise if "engine.advertise" in own.changed else ""
+            devices = settings.devices if "engine.devices" in own.changed else ()
+            elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
+            config = dataclasses.replace(config, engine=elsewhere)
+        engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
+        engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
+        model = await model_here(config, bus_url, id, fetched.path / "model", draining)
+        if model is None:
+            return
+        if model != Path(config.model.path):  # its size was not known before
+            await asyncio.to_thread(refuse_small_devices, config, model)
+        places = engine_process.EnginePlaces(
+            run=config.run, bus_url=bus_url, bus=config.bus, model_dir=model, id=id, devices=engine_devices
+        )
+        limits = engine_process.EngineLimits(drain_s=config.up.drain_s)
+        with importing():
+            factory = engine_factory(engine)
+        await engine_process.run_engine(places, engine, draining, factory=factory, limits=limits)
+
+
+def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
+    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its settings and devices.
+
+    Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
+    """
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
+    from tidemill.launch.devices.visible import VARIABLE, this_node
+
+    engine, node = config.engine, this_node(os.environ)
+    place = own_place(node, config, size_here(config))
+    if engine.colocated and place.uuids:
+        refuse_expandable_engine(engine, os.environ)
+    if node.devices:
+        os.environ[VARIABLE] = ",".join(place.visible)
+    if not place.uuids:
+        return engine, HeldDevices()
+    if engine.kind == "sglang" and place.visible != place.uuids:
+        arguments = {**engine.sglang.arguments, "base_gpu_id": place.base_index}
+        engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
+    memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
+    log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
+    engine_devices = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
+    return engine, engine_devices
+
+
+def refuse_small_devices(config: RunConfig, model: Path) -> None:
+    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.demand import own_place
+    from tidemill.launch.devices.visible import this_node
+
+    own_place(this_node(os.environ), config, size_here(config, model))
+
+
+async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
+    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
+    from contextlib import AsyncExitStack
+
+    from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.launch.settings.config_loader import from_map
+
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
+        values = None if bus is None else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed, changed=own.changed)
+    return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
+
+
+async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
+    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
+    from contextlib import AsyncExitStack
+
+    from tidemill.actors.engines.membership import connected, first_row
+    from tidemill.bus.liveness.waiting import Waiting
+    from tidemill.weightstore.catchup.catch_up import fetch_model
+
+    model = Path(config.model.path)
+    if (model / "config.json").exists():
+        return model
+    log.info("no model on this machine path=%s; it is requested over the bus", model)
+    async with AsyncExitStack() as stack:
+        bus = await connected(stack, bus_url, config.run, config.bus, name=name, draining=draining)
+        if bus is None:
+            return None
+        waiting = await stack.enter_async_context(Waiting(bus, first_row("engine", name), "the model from the learner"))
+        await first_of(fetch_model(bus, into, engine=name, on_wait=waiting.set), draining.wait())
+    return None if draining.is_set() else into
+
+
+async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+    """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.rollout import actor_process
+    from tidemill.actors.rollout_settings import RolloutPrograms
+    from tidemill.bus.processes.limits import become_undumpable
+
+    become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
+    run = run or await found_run(bus_url, "actor", draining)
+    if not run:
+        return
+    id = id or default_id()
+    if config is None and own.changed:
+        config = await config_on_bus(run, bus_url, "actor", id, draining, own)
+        if config is None:
+            return
+    actor, bus, rollouts = None, None, None
+    if config is not None:
+        actor, bus = config.actor, config.bus
+        rollouts = RolloutPrograms(rollouts=parse_rollouts(config.rollouts), model=config.model.path)
+    await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
+
+
+async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+    """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from tidemill.bus.client.reach import AUTO
+    from tidemill.bus.processes.limits import become_undumpable
+
+    become_undumpable()  # as actors do
+    run = run or await found_run(bus_url, "scorer", draining)
+    if not run:
+        return
+    id = id or default_id()
+    is_own_config = config is not None
+    if config is None and own.changed:
+        config = await config_on_bus(run, bus_url, "scorer", id, draining, own)
+        if config is None:
+            return
+    host, advertise = (own.host or AUTO), own.advertise
+    if config is not None:  # from the bus, the addresses are those of another machine, but for what is changed here
+        scorers = config.actor.scorers
+        host = own.host or (scorers.host if is_own_config or "actor.scorers.host" in own.changed else AUTO)
+        advertise = own.advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else "")
+    place = ScorerPlace(host=host, advertise=advertise, port=own.port)
+    actor, bus = (None, None) if config is None else (config.actor, config.bus)
+    await run_scorer(bus_url, run, actor, bus, draining, id, place=place, allowed=tuple(own.allowed))
+
+
+async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """Serve one address for the engines of a run, and for those named in ``config``."""
+    from tidemill.actors.router import process
+
+    if bus_url:
+        run = run or await found_run(bus_url, "router", draining)
+        if not run:
+            return
+    await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedReward:
+    """The reward of ``tidemill reward-server``."""
+
+    name: str
+    """Name or import path."""
+    options: Mapping[str, object]
+    of_groups: bool
+    """True for a reward of groups."""
+
+
+async def run_reward_server(
+    reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
+) -> None:
+    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
+    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.bus.processes.limits import become_undumpable
+    from tidemill.rewards.scorers import opened, opened_group
+
+    become_undumpable()
+    async with AsyncExitStack() as stack:
+        if reward.of_groups:
+            group_score = await stack.enter_async_context(opened_group(reward.name, reward.options, limits))
+            server = RewardServer(reward.name, None, group_score, token=token)
+        else:
+            score = await stack.enter_async_context(opened(reward.name, reward.options, limits))
+            server = RewardServer(reward.name, score, token=token)
+        url = await stack.enter_async_context(serving(server, host, port, insecure=True))
+        print(f"reward {reward.name} at {url}{SCORE_GROUP if reward.of_groups else SCORE}", file=lossy(STANDARD_OUTPUT))
+        await draining.wait()
+
+
+async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
+    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
+    from tidemill.bus.client.discovery import find_run
+
+    name_found = ""
+
+    async def find() -> None:
+        """Set ``found`` to the name of the bus's one run."""
+        nonlocal name_found
+        name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
+
+    await first_of(find(), draining.wait())
+    if name_found:
+        log.info("run found run=%s", name_found)
+    return name_found
