@@ -51,7 +51,7 @@ from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.config import WeightsConfig
 from weightstore.format.manifest import Bucket, Manifest
 from weightstore.push.publisher import Publisher
-from weightstore.push.pusher import PushReport
+from weightstore.push.push import PushReport
 from weightstore.transport.broadcast import BroadcastGroup
 from weightstore.transport.part_server import PartServer
 from weightstore.transport.parts import Division, PartPlace

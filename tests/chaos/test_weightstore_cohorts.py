@@ -11,7 +11,7 @@ from tests.integration.test_weightstore_publisher import GOOD, SLACK_S, SOME_HUN
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from weightstore.config import WeightsConfig
 from weightstore.push.publisher import Publisher
-from weightstore.push.pusher import PushReport
+from weightstore.push.push import PushReport
 
 __all__ = ["bus_url"]
 

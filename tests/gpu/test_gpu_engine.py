@@ -17,9 +17,9 @@ from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
 from weightstore.format.checksums import ChecksumReport
-from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.cuda_handles import CudaMemory
 from weightstore.transport.deadlines import Deadlines
+from weightstore.transport.handle_receiver import HandleReceiver
 from weightstore.transport.handles import HostMemory, Memory
 
 pytestmark = pytest.mark.gpu

@@ -32,8 +32,8 @@ from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, 
 from tests.tiny_models import tiny_model, write_tiny_model
 from weightstore.errors import BadManifest, ReceiverFailed
 from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.deadlines import Deadlines
+from weightstore.transport.handle_receiver import HandleReceiver
 from weightstore.transport.handles import HostMemory, Mapped, Offered
 from weightstore.transport.staging import Staging
 
@@ -64,7 +64,10 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
 ) -> None:
     old = Behaviour(handles="", fails="refuse", at="bucket", only_once=True)  # evicted once, and taken in again
     behaviours = {"here": GOOD, "elsewhere": Behaviour(handles="elsewhere"), "old": old}
-    with receivers(bus_url, run_id, behaviours) as engines, caplog.at_level(logging.WARNING, logger="weightstore.push.handle_receiver"):
+    with (
+        receivers(bus_url, run_id, behaviours) as engines,
+        caplog.at_level(logging.WARNING, logger="weightstore.transport.handle_receiver"),
+    ):
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
             assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]

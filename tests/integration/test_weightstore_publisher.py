@@ -28,7 +28,8 @@ from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, Pus
 from weightstore.format.manifest import Manifest
 from weightstore.push.member import Member
 from weightstore.push.publisher import Publisher
-from weightstore.push.push_group import GroupRules, PushGroup
+from weightstore.push.push import Push
+from weightstore.push.push_groups import GroupRules, PushGroup
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot import ASIDE
 from weightstore.transport.deadlines import Deadlines
@@ -73,8 +74,8 @@ def publishing(
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
     try:
         publisher.start()
-        assert publisher._pusher is not None
-        publisher._pusher._view._dead_after_s = dead_after_s
+        assert publisher._connected is not None
+        publisher._connected.view._dead_after_s = dead_after_s
         yield publisher
     finally:
         publisher.close(drain=False)
@@ -226,7 +227,7 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
 
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
     member = Member(row, cast(WeightReceiver, Silent()), deadlines=Deadlines(0.3))
-    outcome = await PushGroup(GroupRules(1, HERE, "gloo", Deadlines(0.3)), [member]).update(1, [], lambda _: None)
+    outcome = await Push(1, [], lambda _: None).update(PushGroup(GroupRules(1, HERE, "gloo", Deadlines(0.3)), [member]))
     assert isinstance(failed := outcome[member], ReceiverFailed)
     assert failed.phase == "join" and "0.3 s" in failed.reason
 
@@ -380,8 +381,8 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
 def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: str, run_id: str, tmp_path: Path) -> None:
     with publishing(bus_url, run_id, tmp_path) as publisher:
         publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
-        assert publisher._pusher is not None and publisher._pusher._head_staging is not None
-        held = publisher._pusher._head_staging.hold()  # as the writer of a snapshot does
+        assert publisher._connected is not None and publisher._connected.head.copy is not None
+        held = publisher._connected.head.copy.hold()  # as the writer of a snapshot does
         publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
         third = threading.Thread(target=lambda: publisher.publish(3, tiny_tensors(3).items(), wait=True))
         third.start()

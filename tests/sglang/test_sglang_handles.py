@@ -13,8 +13,8 @@ from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
 from weightstore.errors import ReceiverFailed
-from weightstore.push.handle_receiver import HandleReceiver
 from weightstore.transport.deadlines import Deadlines
+from weightstore.transport.handle_receiver import HandleReceiver
 from weightstore.transport.handles import HostMemory
 
 

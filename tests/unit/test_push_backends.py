@@ -9,10 +9,9 @@ from bus.client.reach import HERE
 from bus.liveness.heartbeats import LiveView
 from bus.wire.messages import Capabilities, LiveRow
 from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
-from weightstore.push.eviction import PushGroups
-from weightstore.push.handle_receiver import HandleReceivers
-from weightstore.push.push_group import GroupRules
+from weightstore.push.push_groups import GroupRules, PushGroups
 from weightstore.transport.deadlines import Deadlines
+from weightstore.transport.handle_receiver import HandleReceivers
 from weightstore.transport.handles import HostMemory, shared_memory_domain
 from weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
 from weightstore.transport.port import WeightReceiver

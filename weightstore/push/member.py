@@ -13,7 +13,7 @@ from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.parts import Buckets
-from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
+from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
@@ -168,8 +168,3 @@ class Member:
         except Exception as error:  # a bug, or an unexpected answer: this engine fails the push, and no other
             _log.exception("phase failed with an unexpected error engine=%s phase=%s", self.id, name)
             raise ReceiverFailed(self.receiver.url, name, repr(error)) from error
-
-
-def identity(row: LiveRow) -> tuple[str, str, int]:
-    """Return (id, address, pid): with another one it is another process, which has joined no group, whatever its name."""
-    return row.id, row.address, row.pid

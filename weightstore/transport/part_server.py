@@ -14,18 +14,15 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import torch
 from aiohttp import web
 from torch import Tensor
 
-from bus.client.reach import Reach, bare
+from bus.client.reach import Reach
 from bus.liveness.keys import Keys, RunKeys
-from bus.system.loop import new_event_loop
 from weightstore.access import Route, RunAccess
 from weightstore.bodies import body_in, json_in
 from weightstore.config import WeightsConfig
@@ -33,11 +30,12 @@ from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
 from weightstore.listener import Listener
+from weightstore.loop_thread import LoopThread
 from weightstore.side_stream import beside
-from weightstore.transport import senders
 from weightstore.transport.handles import shared_memory_domain
 from weightstore.transport.nccl import own_end
 from weightstore.transport.parts import PartPlace, staged
+from weightstore.transport.senders import Sender
 from weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
@@ -46,22 +44,8 @@ START_S = 30.0
 """Deadline in seconds for the thread to listen, and to end."""
 _SHUTDOWN_S = 1.0
 _KEY_BYTES = 24
-T = TypeVar("T")
 _Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes]]
 """Answers a request, with the map in its body."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """This rank's end of a process group, and the thread of its blocking calls."""
-
-    sender: senders.Sender
-    thread: ThreadPoolExecutor
-
-    def close(self) -> None:
-        """Close the connections; a call under way ends by its deadline."""
-        self.sender.close()
-        self.thread.shutdown(wait=False)
 
 
 class PartServer:
@@ -80,27 +64,19 @@ class PartServer:
         """Set name -> set when rank 0 has read it."""
         self._left = threading.Event()
         """Set when no request of rank 0 will follow."""
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Sender] = {}
         self._met: set[str] = set()
         """Ids of the groups that members have begun to join."""
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
-        self._thread = threading.Thread(target=self._run, name="weight part", daemon=True)
-        self._ready = threading.Event()
-        self._failure: BaseException | None = None
+        self._thread = LoopThread("weight part", self._serve)
         self._url = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing: asyncio.Event | None = None
 
     # -- the trainer's thread
 
     def start(self) -> PartPlace:
         """Listen. Returns the address for rank 0. Raises OSError."""
-        self._thread.start()
-        if not self._ready.wait(START_S):
-            raise TimeoutError(f"the server of this rank's weights does not listen after {START_S:g} s")
-        if self._failure is not None:
-            raise self._failure
+        self._thread.start(START_S)
         count, num_bytes = len(self._manifest.specs), self._manifest.num_bytes
         _log.info("part of the weights rank=%d tensors=%d bytes=%d url=%s", self._rank, count, num_bytes, self._url)
         return PartPlace(
@@ -115,8 +91,8 @@ class PartServer:
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, and PublisherClosed without the thread."""
-        if not self._thread.is_alive():
-            raise PublisherClosed(f"the server of this rank's weights has ended: {self._failure!r}")
+        if not self._thread.is_alive:
+            raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
         copy = self._pool.at(number)
         copy.fill(tensors)
         self._copies[number] = copy
@@ -134,36 +110,23 @@ class PartServer:
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive() or self._left.wait(timeout_s)
+        return not self._thread.is_alive or self._left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
-        if self._loop is not None and self._closing is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(START_S)
+        self._thread.close(START_S)
         if self._memory is not None:
             self._memory.close()
 
     # -- the server's thread
 
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:  # raised by ``start``
-            self._failure = error
-            _log.error("the server of this rank's weights ended error=%r", error)
-        finally:
-            self._ready.set()
-
     async def _serve(self) -> None:
-        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         listener = self.listener()
         try:
             # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
             self._url = await listener.start(self._at.bind, 0, name="weights.host")
-            self._ready.set()
-            await self._closing.wait()
+            self._thread.ready()
+            await self._thread.closing()
         finally:
             for id in list(self._groups):
                 self._groups.pop(id).close()
@@ -212,28 +175,20 @@ class PartServer:
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), _seconds_in(body)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")
         try:
-            sender = await _in(
-                thread,
-                lambda: senders.host(self._at.bind, name, world_size, backend, timeout_s, memory=self._memory, gpu=self._end.uuid),
-            )
+            sender = await Sender.open(name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid)
         except PeerLost as error:
-            thread.shutdown(wait=False)
             raise OSError(str(error)) from None  # no engine has part in this
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
         id = str(next(self._ids))
-        self._groups[id] = _Group(sender, thread)
+        self._groups[id] = sender
         # If the answer is lost, rank 0 knows of no group to be closed.
         asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, id)
-        return {"id": id, "host": bare(self._at.advertised), "port": sender.port}
+        return {"id": id, "host": sender.host, "port": sender.port}
 
     async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group = self._group(request)
         self._met.add(request.match_info["id"])
-        await _in(group.thread, group.sender.meet)
+        await group.meet()
         return {}
 
     def _drop_unmet(self, id: str) -> None:
@@ -245,7 +200,7 @@ class PartServer:
         group, timeout_s = self._group(request), _seconds_in(body)
         flat = self._flat(body["copy"], body["bucket"])
         following = None if body["following"] is None else self._flat(body["copy"], body["following"])
-        await _in(group.thread, lambda: group.sender.send(flat, timeout_s, following))
+        await group.send(flat, following, timeout_s)
         return {}
 
     async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
@@ -280,7 +235,7 @@ class PartServer:
         read.set()  # last: the trainer's thread may offer another one by this name now
         return {}
 
-    def _group(self, request: web.Request) -> _Group:
+    def _group(self, request: web.Request) -> Sender:
         return self._groups[request.match_info["id"]]
 
     def _flat(self, copy: int, bucket: int) -> Tensor:
@@ -304,11 +259,3 @@ def _seconds_in(body: Mapping[str, Any]) -> float:
 def _bytes_of(tensor: Tensor) -> bytes:
     with beside(tensor):
         return bytes(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-async def _in(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Run blocking work in a thread and return its result, unless that thread has been shut down. Raises PeerLost."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
-    except RuntimeError as error:
-        raise PeerLost("of the push", "sending", f"the group is closed: {error}") from None

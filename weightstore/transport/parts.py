@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
@@ -169,11 +169,11 @@ class RemotePart:
             raise PartLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
         return answer
 
-    def close_group(self, group: "RemoteGroup") -> None:
-        """Close a group, without waiting for the rank."""
-        closing = asyncio.create_task(group.close())
-        self._closings.add(closing)
-        closing.add_done_callback(self._closings.discard)
+    def run_beside(self, closing: Coroutine[object, None, None]) -> None:
+        """Run the end of a group, without waiting for the rank; ``close`` cancels it."""
+        task = asyncio.create_task(closing)
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
 
     async def close(self) -> None:
         """Close the connections; groups that are not closed yet are closed by their rank when it ends."""
@@ -213,8 +213,12 @@ class RemoteGroup:
         }
         await self.part.ask("POST", f"{self._path}/send", body, timeout_s + GRACE_S)
 
-    async def close(self) -> None:
-        """Have the rank close its end, and ask again while it does not answer; a call under way there ends by its deadline."""
+    def close(self) -> None:
+        """Have the rank close its end, without waiting for it; a call under way there ends by its deadline."""
+        self.part.run_beside(self.delete())
+
+    async def delete(self) -> None:
+        """Have the rank close its end, and repeat the request while there is no answer."""
         for pause_s in (1.0, 5.0, 25.0, 0.0):
             try:
                 await self.part.ask("DELETE", self._path, {}, ANSWER_S)

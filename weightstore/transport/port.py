@@ -1,10 +1,11 @@
 """The interface of an engine for the learner's pushes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from bus.wire.messages import LiveRow
     from weightstore.format.checksums import ChecksumReport
     from weightstore.format.manifest import TensorSpec
     from weightstore.transport.parts import Buckets, Payload
@@ -96,3 +97,14 @@ class PushReceiver(WeightReceiver, Protocol):
         Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each bucket; one that
         ``carries`` has no other deadline, and the request of any other has none: its answer is due when all buckets are sent.
         """
+
+
+OpenReceiver = Callable[["LiveRow"], WeightReceiver]
+"""Makes the receiver of a live engine."""
+Identity = tuple[str, str, int]
+"""Id, address and pid of an engine. With another one it is another process, which has joined no group, whatever its name."""
+
+
+def identity(row: "LiveRow") -> Identity:
+    """Return the identity of a live engine."""
+    return row.id, row.address, row.pid

@@ -20,14 +20,12 @@ from bus.wire.messages import LiveRow
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.push.eviction import Opener
-from weightstore.push.member import identity
 from weightstore.transport.deadlines import Deadlines
 from weightstore.transport.handles import Memory, shared_memory_domain
 from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from weightstore.transport.nccl import no_cuda_handles
 from weightstore.transport.parts import Buckets, Payload, RemotePart
-from weightstore.transport.port import Rendezvous, WeightReceiver
+from weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
@@ -247,14 +245,14 @@ class HandleReceivers:
     """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
 
     def __init__(
-        self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "", parts: Sequence[RemotePart] = ()
+        self, memory: Memory, otherwise: OpenReceiver, *, epoch: int, deadlines: Deadlines, gpu: str = "", parts: Sequence[RemotePart] = ()
     ) -> None:
         """``gpu``: UUID of the GPU that has the memory; empty = host memory. ``parts``: those in the memory of other ranks."""
         self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
-        self._refused: dict[tuple[str, str, int], str] = {}
+        self._refused: dict[Identity, str] = {}
         """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
