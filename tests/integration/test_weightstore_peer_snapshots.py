@@ -14,7 +14,7 @@ from yarl import URL
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.weight_updates import WeightUpdates
+from actors.serving.builtin.weight_updates import BuiltinUpdates
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
@@ -159,7 +159,7 @@ async def there(bus_url: str, run: str, id: str) -> bool:
     return id in await rows(bus_url, run)
 
 
-class LossyUpdates(WeightUpdates):
+class LossyUpdates(BuiltinUpdates):
     """Updates that lose a bit of the first push."""
 
     lost = False

@@ -25,7 +25,7 @@ from actors.serving.builtin.scheduler import Scheduler
 from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.update_checks import specs_in
-from actors.serving.builtin.weight_updates import WeightUpdates
+from actors.serving.builtin.weight_updates import BuiltinUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result
 from actors.text.text import beside_loop, size_of
@@ -41,7 +41,7 @@ class BuiltinBackend:
 
     def __init__(
         self,
-        host: EngineHost[WeightUpdates],
+        host: EngineHost[BuiltinUpdates],
         scheduler: Scheduler,
         shape: ModelShape,
         model: Model,

@@ -21,7 +21,7 @@ from actors.serving.sglang.api import Aborted, Api
 from actors.serving.sglang.request_ids import RequestIds
 from actors.serving.sglang.server_process import RETURNS_EXPERTS
 from actors.serving.sglang.validation import responses_in
-from actors.serving.sglang.weight_updates import WeightUpdates
+from actors.serving.sglang.weight_updates import SglangUpdates
 from actors.text.text import beside_loop, size_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
@@ -44,7 +44,7 @@ class Proxy:
 
     def __init__(
         self,
-        host: EngineHost[WeightUpdates],
+        host: EngineHost[SglangUpdates],
         api: Api,
         counters: dict[str, float],
         cache_prefix: str,

@@ -19,7 +19,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from actors.errors import CannotTell, UpdateRefused
-from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
+from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates, require_all, require_new
 from actors.serving.port import COMMAND_S, Body, Result
 from actors.serving.sglang.api import Api
 from actors.serving.sglang.checksums import HEAD, Layout, report_of
@@ -37,14 +37,15 @@ LOAD_S = 600.0
 """Time limit in seconds of reading all weights: a load from a directory, or checksums."""
 LISTENING_S = 5.0
 """Time limit in seconds of the check that a process listens at a group's address."""
-OPEN_S = 60.0
-"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 NO_BRACKET = "no weight-update session is open"
 """Part of SGLang's error when there is no update to end."""
 
 
-class WeightUpdates(FencedUpdates):
+class SglangUpdates(FencedUpdates):
     """Owner of the order of updates of one server."""
+
+    version = -1
+    """Version of the served weights; -1 = none are complete."""
 
     def __init__(
         self,
@@ -59,19 +60,14 @@ class WeightUpdates(FencedUpdates):
     ) -> None:
         """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server; ``unfinished``: number
         of requests that the server has."""
-        super().__init__()
-        self.version = -1
-        """Version of the served weights; -1 = none are complete."""
+        super().__init__(on_update)
         self.pauses = Pauses(api)
-        self._api, self._names, self._layout, self._pause, self._on_update = api, names, layout, pause, on_update
+        self._api, self._names, self._layout, self._pause = api, names, layout, pause
         self._unfinished, self._ranks, self._shared = unfinished, ranks, SharedBucket()
         self._flush = pause == "retract"  # otherwise retracted requests would find older weights' results in the cache
         self._open: int | None = None
         self._received: set[str] = set()
         self._receiving = False
-        self.settled = asyncio.Event()
-        """Set while no update is under way, or after one has broken off."""
-        self.settled.set()
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         self._bracket = False
@@ -112,11 +108,6 @@ class WeightUpdates(FencedUpdates):
     def whole(self) -> bool:
         """True when the server's weights are complete."""
         return self.version >= 0
-
-    @property
-    def under_way(self) -> bool:
-        """True while new weights are received, for which generation waits."""
-        return not self.settled.is_set()
 
     @property
     def keeps_cache(self) -> bool:
@@ -227,19 +218,6 @@ class WeightUpdates(FencedUpdates):
         await self.resume(frozenset({KV_CACHE}))
         return stall_s
 
-    async def between_updates(self, timeout_s: float) -> None:
-        """Wait while an update is under way, for ``timeout_s`` at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.settled.wait()
-
-    async def arrived_meanwhile(self, version: int) -> bool:
-        """Wait up to ``OPEN_S`` seconds for an open update. Returns whether it brought ``version`` or a newer one."""
-        if not self.under_way:
-            return False
-        await self.between_updates(OPEN_S)
-        return self.whole and self.version >= version
-
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
         """Pause, and open an update; an unfinished one is replaced. Raises UpdateRefused without a version or the memory of the weights."""
         if version is None:
@@ -275,10 +253,7 @@ class WeightUpdates(FencedUpdates):
         if version is not None and version != self._open:
             raise UpdateRefused(f"the open update is of version {self._open}, this bucket of version {version}")
         # The output projection may be sent, or left out, where it is tied to the embedding.
-        strange = [name for name in names if name not in self._names and name != HEAD]
-        again = [name for name in names if name in self._received]
-        if strange or again or len(set(names)) != len(names):
-            raise UpdateRefused(f"{(strange or again or names)[0]}: " + ("the model has no such tensor" if strange else "received twice"))
+        require_new(names, self._names | {HEAD}, self._received)
 
     async def _write(self, path: str, names: Sequence[str], body: JsonMapping, timeout_s: float) -> None:
         self.version = -1  # from here on the weights are of two versions, until the end
@@ -330,8 +305,7 @@ class WeightUpdates(FencedUpdates):
         return version, report
 
     def _check_whole(self, what: str) -> None:
-        if missing := self._names - self._received - {HEAD}:
-            raise UpdateRefused(f"{what}: {len(missing)} of {len(self._names)} tensors are missing, among them {min(missing)}")
+        require_all(self._names - {HEAD}, self._received, f"{what}: ")
 
     async def close(self) -> None:
         """Cancel the operations under way and free the shared memory."""
@@ -378,10 +352,9 @@ class WeightUpdates(FencedUpdates):
             await self.pauses.resume()
         stall_s = time.perf_counter() - self.pauses.began_s
         self._open = None
-        self.version, self.completed, self.stall_s = version, self.completed + 1, self.stall_s + stall_s
-        log.info("weights updated version=%d stall_s=%.4f", version, stall_s)
+        self.version = version
         self._resumed()
-        self._on_update(version, self.epoch)
+        self._record_update(version, self.epoch, stall_s)
         return stall_s
 
 
