@@ -17,7 +17,10 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """``start``, then ``submit`` from any thread, and ``close``. ``serve`` runs in the loop: it calls ``ready`` and awaits ``closing``."""
+    """``start``, then ``submit`` from any thread, and ``close``.
+
+    ``serve`` runs in the loop: it calls ``ready`` and awaits ``closing``.
+    """
 
     def __init__(self, name: str, serve: Callable[[], Coroutine[object, None, None]]) -> None:
         self._name, self._serve = name, serve
@@ -44,7 +47,10 @@ class LoopThread:
             raise self.failure
 
     def submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
-        """Run ``work`` in the loop. The future is cancelled when the thread ends first. Raises RuntimeError when it has ended."""
+        """Run ``work`` in the loop. The future is cancelled when the thread ends first.
+
+        Raises RuntimeError when it has ended.
+        """
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -53,7 +59,8 @@ class LoopThread:
             raise
         self._futures.add(future)
         future.add_done_callback(self._futures.discard)
-        # The loop may have ended between the call above and this line, after ``_run`` cancelled the futures that it knew.
+        # The loop may have ended between the call above and this line, after ``_run`` cancelled the futures that it
+        # knew.
         if self._has_ended:
             future.cancel()
         return future

@@ -1,5 +1,5 @@
-"""The order of weight updates that both engines share: the learner's epoch, one update at a time, every tensor once, operations that
-outlive their callers, counters."""
+"""The order of weight updates that both engines share: the learner's epoch, one update at a time, every tensor once,
+operations that outlive their callers, counters."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,8 @@ class FencedUpdates(ABC):
         self.epoch = 0
         """Highest learner epoch seen."""
         self.begun = 0
-        """Number of pushes that have begun here. A load that waits for its turn compares it: a push may have begun meanwhile."""
+        """Number of pushes that have begun here. A load that waits for its turn compares it: a push may have begun
+        meanwhile."""
         self.completed = 0
         self.stall_s = 0.0
         """Sum of the seconds for which updates have held up generation."""
@@ -73,7 +74,8 @@ class FencedUpdates(ABC):
         self.epoch = epoch
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end even if the caller is cancelled: the thread that it waits for may still write the weights."""
+        """Run an operation to its end even if the caller is cancelled: the thread that it waits for may still write the
+        weights."""
         return await asyncio.shield(self._started(operation))
 
     def _started(self, operation: Coroutine[object, None, Result]) -> "asyncio.Task[Result]":
@@ -88,7 +90,7 @@ class FencedUpdates(ABC):
             task.exception()  # the caller has received it, or has hung up
 
     def _record_update(self, version: int, epoch: int, stall_s: float) -> None:
-        """Count and report an update whose weights are served now."""
+        """Count and report an update that is served now."""
         self.completed += 1
         self.stall_s += stall_s
         log.info("weights updated version=%d epoch=%d stall_s=%.6f", version, epoch, stall_s)

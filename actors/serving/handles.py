@@ -225,7 +225,7 @@ class HandleListener:
 def _mapped(to_gpu: bool) -> Mapped:
     if not to_gpu:
         return Mapped()
-    from weightstore.transport.pinning import PINNING
+    from weightstore.transport.handles import PINNING
 
     return Mapped(pinning=PINNING)
 

@@ -1,11 +1,12 @@
 """Pushes of weights as new versions, and their reports to the feeder. Knows the publisher and the policy; no batch.
 
-Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step waits for the push.
-On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
-(``give``), so that the learner and the engines never work at the same time.
+Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step
+waits for the push. On an accelerator that engines share, a version is staged while the learner owns the memory
+(``take``) and pushed when the engines own it (``give``), so that the learner and the engines never work at the same
+time.
 
-Only rank 0 has a publisher. Other ranks with a part of the weights keep copies of it, from which they send it when rank 0 asks for it
-(``weight_parts.py``).
+Only rank 0 has a publisher. Other ranks with a part of the weights keep copies of it, from which they send it when rank
+0 asks for it (``weight_parts.py``).
 """
 
 import logging
@@ -22,14 +23,17 @@ from learner.megatron.model import Policy
 from learner.ranks.weight_parts import WeightParts
 from weightstore.config import WeightsConfig
 from weightstore.errors import PushFailed
-from weightstore.push.publisher import Publisher, Staged
+from weightstore.push.publisher import Publisher, StagedStep
 from weightstore.push.push import PushHandle, PushReport
 
 log = logging.getLogger(__name__)
 
 
 class Pushes:
-    """The pushes of one start of the learner. Every rank calls every method at the same place, except ``collect`` and ``metrics``."""
+    """The pushes of one start of the learner.
+
+    Every rank calls every method at the same place, except ``collect`` and ``metrics``.
+    """
 
     def __init__(
         self,
@@ -44,13 +48,15 @@ class Pushes:
         colocated: bool = False,
         draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``. ``draining``: while
-        it returns True, a push that fails is not repeated, because the next start publishes its weights.
+        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``.
+
+        ``draining``: while it returns True, a push that fails is not repeated, because the next start publishes its
+        weights.
         """
         self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
-        self._staged: Staged | None = None
+        self._staged: StagedStep | None = None
         """Weights whose push waits for ``give``."""
         self._engines_released = 0
         self._leads = policy.parallel.rank == 0
@@ -65,7 +71,9 @@ class Pushes:
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish the version that a start needs before its first step, then run the context with the publisher. The parts are open.
+        """Publish the version that a start needs before its first step, then run the context with the publisher.
+
+        The parts are open.
 
         It is version 0, or head + 1 when no recorded step is to be repeated.
 
@@ -111,8 +119,8 @@ class Pushes:
     def publish(self) -> None:
         """Make the current weights the next version, after the previous push has ended. Raises as ``open``.
 
-        A failed push is repeated with the staged weights, because this rank alone cannot gather the current ones. While the learner drains
-        it is left to the next start.
+        A failed push is repeated with the staged weights, because this rank alone cannot gather the current ones. While
+        the learner drains it is left to the next start.
         """
         self.collect(wait=True)
         self.published_step = self.step
@@ -131,7 +139,10 @@ class Pushes:
             self._engines_released = len(_repeat_until_reachable(self._publisher.release))
 
     def give(self) -> None:
-        """Resume the colocated engines with the staged version, or with the head, and wait until they generate. Raises Fenced."""
+        """Resume the colocated engines with the staged version, or with the head, and wait until they generate.
+
+        Raises Fenced.
+        """
         if self._publisher is None:
             return
         if self._staged is None:
@@ -169,7 +180,8 @@ class Pushes:
         return self._report.version if self._report is not None and self._report.step == self.step else -1
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on rank 0."""
+        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on
+        rank 0."""
         waited_s, self._waited_s = self._waited_s, 0.0
         turns = {"turn/engines": float(self._engines_released)} if self._colocated else {}
         if self._report is None:
@@ -191,7 +203,10 @@ class Pushes:
 
 
 def _repeat_until_reachable(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration. Raises Fenced."""
+    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration.
+
+    Raises Fenced.
+    """
     while True:
         try:
             return ask()

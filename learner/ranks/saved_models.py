@@ -1,10 +1,11 @@
-"""Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes on.
+"""Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes
+on.
 
     step k     after    all ranks that send weights: copy their part of them to host memory      the only part that a step waits for
     meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
-Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while it is one of the
-newest, or while its step has a checkpoint, which the best step (``eval.best``) has.
+Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while
+it is one of the newest, or while its step has a checkpoint, which the best step (``eval.best``) has.
 """
 
 import logging
@@ -44,7 +45,8 @@ class SavedModels:
         self._writing: threading.Thread | None = None
 
     def after(self, step: int, *, checkpointed: bool) -> None:
-        """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a checkpoint."""
+        """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a
+        checkpoint."""
         if not self._every or (step % self._every and not checkpointed):
             return
         self.wait()
@@ -53,7 +55,8 @@ class SavedModels:
             self._policy.help_export_adapters()
             return
         adapter = {} if self._policy.adapters is None else _copied(self._policy.export_adapters())
-        # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
+        # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is
+        # whole.
         self._writing = threading.Thread(target=self._write, args=(step, manifest, tensors, adapter), name="saved-model", daemon=True)
         self._writing.start()
 
@@ -65,7 +68,10 @@ class SavedModels:
             self._writing = None
 
     def write_trained(self, step: int, version: int) -> None:
-        """Write the current weights as the trained model of the run, and wait for it. ``version``: -1 = not published. Raises OSError."""
+        """Write the current weights as the trained model of the run, and wait for it. ``version``: -1 = not published.
+
+        Raises OSError.
+        """
         manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
         if not self._leads:
             self._policy.help_export_adapters()
@@ -100,11 +106,14 @@ class SavedModels:
 
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove all models but the ``keep`` newest (0 = all) and those of steps with a checkpoint, be it unfinished. Raises OSError."""
-    found = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
-    spared = disk.unfinished(checkpoints)  # read first: in between, one may be renamed into place
-    spared |= {one.step for one in disk.listed(checkpoints)}
-    for step, path in found[:-keep] if keep else ():
+    """Remove all models but the ``keep`` newest (0 = all) and the models of steps with a checkpoint, be it unfinished.
+
+    Raises OSError.
+    """
+    models = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+    spared = disk.unfinished(checkpoints)  # read first: in between, a checkpoint may be renamed into place
+    spared |= {checkpoint.step for checkpoint in disk.listed(checkpoints)}
+    for step, path in models[:-keep] if keep else ():
         if step not in spared:
             shutil.rmtree(path)
             log.info("model removed directory=%s", path)

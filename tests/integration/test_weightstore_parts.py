@@ -24,7 +24,7 @@ from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tenso
 from tests.receiver_app import staged as staged_here
 from weightstore.config import WeightsConfig
 from weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
-from weightstore.format.checksums import ChecksumReport, Part, report_checksums
+from weightstore.format.checksums import ChecksumReport, TensorChecksum, report_checksums
 from weightstore.format.manifest import Manifest, joined
 from weightstore.push.publisher import Publisher
 from weightstore.push.push import PushReport
@@ -405,7 +405,7 @@ async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: t
         raw = await remote.buckets(0)[0][1].tensor()
         assert torch.equal(raw, one._copies[0].buckets[0][1])
         # No rank has the bytes of both: such an engine is not taken for verified.
-        fused = Part(names=("model.other.weight", "model.norm.weight"), dtype="float32", sum="0" * 16)
+        fused = TensorChecksum(names=("model.other.weight", "model.norm.weight"), dtype="float32", sum="0" * 16)
         both = await whole.differences(ChecksumReport(scheme="sum64", parts=(*report.parts, fused)))
         assert len(both) == 1 and "sent by several ranks" in both[0] and "model.norm.weight" in both[0]
     finally:

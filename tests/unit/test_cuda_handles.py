@@ -17,8 +17,7 @@ from actors.serving.sglang.tensors import SharedBucket
 from weightstore.errors import BadManifest
 from weightstore.format.manifest import TensorSpec
 from weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
-from weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered
-from weightstore.transport.pinning import Pinning
+from weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered, Pinning
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {

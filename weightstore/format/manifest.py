@@ -63,7 +63,8 @@ class Bucket:
     specs: tuple[TensorSpec, ...]
     num_bytes: int
     part: int = 0
-    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another rank."""
+    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another
+    rank."""
 
     def places(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Yield each tensor with the slice of its bytes in the bucket."""
@@ -121,18 +122,18 @@ class Manifest:
 
         Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
         """
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         specs: list[TensorSpec] = []
         size = 0
         for spec in self.specs:
             if specs and (size + spec.num_bytes > bucket_bytes or size % ITEM_BYTES[spec.dtype]):
-                found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
+                buckets.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
                 specs, size = [], 0
             specs.append(spec)
             size += spec.num_bytes
         if specs:
-            found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
-        return tuple(found)
+            buckets.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
+        return tuple(buckets)
 
 
 def joined(parts: Iterable[Manifest]) -> Manifest:

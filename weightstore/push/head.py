@@ -1,4 +1,5 @@
-"""The newest published version: its row, the copy of its weights in this process, and its snapshots, written on request."""
+"""The newest published version: its row, the copy of its weights in this process, and its snapshots, written on
+request."""
 
 import asyncio
 import logging
@@ -20,23 +21,30 @@ class Head:
     """The head of one publisher, in its event loop. ``snapshots`` are opened and closed by the caller."""
 
     def __init__(self, registry: VersionRegistry, snapshots: SnapshotStore, *, snapshot_every: int = 0) -> None:
-        """``snapshot_every``: a snapshot is written of every n-th version, besides those that engines request; 0 = of none."""
+        """``snapshot_every``: a snapshot is written of every n-th version, besides the snapshots that engines request;
+        0 = only these."""
         self._registry, self._snapshots, self._snapshot_every = registry, snapshots, snapshot_every
         self.row: VersionRow | None = None
         self.copy: StagedModel | None = None
-        """Its weights; None where another learner pushed it, or its weights are a model directory."""
+        """Its weights; None where another learner pushed the version, or its weights are a model directory."""
 
     async def fence(self, epoch: int) -> None:
         """Fence older learners, and read the head. Raises Fenced, BusUnavailable."""
         self.row = await self._registry.fence(epoch)
 
     async def publish_initial(self, where: str, epoch: int, digest: str) -> VersionRow:
-        """Publish the weights in the directory ``where`` as version 0, unless there is a head. Returns the head. Raises Fenced."""
+        """Publish the weights in the directory ``where`` as version 0, unless there is a head. Returns the head.
+
+        Raises Fenced.
+        """
         self.row = await self._registry.publish_initial(where, epoch, digest=digest)
         return self.row
 
     async def move(self, row: VersionRow, copy: StagedModel) -> None:
-        """Make a version the head. Its copy is held until there is a copy of the next head. Raises Fenced, BusUnavailable."""
+        """Make a version the head. Its copy is held until there is a copy of the next head.
+
+        Raises Fenced, BusUnavailable.
+        """
         self.row = await self._registry.publish(row)
         # The copy stays filled as long as it is the head: snapshots of it are written on demand.
         old, self.copy = self.copy, copy.hold()
@@ -46,7 +54,8 @@ class Head:
             await self._write_snapshot()
 
     async def serve_requests(self, bus: Bus) -> None:
-        """Run until cancelled: write a snapshot when an engine requests one by a row, which it writes again while it waits."""
+        """Run until cancelled: write a snapshot when an engine requests one by a row, which it writes again while it
+        waits."""
         while True:
             try:
                 async for row in bus.rows("weights").watch(WANT, _POLL_S):

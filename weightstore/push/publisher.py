@@ -7,8 +7,9 @@
     handle.result()  <-----------------  PushReport | PushFailed | Fenced
                                          meanwhile: snapshots of the head, for engines that join late
 
-Engines that share the learner's accelerator release their memory before each step, and get it back with a push or with ``resume``.
-Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every wait has a deadline.
+Engines that share the learner's accelerator release their memory before each step, and get it back with a push or with
+``resume``. Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every
+wait has a deadline.
 """
 
 import asyncio
@@ -76,7 +77,7 @@ def _at_once() -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Staged:
+class StagedStep:
     """A copy of the weights of a step that is to be pushed. A push under way has a hold of its own."""
 
     staging: Staging
@@ -90,7 +91,7 @@ class Staged:
 
 @dataclass(slots=True)
 class _Connected:
-    """What the publisher's thread uses on the bus."""
+    """The objects that the publisher's thread uses on the bus."""
 
     registry: VersionRegistry
     lease: AcceleratorLease
@@ -123,8 +124,8 @@ class Publisher:
     ) -> None:
         """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
 
-        ``division``: the tensors that are staged here, and those of other ranks; without it all are staged here, and the first publish
-        needs all at once.
+        ``division``: the tensors that are staged here, and the parts of other ranks; without it all tensors are staged
+        here, and the first publish needs all at once.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
@@ -133,7 +134,7 @@ class Publisher:
         self._memory = staging_memory(config, self._own)
         self._deadlines = Deadlines(config.phase_deadline_s, config.load_deadline_s)
         self._division = division
-        self._pool = None if division is None else self._new_pool(division.own)
+        self._pool = None if division is None else self._new_pool(division.local)
         self._thread = LoopThread("publisher", self._serve)
         self._fenced: Fenced | None = None
         self._last: PushHandle | None = None
@@ -151,14 +152,18 @@ class Publisher:
             raise PublisherClosed(str(error)) from None
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
+        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head.
+
+        Raises BusUnavailable, Fenced.
+        """
         head, digest = self._running().head, "" if self._division is None else self._division.whole.digest
         return self._submit(head.publish_initial(str(model_dir), self.epoch, digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
         """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
 
-        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced, PublisherClosed.
+        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced,
+        PublisherClosed.
         """
         staged = self.stage(step, tensors)
         try:
@@ -169,12 +174,13 @@ class Publisher:
             handle.wait()
         return handle
 
-    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> Staged:
-        """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to be pushed.
+    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> StagedStep:
+        """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to
+        be pushed.
 
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
-        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
-        head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
+        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the
+        version before the head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
@@ -182,7 +188,7 @@ class Publisher:
         if self._pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
-            self._pool = self._new_pool(self._division.own)
+            self._pool = self._new_pool(self._division.local)
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
@@ -191,13 +197,15 @@ class Publisher:
         except BaseException:
             staging.release()
             raise
-        return Staged(staging, step, time.perf_counter() - since)
+        return StagedStep(staging, step, time.perf_counter() - since)
 
-    def push(self, staged: Staged, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
-        """Push a copy as the next version in the background, and return the handle; one push at a time. Raises Fenced, PublisherClosed.
+    def push(self, staged: StagedStep, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
+        """Push a copy as the next version in the background, and return the handle; one push at a time.
 
-        A push that fails (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the same copy,
-        unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
+        Raises Fenced, PublisherClosed.
+
+        A push that fails (it reached fewer engines than required, or the bus was unreachable for too long) is repeated
+        with the same copy, unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
         """
         connected = self._running()
         # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
@@ -205,17 +213,21 @@ class Publisher:
         return self._last
 
     def release(self) -> tuple[str, ...]:
-        """Have the colocated engines release their memory, and engines that start wait. Returns the ids of those that released it.
+        """Have the colocated engines release their memory, and engines that start wait.
 
-        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
-        PublisherClosed.
+        Returns the ids of the engines that released it.
+
+        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises
+        BusUnavailable, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
         return self._result_of(self._acquire_accelerator(self._running()))
 
     def resume(self) -> tuple[str, ...]:
-        """Give colocated engines their memory back and push the head to them again. Returns their ids. Raises as ``release`` does.
+        """Give colocated engines their memory back and push the head to them again. Returns their ids.
+
+        Raises as ``release`` does.
 
         If this learner has no copy of the head, because another one pushed it, the engines wait for the next push.
         """
@@ -226,7 +238,10 @@ class Publisher:
         return None if self._connected is None else self._connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
-        """End the thread; with ``drain`` the push under way is finished first. Safe to call twice, and without ``start``."""
+        """End the thread; with ``drain`` the push under way is finished first.
+
+        Safe to call twice, and without ``start``.
+        """
         self._closes = True
         if drain and self._last is not None and self._thread.is_alive:
             self._last.wait()
@@ -272,7 +287,8 @@ class Publisher:
                 self._connected = connected
                 self._thread.ready()
                 await self._thread.closing()
-                # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait for its end.
+                # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait
+                # for its end.
                 for task in [*background, self._pushing]:
                     if task is not None:
                         task.cancel()
@@ -281,9 +297,9 @@ class Publisher:
 
     async def _connect(self, bus: Bus, stack: AsyncExitStack) -> _Connected:
         """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
-        config, others = self.config, () if self._division is None else self._division.others
+        config, remote_places = self.config, () if self._division is None else self._division.remote
         at = reach(config.host, config.advertise, await asyncio.to_thread(route_to, self._bus_url), name="weights.host")
-        parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(others, 1))
+        parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(remote_places, 1))
         rules = GroupRules(config.engines_together, at, config.backend, self._deadlines, self._own, self._memory, parts=parts)
         registry, view = VersionRegistry(bus), LiveView(bus)
         snapshots = SnapshotStore(
@@ -331,8 +347,9 @@ class Publisher:
     async def _push_copy(self, connected: _Connected, copy: StagedModel, step: int, prepare_s: float) -> PushReport:
         since, row, evicted = time.perf_counter(), None, dict[str, str]()
         try:
-            # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is there before any engine
-            # has it, so a reader of its tokens finds the step; the head moves when the engines have it.
+            # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is
+            # there before any engine has it, so a reader of its tokens finds the step; the head moves when the engines
+            # have it.
             await self._release_accelerator(connected)
             row = await connected.registry.reserve(step, self.epoch, digest=copy.manifest.digest)
             copy.label(row.version, step)
@@ -371,8 +388,8 @@ class Publisher:
     async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
         """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
 
-        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines that released their
-        memory; the others are evicted and logged.
+        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines
+        that released their memory; the others are evicted and logged.
         """
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True
@@ -411,7 +428,8 @@ class Publisher:
 
 
 async def _refresh(view: LiveView) -> None:
-    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been silent."""
+    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been
+    silent."""
     while True:
         try:
             await view.refresh()

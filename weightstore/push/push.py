@@ -4,11 +4,12 @@
                       | an engine fails: channel closed, failed engine found | fails: that engine alone
                       <- the others begin again over a new channel <--------'
 
-Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is alone and is not
-verified. All others, and a group that has one of the others, get one request for each.
+Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is
+alone and is not verified. All others, and a group that has one of the others, get one request for each.
 
-An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is only suspected is
-retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves fewer engines together than before.
+An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is
+only suspected is retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves
+fewer engines together than before.
 """
 
 import asyncio
@@ -33,7 +34,8 @@ HOST_HANDLES, CUDA_HANDLES = "host_handles", "cuda_handles"
 _BUCKETS_AHEAD = 3
 """Buckets requested at once from an engine that reads them itself: the next requests wait there."""
 _JOIN_S = 2.0
-"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without answering."""
+"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without
+answering."""
 
 Outcome = dict[Member, Updated | ReceiverFailed]
 """The times of a member that took the version, or the reason that it did not."""
@@ -59,7 +61,7 @@ class PushReport:
     stall_s: dict[str, float]
     """Engine -> seconds for which the flip paused its generation."""
     verified: tuple[str, ...]
-    """Engines of ``engines`` with checksums that were compared with those of the sent weights before they served them."""
+    """Engines of ``engines`` whose checksums were compared with the sent weights before they served the version."""
     verify_s: dict[str, float]
     """Engine -> seconds that the comparison took."""
     seconds: float
@@ -113,7 +115,8 @@ class Throughput:
             self._seconds[transport] = max(self._seconds.get(transport, 0.0), seconds)
 
     def gb_per_s(self, num_bytes: int) -> Mapping[str, float]:
-        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for a transport without engines."""
+        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for a transport without
+        engines."""
         rates = ((transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items())
         return {transport: gigabytes / seconds for transport, gigabytes, seconds in rates if seconds > 0}
 
@@ -164,7 +167,10 @@ class Push:
         return report
 
     async def send(self, groups: Sequence[PushGroup], roster: PushGroups) -> None:
-        """Push to these groups of ``roster`` at once, and evict the engines that fail. Raises Fenced, and PartLost as ``update`` does."""
+        """Push to these groups of ``roster`` at once, and evict the engines that fail.
+
+        Raises Fenced, and PartLost as ``update`` does.
+        """
         since = time.perf_counter()
         # All groups end before an error is raised: none may go on with a copy that the caller then releases.
         await all_of([self._send_to(group, roster) for group in groups])
@@ -204,8 +210,9 @@ class Push:
                     "push broke off version=%d phase=%s engines=%d failed=%s", self._version, broken.phase, len(together), _ids(failed)
                 )
                 outcome |= failed
-                # Where no engine has certainly failed, the engines that reported an error are retried alone, or all of them if none did:
-                # the error of one reaches the others as a lost peer (docs/decisions/013-pairs-unless-asked.md).
+                # Where no engine has certainly failed, the engines that reported an error are retried alone, or all of
+                # them if none did: the error of one reaches the others as a lost peer
+                # (docs/decisions/013-pairs-unless-asked.md).
                 suspects = [] if failed else list(broken.errors) or together
                 apart += suspects
                 together = [member for member in together if member not in failed and member not in suspects]
@@ -229,22 +236,27 @@ class Push:
             return {member: error}
 
     async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
-        """Send all buckets to all members. With ``serve``, returns the seconds for which each that serves them already paused generation.
+        """Send all buckets to all members.
+
+        With ``serve``, returns the seconds for which each that serves them already paused generation.
 
         Raises _GroupBroken, Fenced.
         """
         channel = group.channel_of(members) or await _open(group, members)
         if all(member.single_request for member in members):
-            async with _Round() as round_:
+            async with _PushRound() as round_:
                 return await self._send_in_one_request(round_, channel, serve, group.rules.deadlines.of("bucket"))
-        async with _Round() as round_:
-            # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by itself.
+        async with _PushRound() as round_:
+            # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by
+            # itself.
             await round_.each("begin", [(member, member.begin(self._version)) for member in members])
-        async with _Round() as round_:
+        async with _PushRound() as round_:
             await self._send_in_turn(round_, channel)
         return {}
 
-    async def _send_in_one_request(self, round_: "_Round", channel: Channel, serve: bool, deadline_s: float) -> dict[Member, float | None]:
+    async def _send_in_one_request(
+        self, round_: "_PushRound", channel: Channel, serve: bool, deadline_s: float
+    ) -> dict[Member, float | None]:
         """Send one request for all buckets. The deadline holds for each bucket, and then for the answers.
 
         A receiver that reads the buckets itself has both deadlines of its own.
@@ -263,8 +275,11 @@ class Push:
             raise _GroupBroken("transfer", {}, None) from None
         return {member: task.result() for member, task in requests.items()}
 
-    async def _send_in_turn(self, round_: "_Round", channel: Channel) -> None:
-        """Send a request for every bucket. An engine that reads them itself has the next requests before it has stored this bucket."""
+    async def _send_in_turn(self, round_: "_PushRound", channel: Channel) -> None:
+        """Send a request for every bucket.
+
+        An engine that reads them itself has the next requests before it has stored this bucket.
+        """
         max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in channel.members) else 1
         under_way: deque[list[asyncio.Task[None]]] = deque()
         for (bucket, _), (phase, payload, following) in zip(self._buckets, self._messages(), strict=True):
@@ -286,7 +301,7 @@ class Push:
 
 async def _open(group: PushGroup, members: list[Member]) -> Channel:
     """Open a channel to these members, and have them join its groups. Raises _GroupBroken."""
-    async with _Round() as round_:
+    async with _PushRound() as round_:
         try:
             channel = await group.open(members)
         except PeerLost as error:
@@ -327,7 +342,8 @@ async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, No
 
 
 async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Member, ReceiverFailed]:
-    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares nothing."""
+    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares
+    nothing."""
     if broken.phase == "begin" or len(members) == 1:
         return {member: broken.error(member) for member in members if member in broken.errors or len(members) == 1}
     alive = await all_of([member.answers() for member in members])
@@ -335,7 +351,8 @@ async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Mem
 
 
 class _GroupBroken(Exception):
-    """A round that cannot go on: the errors of the engines that reported one, and the error of the learner's own part."""
+    """A round that cannot go on: the errors of the engines that reported one, and the error of the learner's own
+    part."""
 
     def __init__(self, phase: str, errors: Mapping[Member, ReceiverFailed], ours: Exception | None) -> None:
         super().__init__(phase, errors, ours)
@@ -347,13 +364,13 @@ class _GroupBroken(Exception):
         return self.errors.get(member) or ReceiverFailed(member.receiver.url, self.phase, reason)
 
 
-class _Round:
+class _PushRound:
     """The tasks of one round with several engines: the first error of any cancels all of them."""
 
     def __init__(self) -> None:
         self._tasks: dict[asyncio.Task[object], tuple[str, Member | None]] = {}
 
-    async def __aenter__(self) -> "_Round":
+    async def __aenter__(self) -> "_PushRound":
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -367,7 +384,10 @@ class _Round:
         return list(self._tasks)
 
     def start(self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None) -> asyncio.Task[T]:
-        """Start and return a task of ``member``; None = of the learner itself. With ``timeout_s`` a late one fails as PeerLost."""
+        """Start and return a task of ``member``; None = of the learner itself.
+
+        With ``timeout_s`` a late one fails as PeerLost.
+        """
         task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
         self._tasks[task] = phase, member
         return task

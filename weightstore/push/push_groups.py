@@ -1,12 +1,13 @@
-"""The engines that take part in pushes, in groups that share process groups with the learner. A pair is a group of one engine.
+"""The engines that take part in pushes, in groups that share process groups with the learner. A pair is a group of one
+engine.
 
     live rows -> PushGroups.reconcile -> PushGroup (members, channel)
 
     rank 0 of the learner  -- tidemill   --> e1, e2        a channel: the process groups of all ranks that send,
     rank 2 of the learner  -- tidemill-1 --> e1, e2        one bucket at a time, in the order of the requests
 
-An engine that fails is evicted: it misses the rest of that push, and has left its group. It is tried again in the next push, and after each
-further failure only after a longer pause, because each attempt may cost a deadline.
+An engine that fails is evicted: it misses the rest of that push, and has left its group. It is tried again in the next
+push, and after each further failure only after a longer pause, because each attempt may cost a deadline.
 """
 
 import asyncio
@@ -31,10 +32,10 @@ from weightstore.errors import PeerLost, ReceiverFailed
 from weightstore.push.member import Member
 from weightstore.store.registry import VersionRegistry
 from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import Memory
+from weightstore.transport.handles import StagingMemory
 from weightstore.transport.http_receiver import HttpReceiver
 from weightstore.transport.nccl import DeviceEnd, no_nccl, share
-from weightstore.transport.parts import Payload, RemoteBucket, RemoteGroup, RemotePart
+from weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
 from weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
 from weightstore.transport.sender_process import START_S
 from weightstore.transport.senders import APART, Sender
@@ -44,8 +45,8 @@ _log = logging.getLogger(__name__)
 PHASES = ("joining", "catching up", "serving", "stale")
 """An engine in one of these phases takes part."""
 GROUP = "tidemill"
-"""Name of rank 0's process groups, and the beginning of the names of the others: an engine that still has a group of that name leaves it
-first."""
+"""Name of rank 0's process groups, and the beginning of the names of the others: an engine that still has a group of
+that name leaves it first."""
 _MAX_PAUSE_S = 600.0
 """Bound of the pause between two attempts with an engine that keeps failing."""
 T = TypeVar("T")
@@ -64,7 +65,7 @@ class GroupRules:
     deadlines: Deadlines
     own: DeviceEnd = field(default_factory=DeviceEnd)
     """The learner's GPU."""
-    memory: Memory | None = None
+    memory: StagingMemory | None = None
     """The staging memory, if other processes can read it; NCCL needs that."""
     apart: tuple[str, ...] = APART
     """Backends with the learner's end in a process of its own."""
@@ -72,7 +73,8 @@ class GroupRules:
     """Parts of the weights that other ranks send."""
 
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
-        """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks that send."""
+        """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks
+        that send."""
         ends = () if self.backend == "gloo" else (self.own, *(part.place.end for part in self.parts))
         reason = next(filter(None, (no_nccl(end, row.capabilities) for end in ends)), "")
         if self.backend == "gloo" or (reason and self.backend == "auto"):
@@ -86,7 +88,7 @@ class Channel:
     The errors of one member are ReceiverFailed, the errors of the channel PeerLost.
     """
 
-    def __init__(self, senders: Sequence[Sender | RemoteGroup], members: Sequence[Member], deadline_s: float) -> None:
+    def __init__(self, senders: Sequence[Sender | RemoteSender], members: Sequence[Member], deadline_s: float) -> None:
         """``senders``: rank 0's, then the other parts' in their order. ``deadline_s``: of a bucket."""
         self.senders, self.members, self._deadline_s = list(senders), list(members), deadline_s
         self._sending = asyncio.Lock()
@@ -104,14 +106,14 @@ class Channel:
         start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
         hosting = [part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s) for number, part in enumerate(rules.parts, 1)]
         opened = await asyncio.gather(*hosting, return_exceptions=True)
-        channel = cls([own, *(group for group in opened if isinstance(group, RemoteGroup))], members, deadline_s)
+        channel = cls([own, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
         for error in opened:
             if isinstance(error, BaseException):
                 channel.close()
                 raise error
         return channel
 
-    def rendezvous(self, member: Member, sender: Sender | RemoteGroup) -> Rendezvous:
+    def rendezvous(self, member: Member, sender: Sender | RemoteSender) -> Rendezvous:
         """Return where the engine joins a group; its processes take as many ranks, one engine after the other."""
         first = 1 + sum(earlier.ranks for earlier in self.members[: self.members.index(member)])
         return Rendezvous(
@@ -119,9 +121,11 @@ class Channel:
         )
 
     async def send(self, payload: Payload, following: Payload | None = None) -> None:
-        """Broadcast a bucket to all members from the rank that has it, in the order in which they are requested to receive the buckets.
+        """Broadcast a bucket to all members from the rank that has it, in the order in which they are requested to
+        receive the buckets.
 
-        ``following``: the next bucket; None = not known, or there is none. After one failed no other is tried: each could block.
+        ``following``: the next bucket; None = not known, or there is none. After one failed no other is tried: each
+        could block.
         """
         if not self.senders:
             return
@@ -135,13 +139,13 @@ class Channel:
                 raise
 
     async def _broadcast(self, payload: Payload, following: Payload | None) -> None:
-        own, *others = self.senders
+        own_sender, *remote_senders = self.senders
         if isinstance(payload, Tensor):
-            assert isinstance(own, Sender)
-            await own.send(payload, following if isinstance(following, Tensor) else None, self._deadline_s)
+            assert isinstance(own_sender, Sender)
+            await own_sender.send(payload, following if isinstance(following, Tensor) else None, self._deadline_s)
             return
         ahead = following if isinstance(following, RemoteBucket) and following.part is payload.part else None
-        [group] = [group for group in others if isinstance(group, RemoteGroup) and group.part is payload.part]
+        [group] = [group for group in remote_senders if isinstance(group, RemoteSender) and group.part is payload.part]
         await group.send(payload, ahead, self._deadline_s)
 
     def close(self) -> None:
@@ -170,8 +174,8 @@ class PushGroup:
     def has_room(self, member: Member) -> bool:
         """Return whether an engine may be added.
 
-        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that reads the buckets
-        itself has a group of its own.
+        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that
+        reads the buckets itself has a group of its own.
         """
         if any(other.receiver.carries or other.backend != member.backend for other in (member, *self.members)):
             return False
@@ -230,7 +234,8 @@ class PushGroups:
             row = rows.get(member.id)
             if row is None or identity(row) != member.identity:
                 _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
-                # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no group left.
+                # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no
+                # group left.
                 await self._drop(member, leave=row is None and member.id in alive)
         for row in rows.values():
             # A colocated engine is never left out: the learner needs its memory.
@@ -254,7 +259,10 @@ class PushGroups:
         self.evicted.pop(member.id, None)
 
     async def succeeding(self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]) -> tuple[str, ...]:
-        """Run ``work`` for all members at once. Returns the ids of those that succeeded; the others are evicted."""
+        """Run ``work`` for all members at once.
+
+        Returns the ids of the members that succeeded; the other members are evicted.
+        """
 
         async def run_for(member: Member) -> str:
             """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
@@ -305,7 +313,8 @@ class PushGroups:
         return True
 
     def _log_without_nccl(self, row: LiveRow, backend: str, reason: str) -> None:
-        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is expected."""
+        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is
+        expected."""
         is_logged = self._without_nccl.get(identity(row)) == reason
         self._without_nccl[identity(row)] = reason
         if is_logged or (backend and not self._rules.own.uuid and not row.capabilities.devices):
@@ -348,9 +357,13 @@ async def open_groups(
     rules: GroupRules,
     view: LiveView,
 ) -> PushGroups:
-    """Return groups without members, with the receivers of the configured transport. ``stack`` closes them. Raises BusUnavailable."""
+    """Return groups without members, with the receivers of the configured transport. ``stack`` closes them.
+
+    Raises BusUnavailable.
+    """
     keys = await make_keys(bus)
-    # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss its deadline.
+    # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
+    # its deadline.
     connector = aiohttp.TCPConnector(limit=0)
     session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
     for part in rules.parts:

@@ -5,7 +5,8 @@
                                              compares it with an engine's checksums, gives handles of it
     offer(name, tensors)            -------> sends them one at a time, to be written into a file by rank 0
 
-Rank 0 decides everything: which copy is filled, which bucket is sent next, and when. Every request needs the key that this server made.
+Rank 0 decides everything: which copy is filled, which bucket is sent next, and when. Every request needs the key that
+this server made.
 """
 
 import asyncio
@@ -90,7 +91,10 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, and PublisherClosed without the thread."""
+        """Fill the copy of this number, which rank 0 has found free.
+
+        Raises BadManifest, and PublisherClosed without the thread.
+        """
         if not self._thread.is_alive:
             raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
         copy = self._pool.at(number)
@@ -104,7 +108,10 @@ class PartServer:
         self._sets[name] = tensors
 
     def wait_until_read(self, name: str, timeout_s: float) -> bool:
-        """Wait until rank 0 has read the set that was last offered by this name. Returns whether it has, or there is none."""
+        """Wait until rank 0 has read the set that was last offered by this name.
+
+        Returns whether it has, or there is none.
+        """
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
 
@@ -123,7 +130,8 @@ class PartServer:
     async def _serve(self) -> None:
         listener = self.listener()
         try:
-            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
+            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its
+            # network.
             self._url = await listener.start(self._at.bind, 0, name="weights.host")
             self._thread.ready()
             await self._thread.closing()
@@ -150,13 +158,14 @@ class PartServer:
         return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
     def _answer(self, work: _Work) -> Route:
-        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its status."""
+        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its
+        status."""
 
         async def handle(request: web.Request) -> web.Response:
             """Answer one request."""
             try:
-                found = await work(request, _map_in(body_in(request)))
-                return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
+                content = await work(request, _map_in(body_in(request)))
+                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
             except PeerLost as error:  # of an engine: this rank is well
@@ -225,8 +234,8 @@ class PartServer:
         return await asyncio.to_thread(_bytes_of, flat)
 
     async def _tensor(self, request: web.Request, body: Mapping[str, Any]) -> bytes:
-        found = self._sets[request.match_info["set"]][request.query["name"]]
-        return await asyncio.to_thread(_bytes_of, found)
+        tensor = self._sets[request.match_info["set"]][request.query["name"]]
+        return await asyncio.to_thread(_bytes_of, tensor)
 
     async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name = request.match_info["set"]

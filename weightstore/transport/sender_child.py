@@ -1,4 +1,5 @@
-"""The process behind ``weightstore.transport.sender_process``: one process group, which sends the memory that it gets handles of.
+"""The process behind ``weightstore.transport.sender_process``: one process group, which sends the memory that it gets
+handles of.
 
 python -m weightstore.transport.sender_child DESCRIPTOR PARENT
 """
@@ -42,7 +43,7 @@ class _Session:
             import torch
 
             from weightstore.transport.cuda_handles import ordinal
-            from weightstore.transport.pinning import PINNING
+            from weightstore.transport.handles import PINNING
 
             torch.cuda.set_device(ordinal(request["gpu"]))
             self._mapped = Mapped(pinning=PINNING)

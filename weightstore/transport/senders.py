@@ -1,4 +1,5 @@
-"""The learner's end of a process group, with its blocking calls in a thread. The backend decides whether it has a process of its own."""
+"""The learner's end of a process group, with its blocking calls in a thread. The backend decides whether it has a
+process of its own."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,11 +11,11 @@ from torch import Tensor
 from bus.client.reach import Reach, bare
 from weightstore.errors import PeerLost
 from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.handles import Memory
+from weightstore.transport.handles import StagingMemory
 
 APART = ("nccl",)
-"""Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a peer dies. Gloo does
-neither, so its groups spare the process."""
+"""Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
+peer dies. Gloo does neither, so its groups spare the process."""
 T = TypeVar("T")
 
 
@@ -30,7 +31,10 @@ class GroupEnd(Protocol):
         """Wait until every rank is connected."""
 
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
-        """Broadcast flat uint8; returns when it has left this machine's memory. ``following``: the tensor of the next call, if known."""
+        """Broadcast flat uint8; returns when it has left this machine's memory.
+
+        ``following``: the tensor of the next call, if known.
+        """
 
     def close(self) -> None:
         """Close the connections."""
@@ -43,13 +47,14 @@ def host(
     backend: str,
     timeout_s: float,
     *,
-    memory: Memory | None = None,
+    memory: StagingMemory | None = None,
     gpu: str = "",
     apart: tuple[str, ...] = APART,
 ) -> GroupEnd:
     """Listen on ``address`` at a free port, as rank 0. Returns the end, which has no connection yet. Raises PeerLost.
 
-    ``memory``: the memory of all tensors to be sent, for a process of its own to read; ``gpu``: UUID of the GPU that it uses.
+    ``memory``: the memory of all tensors to be sent, for a process of its own to read; ``gpu``: UUID of the GPU that it
+    uses.
     """
     if backend not in apart:
         return BroadcastGroup.host(address, name, world_size, backend, timeout_s)
@@ -60,9 +65,12 @@ def host(
 
 
 class Sender:
-    """The process group of a rank that sends. A call that hangs until its deadline delays no other group: each has a thread of its own.
+    """The process group of a rank that sends.
 
-    A blocking call cannot be interrupted: after an error it ends by the deadline of the group, and its result is ignored.
+    A call that hangs until its deadline delays no other group: each has a thread of its own.
+
+    A blocking call cannot be interrupted: after an error it ends by the deadline of the group, and its result is
+    ignored.
     """
 
     def __init__(self, end: GroupEnd, thread: ThreadPoolExecutor, address: str) -> None:
@@ -79,7 +87,7 @@ class Sender:
         timeout_s: float,
         *,
         at: Reach,
-        memory: Memory | None,
+        memory: StagingMemory | None,
         gpu: str,
         apart: tuple[str, ...] = APART,
     ) -> "Sender":

@@ -142,7 +142,7 @@ class BuiltinUpdates(FencedUpdates):
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again, and with that of keys and values end a pause."""
+        """Take released memory again; with the memory of keys and values, end a pause."""
         async with self._writing:
             await self._restore(tags)
 
@@ -211,7 +211,7 @@ class BuiltinUpdates(FencedUpdates):
         update = self._current(version)
         # One by one is the same as buckets of one tensor each.
         messages = [[spec] for spec in specs] if load_format is None else [specs]
-        await self._receive_all(update, group_name, [bucket_of(each) for each in messages], timeout_s)
+        await self._receive_all(update, group_name, [bucket_of(message) for message in messages], timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""

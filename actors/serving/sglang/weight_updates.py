@@ -3,12 +3,13 @@
     begin = pause, open -> bucket, bucket, ... -> end = close, continue
                                     (refused unless every tensor was received exactly once)
 
-SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
-the new weights. A push that breaks off leaves weights of two versions: the server stays paused, ``version`` is -1, and only a
-complete update (the next push, or a snapshot) makes it serve again.
+SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and
+continue with the new weights. A push that breaks off leaves weights of two versions: the server stays paused,
+``version`` is -1, and only a complete update (the next push, or a snapshot) makes it serve again.
 
-A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory while it is not
-idle, or to resume memory that it has: so it is paused with ``retract`` first, and only changes are requested.
+A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory
+while it is not idle, or to resume memory that it has: so it is paused with ``retract`` first, and only changes are
+requested.
 """
 
 import asyncio
@@ -58,8 +59,8 @@ class SglangUpdates(FencedUpdates):
         unfinished: Callable[[], int],
         on_update: Callable[[int, int], None],
     ) -> None:
-        """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server; ``unfinished``: number
-        of requests that the server has."""
+        """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server;
+        ``unfinished``: number of requests that the server has."""
         super().__init__(on_update)
         self.pauses = Pauses(api)
         self._api, self._names, self._layout, self._pause = api, names, layout, pause
@@ -79,7 +80,8 @@ class SglangUpdates(FencedUpdates):
         """Seconds without an operation after which an open update counts as abandoned."""
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
+        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it
+        has not begun."""
 
         async def exclusive() -> Result:
             """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
@@ -128,7 +130,8 @@ class SglangUpdates(FencedUpdates):
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop waiting for its end."""
+        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop
+        waiting for its end."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)
@@ -142,7 +145,10 @@ class SglangUpdates(FencedUpdates):
         await self.pauses.pause(mode)
 
     async def continue_generation(self, body: Body) -> None:
-        """Continue after a pause. Raises UpdateRefused while weights are not complete, memory is released, or an update is open."""
+        """Continue after a pause.
+
+        Raises UpdateRefused while weights are not complete, memory is released, or an update is open.
+        """
         if self.version < 0 or self.released:
             raise UpdateRefused("continue_generation: " + ("memory is released" if self.released else "the weights are not complete"))
         if self._open is not None:
@@ -207,7 +213,9 @@ class SglangUpdates(FencedUpdates):
             await self.pauses.resume()
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``.
+
+        Raises UpdateRefused.
 
         Returns None when a push has begun since ``begun`` was read.
         """
@@ -219,7 +227,10 @@ class SglangUpdates(FencedUpdates):
         return stall_s
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; an unfinished one is replaced. Raises UpdateRefused without a version or the memory of the weights."""
+        """Pause, and open an update; an unfinished one is replaced.
+
+        Raises UpdateRefused without a version or the memory of the weights.
+        """
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory(self.released)
@@ -231,7 +242,10 @@ class SglangUpdates(FencedUpdates):
         self._open, self._received = version, set()
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Make the server receive tensors over a process group into the weights, which are of two versions then. Raises UpdateRefused."""
+        """Make the server receive tensors over a process group into the weights, which are of two versions then.
+
+        Raises UpdateRefused.
+        """
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
@@ -261,7 +275,10 @@ class SglangUpdates(FencedUpdates):
         self._received.update(names)
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
+        """Serve the received weights. Returns the seconds for which generation was held up.
+
+        Raises UpdateRefused if a tensor is missing.
+        """
         if self._open is None:
             raise UpdateRefused("end: there is no open update")
         if version is not None and version != self._open:
@@ -271,7 +288,10 @@ class SglangUpdates(FencedUpdates):
         return await self._served(self._open)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Make the server load a directory. Returns seconds as ``end``. Raises UpdateRefused; then no weights are served."""
+        """Make the server load a directory. Returns seconds as ``end``.
+
+        Raises UpdateRefused; then no weights are served.
+        """
         if version is None:
             raise UpdateRefused("load: want weight_version")
         self._require_weight_memory(self.released)
@@ -288,7 +308,7 @@ class SglangUpdates(FencedUpdates):
         return dict(answer["ranks"][0]["checksums"])
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
-        """Return (version, checksums) of the served weights, or of those of the open update, which must be complete.
+        """Return (version, checksums) of the served weights, or of the open update, which must be complete.
 
         Raises CannotTell for checksums that cannot be compared, UpdateRefused.
         """
@@ -347,7 +367,10 @@ class SglangUpdates(FencedUpdates):
             self._bracket = False
 
     async def _served(self, version: int) -> float:
-        """Continue with complete weights, if the server has all its memory. Returns the seconds for which generation was held up."""
+        """Continue with complete weights, if the server has all its memory.
+
+        Returns the seconds for which generation was held up.
+        """
         if not self.released:
             await self.pauses.resume()
         stall_s = time.perf_counter() - self.pauses.began_s
