@@ -195,7 +195,7 @@ class Pushes:
             "push/seconds": report.seconds,
             "push/transfer_seconds": report.transfer_s,
             "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
-            "push/bytes": report.bytes,
+            "push/bytes": report.num_bytes,
             "push/wait_seconds": waited_s,
             **{f"weights/push_gb_per_s/{transport}": rate for transport, rate in report.gb_per_s.items()},
             **turns,

@@ -46,10 +46,10 @@ class WeightParts:
     """
 
     def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
-        here = policy.parallel
-        self._policy, self._places, self._weights, self._here = policy, places, weights, here
-        self._senders = num_senders(here.tp_size, here.ep_size, weights.senders_per_stage)
-        self._several = self._senders * here.pp_size > 1
+        parallel = policy.parallel
+        self._policy, self._places, self._weights, self._parallel = policy, places, weights, parallel
+        self._senders = num_senders(parallel.tp_size, parallel.ep_size, weights.senders_per_stage)
+        self._several = self._senders * parallel.pp_size > 1
         self._server: PartServer | None = None
         self.division = Division(Manifest([]))
         """This rank's part; on rank 0 also the parts of the other ranks."""
@@ -67,11 +67,11 @@ class WeightParts:
             return
         try:
             place = None
-            if self._here.rank > 0 and manifest.specs:
-                self._server = PartServer(manifest, self._weights, rank=self._here.rank, at=self._address())
+            if self._parallel.rank > 0 and manifest.specs:
+                self._server = PartServer(manifest, self._weights, rank=self._parallel.rank, at=self._address())
                 place = self._server.start()
             places: list[PartPlace | None] = [None] * dist.get_world_size()
-            dist.gather_object(place, places if self._here.rank == 0 else None, dst=0)
+            dist.gather_object(place, places if self._parallel.rank == 0 else None, dst=0)
             self.division = Division(manifest, tuple(place_of_rank for place_of_rank in places if place_of_rank is not None))
             with self._until_all_is_sent():
                 yield
@@ -99,7 +99,7 @@ class WeightParts:
                 leave(place)
         deadline = time.monotonic() + _LEAVE_S
         while self._server is not None and not self._server.wait_until_left(_SAID_S) and time.monotonic() < deadline:
-            log.info("waiting until rank 0 has ended its push rank=%d", self._here.rank)
+            log.info("waiting until rank 0 has ended its push rank=%d", self._parallel.rank)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank, whole, as ``Policy.export_part``."""
@@ -111,11 +111,11 @@ class WeightParts:
         On rank 0.
         """
         if self._several:
-            dist.broadcast(torch.tensor(copy, device=self._here.device), src=0)
+            dist.broadcast(torch.tensor(copy, device=self._parallel.device), src=0)
 
     def stage(self) -> None:
         """Copy this rank's part into the copy that rank 0 has chosen, and wait until all have. Not on rank 0."""
-        copy = torch.zeros((), dtype=torch.int64, device=self._here.device)
+        copy = torch.zeros((), dtype=torch.int64, device=self._parallel.device)
         if self._several:
             dist.broadcast(copy, src=0)
         if self._server is not None:
@@ -130,10 +130,10 @@ class WeightParts:
         if self._several:
             dist.barrier()
 
-    def whole(self, name: str, own: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
+    def whole(self, name: str, local: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
         """Let rank 0 read the tensors of all ranks, until it calls ``release``.
 
-        ``own``: the tensors of this rank, on the CPU.
+        ``local``: the tensors of this rank, on the CPU.
 
         ``name`` of the set, to be repeated in ``release`` and ``wait``; several may be read at the same time.
 
@@ -141,10 +141,10 @@ class WeightParts:
         their own.
         """
         if self._server is not None:
-            self._server.offer(name, own)
+            self._server.offer(name, local)
         self.staged()
         parts = [PartTensors(place, name) for place in self.division.remote]
-        return self.division.whole, ChainMap(dict(own), *parts)  # type: ignore[arg-type]
+        return self.division.whole, ChainMap(dict(local), *parts)  # type: ignore[arg-type]
 
     def release(self, name: str) -> None:
         """Let the other ranks go on: their tensors have been read. On rank 0, in any thread."""
@@ -157,7 +157,7 @@ class WeightParts:
     def wait(self, name: str) -> None:
         """Wait until rank 0 has read the tensors that this rank offered by this name."""
         while self._server is not None and not self._server.wait_until_read(name, _SAID_S):
-            log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._here.rank)
+            log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._parallel.rank)
 
     def _address(self) -> Reach:
         return reach(self._weights.host, self._weights.advertise, route_to(self._places.bus_url), name="weights.host")

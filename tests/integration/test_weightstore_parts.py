@@ -109,7 +109,7 @@ def test_every_rank_sends_its_part_and_the_engines_have_all(bus_url: str, run_id
         for step in (1, 2, 3):
             report = learner.push(step, tiny_tensors(step))
             assert (report.engines, report.evicted, report.verified) == (("e0", "e1", "e2"), {}, ("e0", "e1", "e2"))
-            assert report.bytes == Manifest.of(tiny_tensors(step).items()).num_bytes
+            assert report.num_bytes == Manifest.of(tiny_tensors(step).items()).num_bytes
         for id in engines:
             told = state(started[id][0])
             assert (told["version"], told["digest"]) == (3, digest(tiny_tensors(3)))

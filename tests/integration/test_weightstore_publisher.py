@@ -110,8 +110,8 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             assert report.stall_s == {"a": 0.001, "b": 0.001}
             ((by, rate),) = report.gb_per_s.items()
             assert by == {"broadcast": "gloo", "handles": "host_handles"}[transport]
-            assert rate >= 2 * report.bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
-            assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
+            assert rate >= 2 * report.num_bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
+            assert report.num_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
                 over_group = transport == "broadcast"
                 told = {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "asked": 1, "groups": int(over_group), "ended": [1, 2]}
@@ -286,7 +286,7 @@ class Loader:
 async def caught_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float) -> Any:
     async with connect(bus_url, run, BusConfig(), name="late", wait_s=60) as bus:
         version = lambda: loader.version  # noqa: E731
-        joiner = Joiner(id="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
+        joiner = Joiner(engine="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
         return await catch_up_to_head(bus, joiner, deadline_s=deadline_s)
 
 
@@ -365,7 +365,7 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 fresh.set()
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=60) as bus:
-            joiner = Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
+            joiner = Joiner(engine="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
             following = asyncio.create_task(keep_up(bus, joiner, deadline_s=60, stale=stale, grace_s=0.2))
             async with asyncio.timeout(60):
                 await fresh.wait()

@@ -37,7 +37,7 @@ GRACE_S = 10.0
 class Joiner:
     """An engine that is brought to the head."""
 
-    id: str
+    engine: str
     version: Callable[[], int]
     """Returns the version that it serves now; -1 = none."""
     load: Load
@@ -56,7 +56,7 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
     raises is retried, because a push may have come between. Raises CatchUpTimeout naming the thing it waited for and
     the last failure; it may be called again then.
     """
-    loading = Loading(bus, joiner.id, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
+    loading = Loading(bus, joiner.engine, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
     try:
         async with asyncio.timeout(deadline_s):
             return await _reach_head(VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
@@ -90,7 +90,7 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = la
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
 
-    joiner = Joiner(id=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
+    joiner = Joiner(engine=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
     while at < 0:
         try:
             await catch_up(bus, joiner, deadline_s=_FETCH_S)
@@ -132,4 +132,4 @@ async def keep_up(
             stale(was_stale := True)
             await catch_up(bus, joiner, deadline_s=deadline_s)
         except (CatchUpTimeout, BusError) as error:
-            _log.warning("engine behind the head, trying on engine=%s error=%s", joiner.id, error)
+            _log.warning("engine behind the head, trying on engine=%s error=%s", joiner.engine, error)

@@ -64,10 +64,10 @@ class ChecksumReport:
                 for part in answer["parts"]
             )
             report = cls(scheme=answer["scheme"], parts=parts)
-            known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
+            is_known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
-        if not known:
+        if not is_known:
             raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}")
         return report
 

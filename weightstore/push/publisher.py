@@ -130,8 +130,8 @@ class Publisher:
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._own = own_end()
-        self._memory = staging_memory(config, self._own)
+        self._end = own_end()
+        self._memory = staging_memory(config, self._end)
         self._deadlines = Deadlines(config.phase_deadline_s, config.load_deadline_s)
         self._division = division
         self._pool = None if division is None else self._new_pool(division.local)
@@ -250,7 +250,7 @@ class Publisher:
             self._memory.close()
 
     def _new_pool(self, manifest: Manifest) -> StagingPool:
-        return StagingPool(manifest, self.config.bucket_size(on_gpu=bool(self._own.uuid)), memory=self._memory)
+        return StagingPool(manifest, self.config.bucket_size(on_gpu=bool(self._end.uuid)), memory=self._memory)
 
     def _running(self) -> _Connected:
         failure = self._fenced or self._thread.failure
@@ -300,7 +300,7 @@ class Publisher:
         config, remote_places = self.config, () if self._division is None else self._division.remote
         at = reach(config.host, config.advertise, await asyncio.to_thread(route_to, self._bus_url), name="weights.host")
         parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(remote_places, 1))
-        rules = GroupRules(config.engines_together, at, config.backend, self._deadlines, self._own, self._memory, parts=parts)
+        rules = GroupRules(config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts)
         registry, view = VersionRegistry(bus), LiveView(bus)
         snapshots = SnapshotStore(
             self._directory, registry, keep=config.keep_snapshots, model_dir=self._model_dir, at=at, keys=admin_keys(bus)

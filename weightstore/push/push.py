@@ -66,7 +66,7 @@ class PushReport:
     """Engine -> seconds that the comparison took."""
     seconds: float
     """The whole push without preparation: reserve, join, transfer, head."""
-    bytes: int
+    num_bytes: int
     """Size of the weights; each engine receives as many bytes."""
     gb_per_s: Mapping[str, float]
     """Transport -> bytes delivered to its engines in a second, in 10^9; from the first begin to the last end."""
@@ -149,7 +149,7 @@ class Push:
             verified=tuple(sorted(verify_s)),
             verify_s=verify_s,
             seconds=seconds,
-            bytes=copy.manifest.num_bytes,
+            num_bytes=copy.manifest.num_bytes,
             gb_per_s=self.throughput.gb_per_s(copy.manifest.num_bytes),
         )
         _log.info(

@@ -63,7 +63,7 @@ class GroupRules:
     backend: str
     """auto | gloo | nccl; auto = nccl to engines that can, else gloo."""
     deadlines: Deadlines
-    own: DeviceEnd = field(default_factory=DeviceEnd)
+    end: DeviceEnd = field(default_factory=DeviceEnd)
     """The learner's GPU."""
     memory: StagingMemory | None = None
     """The staging memory, if other processes can read it; NCCL needs that."""
@@ -75,7 +75,7 @@ class GroupRules:
     def backend_of(self, row: LiveRow) -> tuple[str, str]:
         """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks
         that send."""
-        ends = () if self.backend == "gloo" else (self.own, *(part.place.end for part in self.parts))
+        ends = () if self.backend == "gloo" else (self.end, *(part.place.end for part in self.parts))
         reason = next(filter(None, (no_nccl(end, row.capabilities) for end in ends)), "")
         if self.backend == "gloo" or (reason and self.backend == "auto"):
             return "gloo", reason
@@ -102,11 +102,11 @@ class Channel:
             return cls([], members, 0.0)
         deadline_s, backend = rules.deadlines.of("bucket"), members[0].backend
         size = 1 + sum(member.ranks for member in members)
-        own = await Sender.open(GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.own.uuid, apart=rules.apart)
+        local = await Sender.open(GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart)
         start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
         hosting = [part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s) for number, part in enumerate(rules.parts, 1)]
         opened = await asyncio.gather(*hosting, return_exceptions=True)
-        channel = cls([own, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
+        channel = cls([local, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
         for error in opened:
             if isinstance(error, BaseException):
                 channel.close()
@@ -177,9 +177,9 @@ class PushGroup:
         Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that
         reads the buckets itself has a group of its own.
         """
-        if any(other.receiver.carries or other.backend != member.backend for other in (member, *self.members)):
+        if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
             return False
-        if member.backend == "nccl" and any(share(other.devices, member.devices) for other in self.members):
+        if member.backend == "nccl" and any(share(present.devices, member.devices) for present in self.members):
             return False
         return member.colocated == self.is_colocated and len(self.members) < self.rules.max_engines
 
@@ -317,7 +317,7 @@ class PushGroups:
         expected."""
         is_logged = self._without_nccl.get(identity(row)) == reason
         self._without_nccl[identity(row)] = reason
-        if is_logged or (backend and not self._rules.own.uuid and not row.capabilities.devices):
+        if is_logged or (backend and not self._rules.end.uuid and not row.capabilities.devices):
             return
         if backend:
             _log.warning("weights go over %s engine=%s reason=%s", backend, row.id, reason)
@@ -376,7 +376,7 @@ async def open_groups(
     if config.transport == "handles":
         from weightstore.transport.handle_receiver import HandleReceivers
 
-        gpu = rules.own.uuid if config.staging == "cuda" else ""
+        gpu = rules.end.uuid if config.staging == "cuda" else ""
         assert rules.memory is not None, "weights.transport: handles is staged in memory that engines can read"
         receivers = HandleReceivers(rules.memory, open_receiver, epoch=epoch, deadlines=rules.deadlines, gpu=gpu, parts=rules.parts)
         stack.callback(receivers.close)

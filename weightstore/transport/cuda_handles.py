@@ -77,8 +77,8 @@ def opened(handle: JsonMapping) -> Tensor:
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     _, num_bytes = block_of(handle)
-    whole = {**handle, "start": 0, "num_bytes": num_bytes}
-    return rebuild_cuda_tensor(*arguments(whole, 0, ordinal(str(handle.get("device")))))
+    block_handle = {**handle, "start": 0, "num_bytes": num_bytes}
+    return rebuild_cuda_tensor(*arguments(block_handle, 0, ordinal(str(handle.get("device")))))
 
 
 def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
@@ -124,7 +124,7 @@ def _uuid(device: int) -> str:
 
 def ordinal(uuid: str) -> int:
     """Return the number that this process has for a GPU. Raises BadManifest when it does not see it."""
-    seen = [_uuid(device) for device in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise BadManifest("handle: device", f"one of {', '.join(seen) or 'no GPU'}", uuid)
-    return seen.index(uuid)
+    uuids = [_uuid(device) for device in range(torch.cuda.device_count())]
+    if uuid not in uuids:
+        raise BadManifest("handle: device", f"one of {', '.join(uuids) or 'no GPU'}", uuid)
+    return uuids.index(uuid)

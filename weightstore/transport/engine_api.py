@@ -97,7 +97,7 @@ class EngineApi:
         """``headers`` are read before each request; ``session``: the caller's, which stays open; None = one is opened
         on first use."""
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
-        self._given, self._opened = session, session
+        self._shared, self._opened = session, session
 
     async def call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
@@ -138,7 +138,7 @@ class EngineApi:
 
     async def close(self) -> None:
         """Close the session, unless it is the caller's."""
-        if self._given is None and self._opened is not None:
+        if self._shared is None and self._opened is not None:
             opened, self._opened = self._opened, None
             await opened.close()
 

@@ -174,8 +174,8 @@ class HandleReceiver:
         The deadline begins anew with each message that the engine is at work on the request; at most ``messages`` of
         them count.
         """
-        id = self._last_id = self._last_id + 1
-        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
+        request_id = self._last_id = self._last_id + 1
+        request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 extensions = iter(range(messages))
@@ -187,7 +187,7 @@ class HandleReceiver:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
 
                 await self._socket.send(msgpack.packb(request))
-                answer = await self._answer(verb, id, under_way)
+                answer = await self._answer(verb, request_id, under_way)
         except TimeoutError:
             raise ReceiverFailed(self.url, verb, f"no answer within {deadline_s:g} s") from None
         except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
@@ -203,7 +203,7 @@ class HandleReceiver:
             raise ReceiverFailed(self.url, verb, reason, answered=True)
         return answer
 
-    async def _answer(self, verb: str, id: int, under_way: Callable[[], None]) -> dict[str, object]:
+    async def _answer(self, verb: str, request_id: int, under_way: Callable[[], None]) -> dict[str, object]:
         """Return the answer to this request; one waiter reads for all of them.
 
         Raises ReceiverFailed when the engine is gone.
@@ -211,7 +211,7 @@ class HandleReceiver:
         ``under_way`` is called when the engine says that it is at work on the request.
         """
         answer = asyncio.get_running_loop().create_future()
-        self._waiters[id] = _Waiter(answer, under_way)
+        self._waiters[request_id] = _Waiter(answer, under_way)
         try:
             while not answer.done():
                 # Requests may be under way at the same time, but a socket has one reader: the waiter with the lock
@@ -221,7 +221,7 @@ class HandleReceiver:
                         await self._read(verb)
             return answer.result()
         finally:
-            del self._waiters[id]
+            del self._waiters[request_id]
 
     async def _read(self, verb: str) -> None:
         """Read one answer and give it to its waiter; an answer that comes too late is ignored."""

@@ -269,12 +269,12 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> _Mapping:
     except OSError as error:
         raise BadManifest(f"handle {path}", "the learner's memory", error.strerror) from None
     try:
-        there = os.fstat(fd)
-        if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
-            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size) != (inode, max(size, 1)):  # another process has its number by now
+            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {status.st_ino} of {status.st_size}")
         # Private where possible, so that nothing here can write into the learner's memory; pages only read stay the
         # learner's own. Those of a private mapping are copied when they are pinned.
-        return _Mapping(fd, there.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+        return _Mapping(fd, status.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
     finally:
         os.close(fd)
 

@@ -63,8 +63,8 @@ def no_cuda_handles(uuid: str, engine: "Capabilities") -> str:
     """Return why an engine cannot open memory of the GPU ``uuid``; empty = it can."""
     if sees(engine.visible_devices, uuid):
         return ""
-    seen = ", ".join(engine.visible_devices) or "none that it states"
-    return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {seen}"
+    visible = ", ".join(engine.visible_devices) or "none that it states"
+    return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {visible}"
 
 
 def sees(visible: Collection[str], uuid: str) -> bool:
@@ -72,9 +72,9 @@ def sees(visible: Collection[str], uuid: str) -> bool:
     return _same(uuid) in map(_same, visible)
 
 
-def share(some: tuple[str, ...], others: tuple[str, ...]) -> bool:
+def share(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
     """Return whether two lists of UUIDs have one in common."""
-    return bool(set(map(_same, some)) & set(map(_same, others)))
+    return bool(set(map(_same, left)) & set(map(_same, right)))
 
 
 def _same(uuid: str) -> str:

@@ -136,8 +136,8 @@ class PartServer:
             self._thread.ready()
             await self._thread.closing()
         finally:
-            for id in list(self._groups):
-                self._groups.pop(id).close()
+            for group_id in list(self._groups):
+                self._groups.pop(group_id).close()
             await listener.close()
 
     def listener(self) -> Listener:
@@ -188,11 +188,11 @@ class PartServer:
             sender = await Sender.open(name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid)
         except PeerLost as error:
             raise OSError(str(error)) from None  # no engine has part in this
-        id = str(next(self._ids))
-        self._groups[id] = sender
+        group_id = str(next(self._ids))
+        self._groups[group_id] = sender
         # If the answer is lost, rank 0 knows of no group to be closed.
-        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, id)
-        return {"id": id, "host": sender.host, "port": sender.port}
+        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, group_id)
+        return {"id": group_id, "host": sender.host, "port": sender.port}
 
     async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group = self._group(request)
@@ -200,10 +200,10 @@ class PartServer:
         await group.meet()
         return {}
 
-    def _drop_unmet(self, id: str) -> None:
-        if id in self._groups and id not in self._met:
-            _log.warning("group closed, because no engine was requested to join it id=%s", id)
-            self._groups.pop(id).close()
+    def _drop_unmet(self, group_id: str) -> None:
+        if group_id in self._groups and group_id not in self._met:
+            _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
+            self._groups.pop(group_id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group, timeout_s = self._group(request), _seconds_in(body)
@@ -213,10 +213,10 @@ class PartServer:
         return {}
 
     async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        id = request.match_info["id"]
-        if id in self._groups:  # an earlier request may have closed it, and its answer been lost
-            self._groups.pop(id).close()
-        self._met.discard(id)
+        group_id = request.match_info["id"]
+        if group_id in self._groups:  # an earlier request may have closed it, and its answer been lost
+            self._groups.pop(group_id).close()
+        self._met.discard(group_id)
         return {}
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:

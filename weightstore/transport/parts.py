@@ -204,8 +204,10 @@ class RemotePart:
 class RemoteSender:
     """A process group whose rank 0 is another rank of the learner. Calls come from one event loop."""
 
-    def __init__(self, part: RemotePart, id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
-        self.part, self._path, self._timeout_s = part, f"/groups/{id}", timeout_s
+    def __init__(
+        self, part: RemotePart, group_id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        self.part, self._path, self._timeout_s = part, f"/groups/{group_id}", timeout_s
         self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
 
     async def meet(self) -> None:

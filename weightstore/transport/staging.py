@@ -93,7 +93,7 @@ class _FillChecksums:
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._views = views
-        self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
+        self._computed: dict[tuple[str, tuple[str, ...], str, int], str] = {}
         self._summing = threading.Lock()
 
     def differences(self, report: ChecksumReport) -> list[str]:
@@ -103,9 +103,9 @@ class _FillChecksums:
 
     def _sum(self, scheme: str, part: TensorChecksum) -> str:
         key = (scheme, part.names, part.dtype, part.zeros)
-        if key not in self._known:
-            self._known[key] = sum_of(scheme, part, self._views)
-        return self._known[key]
+        if key not in self._computed:
+            self._computed[key] = sum_of(scheme, part, self._views)
+        return self._computed[key]
 
 
 class StagingPool:
@@ -143,13 +143,13 @@ class StagingPool:
         return next((staging for staging in self._all if not staging.users), None)
 
 
-def staging_memory(config: WeightsConfig, own: DeviceEnd) -> StagingMemory | None:
+def staging_memory(config: WeightsConfig, end: DeviceEnd) -> StagingMemory | None:
     """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of
     this process.
 
-    ``own``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
+    ``end``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
     """
-    if config.transport != "handles" and (config.backend == "gloo" or not own.uuid):
+    if config.transport != "handles" and (config.backend == "gloo" or not end.uuid):
         return None
     if config.staging == "cuda":
         if not torch.cuda.is_available():
