@@ -245,6 +245,23 @@ def test_wrong_tensors_are_refused_before_anything_is_pushed(bus_url: str, run_i
         publisher.publish(3, tiny_tensors(3).items(), wait=True)
 
 
+def test_closing_ends_a_push_that_is_repeated(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    def gives_up() -> bool:
+        failed.set()
+        return False
+
+    with publishing(bus_url, run_id, tmp_path, min_engines=1, phase_deadline_s=0.2) as publisher:
+        staged = publisher.stage(1, tiny_tensors(1).items())
+        handle = publisher.push(staged, gives_up)
+        staged.release()
+        assert failed.wait(DEADLINE_S) and not handle.done
+        publisher.close()
+        with pytest.raises(PushFailed):
+            handle.result(0)
+
+
 def test_closing_ends_a_push_or_drains_it(bus_url: str, run_id: str, tmp_path: Path) -> None:
     with receivers(bus_url, run_id, {"hung": Behaviour(fails="stop", at="begin")}):
         with publishing(bus_url, run_id, tmp_path / "1") as publisher:
