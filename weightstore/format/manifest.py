@@ -10,15 +10,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgpack
+import msgspec
 
 from weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -157,3 +159,11 @@ def unflatten(bucket: Bucket, flat: "Tensor") -> "Iterator[tuple[str, Tensor]]":
         raise BadManifest("flat bucket", f"{bucket.num_bytes} bytes of uint8", f"{flat.numel()} of {flat.dtype}")
     for spec, place in bucket.places():
         yield spec.name, flat[place].view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def count_of(value: object, where: str, want: str = "a number >= 0") -> int:
+    """Return a number in a message, 0 or more. Raises BadManifest with ``where`` and ``want``."""
+    try:
+        return msgspec.convert(value, _Count)
+    except msgspec.ValidationError:
+        raise BadManifest(where, want, repr(value)) from None

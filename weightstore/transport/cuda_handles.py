@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import BadManifest
+from weightstore.format.manifest import count_of
 from weightstore.side_stream import beside
 
 SHARE = 7
@@ -84,9 +85,7 @@ def opened(handle: JsonMapping) -> Tensor:
 def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
     """Return the identity of a handle's block, equal for all parts of it, and its bytes. Raises BadManifest."""
     share = _share_in(handle, 0)
-    num_bytes = share[1]
-    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
-        raise BadManifest("handle: shares", "bytes of the block, >= 0", repr(num_bytes))
+    num_bytes = count_of(share[1], "handle: shares", "bytes of the block, >= 0")
     name, offset = share[0], share[2]
     if not isinstance(name, bytes) or not isinstance(offset, int):
         raise BadManifest("handle: shares", "a name and an offset of the block", f"{name!r:.60} and {offset!r:.60}")

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import BadManifest
+from weightstore.format.manifest import count_of
 
 _log = logging.getLogger(__name__)
 
@@ -280,7 +281,4 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> _Mapping:
 
 
 def _number(handle: Mapping[str, object], name: str) -> int:
-    value = handle.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadManifest(f"handle: {name}", "a number >= 0", repr(value))
-    return value
+    return count_of(handle.get(name), f"handle: {name}")
