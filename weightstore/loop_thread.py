@@ -8,8 +8,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from bus.system.coroutines import first_error
-from bus.system.loop import new_event_loop
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.loop import new_event_loop
 
 _log = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Coroutine, Iterable, Set
 
-from actors.errors import StaleEpoch, UpdateRefused
-from actors.serving.port import Result
+from tidemill.actors.errors import StaleEpoch, UpdateRefused
+from tidemill.actors.serving.port import Result
 
 log = logging.getLogger(__name__)
 

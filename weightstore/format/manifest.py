@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import msgpack
 import msgspec
 
-from weightstore.errors import BadManifest
+from tidemill.weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
     from torch import Tensor

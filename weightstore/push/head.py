@@ -4,12 +4,12 @@ request."""
 import asyncio
 import logging
 
-from bus.errors import BusError
-from bus.streams.bus import Bus
-from bus.wire.messages import VersionRow
-from weightstore.push.staged_model import StagedModel
-from weightstore.store.registry import WANT, VersionRegistry
-from weightstore.store.snapshot_store import SnapshotStore
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import VersionRow
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.store.registry import WANT, VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
 
 _log = logging.getLogger(__name__)
 

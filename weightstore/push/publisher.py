@@ -24,29 +24,29 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from bus.client.reach import reach, route_to
-from bus.config import BusConfig
-from bus.errors import BusError, Fenced
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import admin_keys
-from bus.streams.bus import Bus, connect
-from bus.wire.messages import VersionRow
-from weightstore.config import WeightsConfig
-from weightstore.errors import PartLost, PublisherClosed, PushFailed
-from weightstore.format.manifest import Manifest
-from weightstore.loop_thread import LoopThread
-from weightstore.push.accelerator_turns import AcceleratorLease
-from weightstore.push.head import Head
-from weightstore.push.member import Check, Member
-from weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
-from weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
-from weightstore.push.staged_model import StagedModel
-from weightstore.store.registry import VersionRegistry
-from weightstore.store.snapshot_store import SnapshotStore
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.nccl import own_end
-from weightstore.transport.parts import Division, RemotePart
-from weightstore.transport.staging import Staging, StagingPool, staging_memory
+from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, Fenced
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.messages import VersionRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.loop_thread import LoopThread
+from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.head import Head
+from tidemill.weightstore.push.member import Check, Member
+from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.nccl import own_end
+from tidemill.weightstore.transport.parts import Division, RemotePart
+from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
-from weightstore.push.member import Check, Member, Updated
-from weightstore.push.push_groups import Channel, PushGroup, PushGroups, all_of
-from weightstore.push.staged_model import StagedModel
-from weightstore.transport.parts import Buckets, Payload
+from tidemill.weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
+from tidemill.weightstore.push.member import Check, Member, Updated
+from tidemill.weightstore.push.push_groups import Channel, PushGroup, PushGroups, all_of
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.parts import Buckets, Payload
 
 _log = logging.getLogger(__name__)
 

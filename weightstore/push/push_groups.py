@@ -21,24 +21,24 @@ from typing import TypeVar, cast
 import aiohttp
 from torch import Tensor
 
-from bus.client.reach import Reach
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import make_keys
-from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
-from weightstore.config import WeightsConfig
-from weightstore.errors import PeerLost, ReceiverFailed
-from weightstore.push.member import Member
-from weightstore.store.registry import VersionRegistry
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import StagingMemory
-from weightstore.transport.http_receiver import HttpReceiver
-from weightstore.transport.nccl import DeviceEnd, no_nccl, share
-from weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
-from weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
-from weightstore.transport.sender_process import START_S
-from weightstore.transport.senders import APART, Sender
+from tidemill.bus.client.reach import Reach
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import make_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PeerLost, ReceiverFailed
+from tidemill.weightstore.push.member import Member
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import StagingMemory
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.nccl import DeviceEnd, no_nccl, share
+from tidemill.weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
+from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.sender_process import START_S
+from tidemill.weightstore.transport.senders import APART, Sender
 
 _log = logging.getLogger(__name__)
 
@@ -374,7 +374,7 @@ async def open_groups(
         return HttpReceiver(session, row.address, epoch=epoch, deadlines=rules.deadlines)
 
     if config.transport == "handles":
-        from weightstore.transport.handle_receiver import HandleReceivers
+        from tidemill.weightstore.transport.handle_receiver import HandleReceivers
 
         gpu = rules.end.uuid if config.staging == "cuda" else ""
         assert rules.memory is not None, "weights.transport: handles is staged in memory that engines can read"

@@ -26,9 +26,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.system.foreign import settle
-from weightstore.errors import PeerLost
-from weightstore.transport.slots import DeviceBuffers, DoubleBuffer
+from tidemill.bus.system.foreign import settle
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.slots import DeviceBuffers, DoubleBuffer
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on

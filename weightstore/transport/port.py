@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from bus.wire.messages import LiveRow
-    from weightstore.format.checksums import ChecksumReport
-    from weightstore.format.manifest import TensorSpec
-    from weightstore.transport.parts import Buckets, Payload
+    from tidemill.bus.wire.messages import LiveRow
+    from tidemill.weightstore.format.checksums import ChecksumReport
+    from tidemill.weightstore.format.manifest import TensorSpec
+    from tidemill.weightstore.transport.parts import Buckets, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class WeightReceiver(Protocol):
     discards the weights received so far. After ``end`` every token it starts to compute is of the new version; no
     request is aborted.
 
-    Every verb answers within the deadline the adapter was made with, or raises: ``weightstore.errors.ReceiverFailed``
-    when the engine refuses, fails, is gone or is too slow, ``bus.errors.Fenced`` when it has seen the epoch of a newer
+    Every verb answers within the deadline the adapter was made with, or raises: ``tidemill.weightstore.errors.ReceiverFailed``
+    when the engine refuses, fails, is gone or is too slow, ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer
     learner.
     """
 

@@ -25,8 +25,8 @@ from typing import Self
 import msgpack
 from torch import Tensor
 
-from weightstore.errors import PeerLost
-from weightstore.transport.handles import StagingMemory
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.handles import StagingMemory
 
 _log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ GRACE_S = 1.0
 
 
 class SenderProcess:
-    """``weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it.
+    """``tidemill.weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it.
 
     Calls come from one thread.
     """

@@ -8,10 +8,10 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from bus.client.reach import Reach, bare
-from weightstore.errors import PeerLost
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.handles import StagingMemory
+from tidemill.bus.client.reach import Reach, bare
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.handles import StagingMemory
 
 APART = ("nccl",)
 """Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a
@@ -58,7 +58,7 @@ def host(
     """
     if backend not in apart:
         return BroadcastGroup.host(address, name, world_size, backend, timeout_s)
-    from weightstore.transport.sender_process import SenderProcess
+    from tidemill.weightstore.transport.sender_process import SenderProcess
 
     assert memory is not None, "a process of its own reads shared memory only"
     return SenderProcess.host(address, name, world_size, backend, timeout_s, memory=memory, gpu=gpu)
