@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 
 SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_000
-"""Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one takes 20 s of the 30
-that a phase has. Memory of a GPU that engines read takes no memory by the bucket, and an H100 copies 4 GB of it in 3 ms."""
+"""Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one
+takes 20 s of the 30 that a phase has. Memory of a GPU that engines read takes no memory by the bucket, and an H100
+copies 4 GB of it in 3 ms."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,26 +15,29 @@ class WeightsConfig:
     push_every: int = 1
     """Steps between two versions."""
     transport: str = "broadcast"
-    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies; others: broadcast)."""
+    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies;
+    others: broadcast)."""
     staging: str = "host"
     """Memory of the staged copies: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: str = "auto"
-    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal NCCL version (major
-    and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
+    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal
+    NCCL version (major and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
     senders_per_stage: int = 0
-    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of the stage (its
-    tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
+    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
+    the stage (its tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
     group: str = "pairs"
-    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
+    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many)
+    | all."""
     bucket_bytes: int = 0
-    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000 where a learner on
-    a GPU sends over NCCL, else 64,000,000."""
+    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000
+    where a learner on a GPU sends over NCCL, else 64,000,000."""
     phase_deadline_s: float = 30.0
-    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with work on all weights
-    have more: at first a second for each 20 MB, then four times the longest time measured, up to ``load_deadline_s``."""
+    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with
+    work on all weights have more: at first a second for each 20 MB, then four times the longest time measured, up to
+    ``load_deadline_s``."""
     load_deadline_s: float = 600.0
-    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run. No
-    phase of a push has more, unless ``phase_deadline_s`` is more."""
+    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a
+    colocated run. No phase of a push has more, unless ``phase_deadline_s`` is more."""
     min_engines: int = 0
     """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
@@ -41,14 +45,15 @@ class WeightsConfig:
     snapshot_every: int = 0
     """Write a snapshot of every n-th version (0 = on demand and with checkpoints only)."""
     host: str = "auto"
-    """Address on which the learner serves process-group rendezvous and snapshots; auto = the address of its route to the bus (a bus on this
-    machine: 127.0.0.1)."""
+    """Address on which the learner serves process-group rendezvous and snapshots; auto = the address of its route to
+    the bus (a bus on this machine: 127.0.0.1)."""
     advertise: str = ""
     """Host at which engines reach it, if that is not ``host`` (containers, NAT)."""
     keep_snapshots: int = 2
     """Snapshots of versions kept on disk."""
     verify: str = "first"
-    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
+    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) |
+    always | never."""
 
     def __post_init__(self) -> None:
         for name in ("push_every", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
@@ -74,11 +79,13 @@ class WeightsConfig:
 
     @property
     def engines_together(self) -> int:
-        """The most engines of one process group."""
+        """The maximum number of engines in one process group."""
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)
 
     def bucket_size(self, *, on_gpu: bool) -> int:
-        """Return the bytes of a bucket for a learner that has a GPU, or none. Handles of host memory have small ones on both.
+        """Return the bytes of a bucket for a learner that has a GPU, or none.
+
+        Handles of host memory have small ones on both.
 
         SGLang reads those from a copy in /dev/shm, which may be small.
         """

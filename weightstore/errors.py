@@ -1,11 +1,12 @@
-"""The error tree of the weightstore. Errors of torch.distributed, HTTP and the file system are translated into these at the edge.
+"""The error tree of the weightstore. Errors of torch.distributed, HTTP and the file system are translated into these at
+the edge.
 
 A learner that has been replaced meets ``tidemill.bus.errors.Fenced`` here as everywhere.
 """
 
 
 class WeightstoreError(Exception):
-    """Something went wrong between the weights of the learner and those of an engine."""
+    """Something went wrong between the weights of the learner and the weights of an engine."""
 
 
 class BadManifest(WeightstoreError, ValueError):
@@ -31,11 +32,13 @@ class PeerLost(WeightstoreError):
 
 
 class PartLost(PeerLost):
-    """Another rank of the learner, which sends a part of the weights, is gone, too slow, or has failed: no engine's fault."""
+    """Another rank of the learner, which sends a part of the weights, is gone, too slow, or has failed: no engine's
+    fault."""
 
 
 class ReceiverFailed(WeightstoreError):
-    """An engine refused, failed or exceeded the deadline of a phase of a push; ``answered`` = the engine itself reported the error."""
+    """An engine refused, failed or exceeded the deadline of a phase of a push; ``answered`` = the engine itself
+    reported the error."""
 
     def __init__(self, url: str, phase: str, reason: str, answered: bool = False) -> None:
         super().__init__(url, phase, reason, answered)
@@ -46,7 +49,10 @@ class ReceiverFailed(WeightstoreError):
 
 
 class PushFailed(WeightstoreError):
-    """A version that was not published; the head is unchanged. ``evicted`` has the engines that failed, and the reasons."""
+    """A version that was not published; the head is unchanged.
+
+    ``evicted`` has the engines that failed, and the reasons.
+    """
 
     def __init__(self, version: int, reason: str, evicted: dict[str, str] | None = None) -> None:
         super().__init__(version, reason, evicted)

@@ -9,10 +9,13 @@ from torch import Tensor
 
 @contextmanager
 def beside(tensor: Tensor) -> Iterator[None]:
-    """Queue the context's work on the GPU of ``tensor`` on a stream of its own, and wait for it at the end. Nothing on the CPU.
+    """Queue the context's work on the GPU of ``tensor`` on a stream of its own, and wait for it at the end.
 
-    All threads have the same default stream: work there waits for the steps that the trainer has queued, for a collective among them that
-    waits for another rank, or for the tokens of an engine. What the context reads must be complete before.
+    Nothing on the CPU.
+
+    All threads have the same default stream: work there waits for the steps that the trainer has queued, for a
+    collective among them that waits for another rank, or for the tokens of an engine. What the context reads must be
+    complete before.
     """
     if not tensor.is_cuda:
         yield

@@ -237,7 +237,7 @@ class _Follower:
         turns: AcceleratorLease | None,
     ) -> None:
         self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
-        self._joiner = Joiner(id=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for)
+        self._joiner = Joiner(engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for)
 
     async def run(self) -> None:
         """Catch up with the head, serve, and keep up with it, without end. Raises EngineFailed when the engine cannot generate."""
@@ -266,7 +266,7 @@ class _Follower:
             try:
                 await catch_up(self._bus, self._joiner, deadline_s=self._limits.catch_up_s)
             except (CatchUpTimeout, BusError) as error:
-                log.warning("no weights yet, catching up is repeated engine=%s error=%s", self._joiner.id, error)
+                log.warning("no weights yet, catching up is repeated engine=%s error=%s", self._joiner.engine, error)
                 self._served.set_waits_for(str(error))
                 await asyncio.sleep(0.2)
                 continue

@@ -1,6 +1,6 @@
 """The engine's end of pushes by handles: a ZMQ socket at which a learner of the same host sends references to its staged weights.
 
-    learner --join, push | begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> WeightUpdates
+    learner --join, push | begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> Updates
 
 Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a directory that
 only this user can enter.
@@ -225,7 +225,7 @@ class HandleListener:
 def _mapped(to_gpu: bool) -> Mapped:
     if not to_gpu:
         return Mapped()
-    from tidemill.weightstore.transport.pinning import PINNING
+    from tidemill.weightstore.transport.handles import PINNING
 
     return Mapped(pinning=PINNING)
 

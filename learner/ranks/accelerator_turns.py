@@ -1,8 +1,10 @@
-"""Accelerator ownership for colocated runs: the learner owns the memory during a step, the engines until the next batch.
+"""Accelerator ownership for colocated runs: the learner owns the memory during a step, the engines until the next
+batch.
 
     batch -> engines release -> all ranks resume -> step, staging -> all ranks release -> engines resume, with the new version or the head
 
-Every rank makes the same calls at the same points; only rank 0 sends requests to the engines. Knows no model and no batch.
+Every rank makes the same calls at the same points; only rank 0 sends requests to the engines. Knows no model and no
+batch.
 """
 
 import logging
@@ -19,7 +21,7 @@ from tidemill.learner.ranks.pushes import Pushes
 log = logging.getLogger(__name__)
 
 
-class Turns(Protocol):
+class AcceleratorTurns(Protocol):
     """Ownership of the accelerator. The learner owns it at first."""
 
     def give(self) -> None:
@@ -27,7 +29,10 @@ class Turns(Protocol):
 
     @contextmanager
     def mine(self) -> Iterator[None]:
-        """Own the accelerator inside the context. An exception keeps the ownership, because the end of the process releases the memory."""
+        """Own the accelerator inside the context.
+
+        An exception keeps the ownership, because the end of the process releases the memory.
+        """
         raise NotImplementedError
 
     def metrics(self) -> dict[str, float]:
@@ -53,7 +58,7 @@ class AllTheTime:
 
 
 class TurnByTurn:
-    """Ownership that alternates with colocated engines. ``memory`` is that of this rank."""
+    """Ownership that alternates with colocated engines. ``memory``: the memory of this rank."""
 
     def __init__(self, memory: Memory, pushes: Pushes) -> None:
         self._memory, self._pushes = memory, pushes

@@ -1,18 +1,18 @@
 """Pushes of weights as new versions, and their reports to the feeder. Knows the publisher and the policy; no batch.
 
-Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step waits for the push.
-On an accelerator that engines share, a version is staged while the learner owns the memory (``take``) and pushed when the engines own it
-(``give``), so that the learner and the engines never work at the same time.
+Weights are copied in the trainer's thread and pushed during the next step; at max_lag 0, or without overlap, the step
+waits for the push. On an accelerator that engines share, a version is staged while the learner owns the memory
+(``take``) and pushed when the engines own it (``give``), so that the learner and the engines never work at the same
+time.
 
-Only rank 0 has a publisher. Other ranks with a part of the weights keep copies of it, from which they send it when rank 0 asks for it
-(``weight_parts.py``).
+Only rank 0 has a publisher. Other ranks with a part of the weights keep copies of it, from which they send it when rank
+0 asks for it (``weight_parts.py``).
 """
 
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
@@ -20,23 +20,20 @@ from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.megatron.model import Policy
-from tidemill.learner.megatron.tuning import ADAPTER, write_adapter
 from tidemill.learner.ranks.weight_parts import WeightParts
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PushFailed
-from tidemill.weightstore.push.publisher import Publisher, PushHandle, PushReport, Staged
-from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.push.publisher import Publisher, StagedStep
+from tidemill.weightstore.push.push import PushHandle, PushReport
 
 log = logging.getLogger(__name__)
 
-FINAL = "final"
-"""Name of the set of tensors that rank 0 writes into the directory of the trained model."""
-_AGAIN_S = 1.0
-"""Pause before a failed push is repeated, because a bus may refuse it immediately."""
-
 
 class Pushes:
-    """The pushes of one start of the learner. Every rank calls every method at the same place, except ``collect`` and ``metrics``."""
+    """The pushes of one start of the learner.
+
+    Every rank calls every method at the same place, except ``collect`` and ``metrics``.
+    """
 
     def __init__(
         self,
@@ -51,14 +48,16 @@ class Pushes:
         colocated: bool = False,
         draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``. ``draining``: a push
-        that fails is not repeated, because the next start publishes its weights.
+        """``wait``: ``publish`` returns after the push has ended. ``colocated``: the push takes place inside ``give``.
+
+        ``draining``: while it returns True, a push that fails is not repeated, because the next start publishes its
+        weights.
         """
         self._draining = draining
         self._policy, self._parts, self._feed, self._places = policy, parts, feed, places
         self._bus, self._weights, self._wait, self._colocated = bus, weights, wait, colocated
-        self._staged: Staged | None = None
-        """Weights of a push that has not succeeded yet."""
+        self._staged: StagedStep | None = None
+        """Weights whose push waits for ``give``."""
         self._engines_released = 0
         self._leads = policy.parallel.rank == 0
         self._publisher: Publisher | None = None
@@ -72,7 +71,9 @@ class Pushes:
 
     @contextmanager
     def open(self, start: Start) -> Iterator[None]:
-        """Publish the version that a start needs before its first step, then run the context with the publisher. The parts are open.
+        """Publish the version that a start needs before its first step, then run the context with the publisher.
+
+        The parts are open.
 
         It is version 0, or head + 1 when no recorded step is to be repeated.
 
@@ -116,7 +117,11 @@ class Pushes:
                 self._feed.published(row.version, row.step)
 
     def publish(self) -> None:
-        """Make the current weights the next version, after the previous push has ended. Raises as ``open``."""
+        """Make the current weights the next version, after the previous push has ended. Raises as ``open``.
+
+        A failed push is repeated with the staged weights, because this rank alone cannot gather the current ones. While
+        the learner drains it is left to the next start.
+        """
         self.collect(wait=True)
         self.published_step = self.step
         if self._publisher is None:
@@ -125,64 +130,58 @@ class Pushes:
         self._staged = self._publisher.stage(self.step, self._parts.export(), self._parts.choose)
         self._parts.staged()
         if not self._colocated:
-            self._handle = self._publisher.push(self._staged)
-            self.collect(wait=self._wait)
+            self._push_staged(self._publisher, wait=self._wait)
 
     def take(self) -> None:
         """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises Fenced."""
         self.collect(wait=True)
         if self._publisher is not None:
-            self._engines_released = len(_patiently(self._publisher.release))
+            self._engines_released = len(_repeat_until_reachable(self._publisher.release))
 
     def give(self) -> None:
-        """Resume the colocated engines with the staged version, or with the head, and wait until they generate. Raises Fenced."""
+        """Resume the colocated engines with the staged version, or with the head, and wait until they generate.
+
+        Raises Fenced.
+        """
         if self._publisher is None:
             return
         if self._staged is None:
-            _patiently(self._publisher.resume)
+            _repeat_until_reachable(self._publisher.resume)
         else:
-            self._handle = self._publisher.push(self._staged)
-            self.collect(wait=True)
+            self._push_staged(self._publisher, wait=True)
+
+    def _push_staged(self, publisher: Publisher, *, wait: bool) -> None:
+        assert self._staged is not None
+        staged, self._staged = self._staged, None
+        try:
+            self._handle = publisher.push(staged, self._draining)
+        finally:
+            staged.release()
+        self.collect(wait=wait)
 
     def collect(self, *, wait: bool = False) -> None:
-        """Report a push that has ended to the feeder; with ``wait``, wait for the current push first.
-
-        A failed push (it reached fewer engines than required, or the bus was unreachable for too long) is repeated with the staged weights,
-        because this rank alone cannot gather the current ones. While the learner drains it is left to the next start.
-        """
-        # A loop, because a failed push is replaced by another one.
-        while self._handle is not None and (wait or self._handle.done):
-            began = time.monotonic()
-            try:
-                self._report = self._handle.result()
-            except PushFailed as error:
-                if self._draining():
-                    log.warning("not pushed again, because the learner drains: %s", error)
-                    self._forget()
-                    return
-                self._handle = self._again(error)
-                if not wait:
-                    return
-                time.sleep(_AGAIN_S)
-            else:
-                self._forget()
-                self._feed.published(self._report.version, self._report.step)
-            self._waited_s += time.monotonic() - began
-
-    def _forget(self) -> None:
-        """Forget a push that has ended, and release its weights."""
+        """Report a push that has ended to the feeder; with ``wait``, wait for the current push first."""
+        handle = self._handle
+        if handle is None or not (wait or handle.done):
+            return
+        began = time.monotonic()
+        try:
+            self._report = handle.result()
+        except PushFailed as error:
+            log.warning("not pushed again, because the learner drains: %s", error)
+        else:
+            self._feed.published(self._report.version, self._report.step)
         self._handle = None
-        if self._staged is not None:
-            self._staged.release()
-            self._staged = None
+        self._waited_s += time.monotonic() - began
 
-    def _again(self, error: PushFailed) -> PushHandle:
-        assert self._publisher is not None and self._staged is not None
-        log.error("pushing again the weights of step %d: %s", self._staged.step, error)
-        return self._publisher.push(self._staged)
+    @property
+    def version(self) -> int:
+        """Version of the current weights; -1 = they have not been published."""
+        return self._report.version if self._report is not None and self._report.step == self.step else -1
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on rank 0."""
+        """Return the metrics of the last push that has ended, and the time waited for pushes since the last call; on
+        rank 0."""
         waited_s, self._waited_s = self._waited_s, 0.0
         turns = {"turn/engines": float(self._engines_released)} if self._colocated else {}
         if self._report is None:
@@ -196,31 +195,18 @@ class Pushes:
             "push/seconds": report.seconds,
             "push/transfer_seconds": report.transfer_s,
             "push/stall_seconds_max": max(report.stall_s.values(), default=0.0),
-            "push/bytes": report.bytes,
+            "push/bytes": report.num_bytes,
             "push/wait_seconds": waited_s,
             **{f"weights/push_gb_per_s/{transport}": rate for transport, rate in report.gb_per_s.items()},
             **turns,
         }
 
-    def write_model(self, directory: Path) -> None:
-        """Write the current weights as a model directory in Hugging Face format, with configuration and tokenizer, and with adapters."""
-        manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
-        if not self._leads:
-            self._policy.help_export_adapters()
-            self._parts.wait(FINAL)
-            return
-        adapters = None if self._policy.adapters is None else dict(self._policy.export_adapters())
-        version = self._report.version if self._report is not None and self._report.step == self.step else -1
-        try:
-            snapshot.write(directory, tensors, version=version, step=self.step, model_dir=self._places.model_dir, manifest=manifest)
-        finally:
-            self._parts.release(FINAL)
-        if adapters is not None and self._policy.adapters is not None:
-            write_adapter(directory / ADAPTER, adapters, self._policy.adapters.config, self._places.model_dir)
 
+def _repeat_until_reachable(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
+    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration.
 
-def _patiently(ask: Callable[[], Sequence[str]]) -> Sequence[str]:
-    """Repeat ``ask`` until the bus is reachable. Each attempt has the timeout of the bus's configuration. Raises Fenced."""
+    Raises Fenced.
+    """
     while True:
         try:
             return ask()

@@ -397,9 +397,7 @@ class Rank:
         self.pushes.collect(wait=True)
         if not last.drained or last.step > start.step:  # else nothing was trained
             with self._turns.mine():
-                self.pushes.write_model(self._places.final_dir)
-            if self._here.rank == 0:
-                log.info("trained model=%s step=%d", self._places.final_dir, last.step)
+                self._models.write_trained(self.pushes.step, self.pushes.version)
         self.checkpoints.collect(wait=True)
         self._models.wait()
         with self._clock.waiting():

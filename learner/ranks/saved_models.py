@@ -1,10 +1,11 @@
-"""Models of earlier steps as Hugging Face directories, ``models/step-<k>``, written by a thread while training goes on.
+"""Models as Hugging Face directories: the trained one, and ``models/step-<k>``, written by a thread while training goes
+on.
 
     step k     after    all ranks that send weights: copy their part of them to host memory      the only part that a step waits for
     meanwhile  thread   rank 0: read the parts, write the directory aside, rename it into place, remove old ones
 
-They are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while it is one of the newest, or
-while its step has a checkpoint, which the best step (``eval.best``) has.
+Models of steps are not the state of a run: an error of the disk is logged, and the run goes on. A model is kept while
+it is one of the newest, or while its step has a checkpoint, which the best step (``eval.best``) has.
 """
 
 import logging
@@ -28,11 +29,13 @@ log = logging.getLogger(__name__)
 
 SAVED = "saved"
 """Name of the set of tensors that rank 0 writes into the directory of a step."""
+FINAL = "final"
+"""Name of the set of tensors that rank 0 writes into the directory of the trained model."""
 _NAME = re.compile(r"step-(\d+)")
 
 
 class SavedModels:
-    """The models of one start of the learner. Every rank calls ``after`` and ``wait`` at the same place."""
+    """The models of one start of the learner. Every rank calls every method at the same place."""
 
     def __init__(self, policy: Policy, parts: WeightParts, places: RankPlaces, *, every: int, keep: int) -> None:
         """``every``: steps; 0 = none are written. ``keep``: newest models that are kept; 0 = all."""
@@ -42,7 +45,8 @@ class SavedModels:
         self._writing: threading.Thread | None = None
 
     def after(self, step: int, *, checkpointed: bool) -> None:
-        """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a checkpoint."""
+        """Save the current weights, those after ``step``, if they are due: every so many steps, and where there is a
+        checkpoint."""
         if not self._every or (step % self._every and not checkpointed):
             return
         self.wait()
@@ -51,7 +55,8 @@ class SavedModels:
             self._policy.help_export_adapters()
             return
         adapter = {} if self._policy.adapters is None else _copied(self._policy.export_adapters())
-        # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is whole.
+        # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is
+        # whole.
         self._writing = threading.Thread(target=self._write, args=(step, manifest, tensors, adapter), name="saved-model", daemon=True)
         self._writing.start()
 
@@ -62,13 +67,32 @@ class SavedModels:
             self._writing.join()
             self._writing = None
 
+    def write_trained(self, step: int, version: int) -> None:
+        """Write the current weights as the trained model of the run, and wait for it. ``version``: -1 = not published.
+
+        Raises OSError.
+        """
+        manifest, tensors = self._parts.whole(FINAL, {name: tensor.to("cpu") for name, tensor in self._parts.export()})
+        if not self._leads:
+            self._policy.help_export_adapters()
+            self._parts.wait(FINAL)
+            return
+        adapter = {} if self._policy.adapters is None else dict(self._policy.export_adapters())
+        directory = self._places.final_dir
+        try:
+            snapshot.write(directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest)
+        finally:
+            self._parts.release(FINAL)
+        self._write_adapter(directory, adapter)
+        log.info("trained model=%s step=%d", directory, step)
+
     def _write(self, step: int, manifest: Manifest, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
                 snapshot.write(directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest)
-            if adapter and self._policy.adapters is not None and not (directory / ADAPTER).exists():
-                write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
+            if not (directory / ADAPTER).exists():
+                self._write_adapter(directory, adapter)
             log.info("model saved step=%d directory=%s", step, directory)
             prune(self._root, self._places.checkpoints, keep=self._keep)
         except OSError as error:
@@ -76,13 +100,20 @@ class SavedModels:
         finally:
             self._parts.release(SAVED)
 
+    def _write_adapter(self, directory: Path, adapter: Mapping[str, Tensor]) -> None:
+        if self._policy.adapters is not None:
+            write_adapter(directory / ADAPTER, adapter, self._policy.adapters.config, self._places.model_dir)
+
 
 def prune(root: Path, checkpoints: Path, *, keep: int) -> None:
-    """Remove all models but the ``keep`` newest (0 = all) and those of steps with a checkpoint, be it unfinished. Raises OSError."""
-    found = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
-    spared = disk.unfinished(checkpoints)  # read first: in between, one may be renamed into place
-    spared |= {one.step for one in disk.listed(checkpoints)}
-    for step, path in found[:-keep] if keep else ():
+    """Remove all models but the ``keep`` newest (0 = all) and the models of steps with a checkpoint, be it unfinished.
+
+    Raises OSError.
+    """
+    models = sorted((int(match[1]), path) for path in root.iterdir() if (match := _NAME.fullmatch(path.name)))
+    spared = disk.unfinished(checkpoints)  # read first: in between, a checkpoint may be renamed into place
+    spared |= {checkpoint.step for checkpoint in disk.listed(checkpoints)}
+    for step, path in models[:-keep] if keep else ():
         if step not in spared:
             shutil.rmtree(path)
             log.info("model removed directory=%s", path)

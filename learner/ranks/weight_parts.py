@@ -4,8 +4,9 @@
               rank 1  layers 1, 3   its copy, behind a server     (weightstore/transport/part_server.py)
     stage 1:  rank 2  layers 4, 6   ...
 
-The ranks of a stage that have parts of its tensors gather one after the other; the layers are dealt out to them, and each keeps those of
-its own. Rank 0 pushes them, and writes them into files, from the memory of the others. Knows the policy and the servers; no engine.
+The ranks of a stage that have parts of its tensors gather one after the other; the layers are dealt out to them, and
+each keeps its own layers. Rank 0 pushes them, and writes them into files, from the memory of the others. Knows the
+policy and the servers; no engine.
 """
 
 import logging
@@ -39,33 +40,39 @@ _ALL_LEAVE = (AlarmStop, FeederFailed, FeederLost)
 
 
 class WeightParts:
-    """This rank's part, and on rank 0 the places of the others. Every rank calls every method at the same place, except ``release``."""
+    """This rank's part, and on rank 0 the places of the others.
+
+    Every rank calls every method at the same place, except ``release``.
+    """
 
     def __init__(self, policy: Policy, places: RankPlaces, weights: WeightsConfig) -> None:
-        here = policy.parallel
-        self._policy, self._places, self._weights, self._here = policy, places, weights, here
-        self._senders = num_senders(here.tp_size, here.ep_size, weights.senders_per_stage)
-        self._several = self._senders * here.pp_size > 1
+        parallel = policy.parallel
+        self._policy, self._places, self._weights, self._parallel = policy, places, weights, parallel
+        self._senders = num_senders(parallel.tp_size, parallel.ep_size, weights.senders_per_stage)
+        self._several = self._senders * parallel.pp_size > 1
         self._server: PartServer | None = None
         self.division = Division(Manifest([]))
-        """This rank's part; on rank 0 also those of the others."""
+        """This rank's part; on rank 0 also the parts of the other ranks."""
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Find the tensors of each rank, and serve those of the others. Raises OSError, and ValueError for an address without a route."""
-        own = Manifest.of(self.export())
-        self.division = Division(own)
+        """Find the tensors of each rank, and serve this part to rank 0.
+
+        Raises OSError, and ValueError for an address without a route.
+        """
+        manifest = Manifest.of(self.export())
+        self.division = Division(manifest)
         if not self._several:
             yield
             return
         try:
             place = None
-            if self._here.rank > 0 and own.specs:
-                self._server = PartServer(own, self._weights, rank=self._here.rank, at=self._address())
+            if self._parallel.rank > 0 and manifest.specs:
+                self._server = PartServer(manifest, self._weights, rank=self._parallel.rank, at=self._address())
                 place = self._server.start()
-            found: list[PartPlace | None] = [None] * dist.get_world_size()
-            dist.gather_object(place, found if self._here.rank == 0 else None, dst=0)
-            self.division = Division(own, tuple(one for one in found if one is not None))
+            places: list[PartPlace | None] = [None] * dist.get_world_size()
+            dist.gather_object(place, places if self._parallel.rank == 0 else None, dst=0)
+            self.division = Division(manifest, tuple(place_of_rank for place_of_rank in places if place_of_rank is not None))
             with self._until_all_is_sent():
                 yield
         finally:
@@ -74,7 +81,10 @@ class WeightParts:
 
     @contextmanager
     def _until_all_is_sent(self) -> Iterator[None]:
-        """Serve until rank 0 has ended the push under way, where all ranks leave together. A rank that fails alone does not wait."""
+        """Serve until rank 0 has ended the push under way, where all ranks leave together.
+
+        A rank that fails alone does not wait.
+        """
         try:
             yield
         except _ALL_LEAVE:
@@ -84,25 +94,28 @@ class WeightParts:
 
     def _leave(self) -> None:
         """Let the other ranks end; on these, wait for that."""
-        for place in self.division.others:
+        for place in self.division.remote:
             with suppress(OSError):  # it has ended
                 leave(place)
         deadline = time.monotonic() + _LEAVE_S
         while self._server is not None and not self._server.wait_until_left(_SAID_S) and time.monotonic() < deadline:
-            log.info("waiting until rank 0 has ended its push rank=%d", self._here.rank)
+            log.info("waiting until rank 0 has ended its push rank=%d", self._parallel.rank)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors of this rank, whole, as ``Policy.export_part``."""
         return self._policy.export_part(self._senders)
 
     def choose(self, copy: int) -> None:
-        """Send the number of the copy that is to be filled to the other ranks, which wait for it in ``stage``. On rank 0."""
+        """Send the number of the copy that is to be filled to the other ranks, which wait for it in ``stage``.
+
+        On rank 0.
+        """
         if self._several:
-            dist.broadcast(torch.tensor(copy, device=self._here.device), src=0)
+            dist.broadcast(torch.tensor(copy, device=self._parallel.device), src=0)
 
     def stage(self) -> None:
         """Copy this rank's part into the copy that rank 0 has chosen, and wait until all have. Not on rank 0."""
-        copy = torch.zeros((), dtype=torch.int64, device=self._here.device)
+        copy = torch.zeros((), dtype=torch.int64, device=self._parallel.device)
         if self._several:
             dist.broadcast(copy, src=0)
         if self._server is not None:
@@ -117,31 +130,34 @@ class WeightParts:
         if self._several:
             dist.barrier()
 
-    def whole(self, name: str, own: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
-        """Let rank 0 read the tensors of all ranks, until it calls ``release``. ``own``: those of this rank, on the CPU.
+    def whole(self, name: str, local: Mapping[str, Tensor]) -> tuple[Manifest, Mapping[str, Tensor]]:
+        """Let rank 0 read the tensors of all ranks, until it calls ``release``.
+
+        ``local``: the tensors of this rank, on the CPU.
 
         ``name`` of the set, to be repeated in ``release`` and ``wait``; several may be read at the same time.
 
-        Returns the manifest and the tensors of the whole model, which are read one at a time: on rank 0; on others their own.
+        Returns the manifest and the tensors of the whole model, which are read one at a time: on rank 0; on other ranks
+        their own.
         """
         if self._server is not None:
-            self._server.offer(name, own)
+            self._server.offer(name, local)
         self.staged()
-        parts = [PartTensors(place, name) for place in self.division.others]
-        return self.division.whole, ChainMap(dict(own), *parts)  # type: ignore[arg-type]
+        parts = [PartTensors(place, name) for place in self.division.remote]
+        return self.division.whole, ChainMap(dict(local), *parts)  # type: ignore[arg-type]
 
     def release(self, name: str) -> None:
-        """Let the other ranks go on: what they offered has been read. On rank 0, in any thread."""
-        for place in self.division.others:
+        """Let the other ranks go on: their tensors have been read. On rank 0, in any thread."""
+        for place in self.division.remote:
             try:
                 release(place, name)
             except OSError as error:  # that rank has ended, or waits until this learner has
                 log.warning("release of weights failed rank=%d error=%s", place.rank, error)
 
     def wait(self, name: str) -> None:
-        """Wait until rank 0 has read what this rank offered by this name."""
+        """Wait until rank 0 has read the tensors that this rank offered by this name."""
         while self._server is not None and not self._server.wait_until_read(name, _SAID_S):
-            log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._here.rank)
+            log.info("waiting until rank 0 has written the weights of this rank rank=%d", self._parallel.rank)
 
     def _address(self) -> Reach:
         return reach(self._weights.host, self._weights.advertise, route_to(self._places.bus_url), name="weights.host")

@@ -310,9 +310,9 @@ def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
             assert all(report.engines == ("engine",) for report in reports), reports
             transfer_s = statistics.median(report.transfer_s for report in reports)
             found[name] = {
-                "gb": reports[0].bytes / 1e9,
+                "gb": reports[0].num_bytes / 1e9,
                 "transfer_seconds": transfer_s,
-                "gb_per_second": reports[0].bytes / 1e9 / transfer_s,
+                "gb_per_second": reports[0].num_bytes / 1e9 / transfer_s,
                 "prepare_seconds": statistics.median(report.prepare_s for report in reports),
                 "stall_seconds": statistics.median(max(report.stall_s.values()) for report in reports),
             }

@@ -51,7 +51,7 @@ from tidemill.bus.wire.messages import Sampling
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Bucket, Manifest
 from tidemill.weightstore.push.publisher import Publisher
-from tidemill.weightstore.push.pusher import PushReport
+from tidemill.weightstore.push.push import PushReport
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
 from tidemill.weightstore.transport.part_server import PartServer
 from tidemill.weightstore.transport.parts import Division, PartPlace
@@ -212,7 +212,7 @@ def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, send
 
 def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[float], args: argparse.Namespace) -> None:
     assert all(len(push.engines) == num_receivers for push in pushes), pushes
-    num_bytes = pushes[0].bytes
+    num_bytes = pushes[0].num_bytes
     seconds, transfer_s, prepare_s, bare = (
         statistics.median(values)
         for values in ([push.seconds for push in pushes], [push.transfer_s for push in pushes], [push.prepare_s for push in pushes], bare_s)
@@ -357,8 +357,8 @@ def with_engine(bus_url: str, directory: Path, args: argparse.Namespace) -> None
     assert all(push.engines == ("engine",) for push in pushes), pushes
     stalls = [push.stall_s["engine"] for push in pushes[WARM:]]
     transfers = [push.transfer_s for push in pushes[WARM:]]
-    print(f"{kind} generating, {pushes[0].bytes / 1e6:.0f} MB, {len(stalls)} pushes, {sum(counted or [])} tokens meanwhile")
-    print(f"  transfer  {statistics.median(transfers):.4f} s  {mega(pushes[0].bytes, statistics.median(transfers))}")
+    print(f"{kind} generating, {pushes[0].num_bytes / 1e6:.0f} MB, {len(stalls)} pushes, {sum(counted or [])} tokens meanwhile")
+    print(f"  transfer  {statistics.median(transfers):.4f} s  {mega(pushes[0].num_bytes, statistics.median(transfers))}")
     print(f"  stall     median {statistics.median(stalls) * 1e3:.2f} ms, max {max(stalls) * 1e3:.2f} ms")
 
 

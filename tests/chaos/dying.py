@@ -63,23 +63,23 @@ pruned       older checkpoints are gone, task floor and streams are untouched
 
 
 PHASES = {
-    "joining": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.join", 1),
-    "beginning": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.begin", 2),
-    "receiving": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._receive", 2),
-    "writing": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._write", 2),
-    "verifying": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.checksum_report", 1),
-    "ending": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.end", 2),
-    "flipping": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._flip", 2),
+    "joining": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates.join", 1),
+    "beginning": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates.begin", 2),
+    "receiving": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates._receive", 2),
+    "writing": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates._write", 2),
+    "verifying": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates.checksum_report", 1),
+    "ending": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates.end", 2),
+    "flipping": ("tidemill.actors.serving.builtin.weight_updates:BuiltinUpdates._flip", 2),
     "between": ("tidemill.actors.serving.host:EngineHost._updated", 3),
 }
 """Phases of a push: the engine's function, and the number of the call on which it dies."""
 
 SGLANG_PHASES = {
-    "sglang joining": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.join", 1),
-    "sglang beginning": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.begin", 2),
-    "sglang receiving": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.receive_bucket", 2),
-    "sglang verifying": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.checksum_report", 1),
-    "sglang ending": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.end", 2),
+    "sglang joining": ("tidemill.actors.serving.sglang.weight_updates:SglangUpdates.join", 1),
+    "sglang beginning": ("tidemill.actors.serving.sglang.weight_updates:SglangUpdates.begin", 2),
+    "sglang receiving": ("tidemill.actors.serving.sglang.weight_updates:SglangUpdates.receive_bucket", 2),
+    "sglang verifying": ("tidemill.actors.serving.sglang.weight_updates:SglangUpdates.checksum_report", 1),
+    "sglang ending": ("tidemill.actors.serving.sglang.weight_updates:SglangUpdates.end", 2),
     "sglang between": ("tidemill.actors.serving.host:EngineHost._updated", 3),
 }
 """Phases in the proxy of a real SGLang server."""

@@ -11,7 +11,7 @@ from tests.integration.test_weightstore_publisher import GOOD, SLACK_S, SOME_HUN
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.push.publisher import Publisher
-from tidemill.weightstore.push.pusher import PushReport
+from tidemill.weightstore.push.push import PushReport
 
 __all__ = ["bus_url"]
 

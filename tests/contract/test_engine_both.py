@@ -22,7 +22,8 @@ from tidemill.bus.client.reach import HERE
 from tidemill.bus.wire.messages import LiveRow, Sampling
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
-from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.push import Push
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
@@ -268,7 +269,7 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [Member(row, receiver, deadlines=Deadlines(60.0))])
             try:
-                outcome = await group.update(version, staged(sent).buckets, lambda _, check=check: check)
+                outcome = await Push(version, staged(sent).buckets, lambda _, check=check: check).update(group)
             finally:
                 group.close()
             (found,) = outcome.values()

@@ -16,7 +16,7 @@ from tests.gpu.conftest import Child
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.transport import cuda_handles
 from tidemill.weightstore.transport.cuda_handles import CudaMemory
-from tidemill.weightstore.transport.handles import HostMemory, Memory
+from tidemill.weightstore.transport.handles import HostMemory, StagingMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 @pytest.fixture(params=["host", "cuda"])
-def memory(request: pytest.FixtureRequest, device: torch.device) -> Memory:
+def memory(request: pytest.FixtureRequest, device: torch.device) -> StagingMemory:
     if request.param == "host":
         return HostMemory(pin=device.type == "cuda")
     request.getfixturevalue("cuda")
@@ -43,7 +43,7 @@ def sendable(handle: dict[str, Any]) -> dict[str, Any]:
     return {**handle, "shares": shares}
 
 
-def test_another_process_reads_the_same_bytes(memory: Memory, on_gpu: bool, child: Child) -> None:
+def test_another_process_reads_the_same_bytes(memory: StagingMemory, on_gpu: bool, child: Child) -> None:
     block = memory.empty(SIZE)
     assert block.is_cuda or block.is_pinned() == on_gpu
     part = block[OFFSET : OFFSET + 100_000]
@@ -55,7 +55,7 @@ def test_another_process_reads_the_same_bytes(memory: Memory, on_gpu: bool, chil
     memory.close()
 
 
-def test_a_reader_that_is_killed_leaves_the_memory_to_the_next_one(memory: Memory, child: Child, tmp_path: Path) -> None:
+def test_a_reader_that_is_killed_leaves_the_memory_to_the_next_one(memory: StagingMemory, child: Child, tmp_path: Path) -> None:
     part = memory.empty(SIZE)[OFFSET:]
     part.fill_(7)
     ready = tmp_path / "ready"

@@ -17,10 +17,10 @@ from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
 from tidemill.weightstore.format.checksums import ChecksumReport
-from tidemill.weightstore.push.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.cuda_handles import CudaMemory
 from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.handles import HostMemory, Memory
+from tidemill.weightstore.transport.handle_receiver import HandleReceiver
+from tidemill.weightstore.transport.handles import HostMemory, StagingMemory
 
 pytestmark = pytest.mark.gpu
 
@@ -58,7 +58,7 @@ async def test_log_probs_are_those_of_transformers(family: str, dtype: str, devi
 
 
 @pytest.fixture(params=["host", "cuda"])
-def memory(request: pytest.FixtureRequest, device: torch.device) -> Memory:
+def memory(request: pytest.FixtureRequest, device: torch.device) -> StagingMemory:
     if request.param == "host":
         return HostMemory(pin=device.type == "cuda")
     request.getfixturevalue("cuda")
@@ -66,7 +66,7 @@ def memory(request: pytest.FixtureRequest, device: torch.device) -> Memory:
 
 
 @asynccontextmanager
-async def pushing(served: Served, memory: Memory) -> AsyncIterator[HandleReceiver]:
+async def pushing(served: Served, memory: StagingMemory) -> AsyncIterator[HandleReceiver]:
     context = zmq.asyncio.Context()
     receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(60.0), memory=memory)
     try:
@@ -95,7 +95,7 @@ async def test_a_push_by_gloo_has_the_checksums_of_what_was_sent(directory: Path
 
 
 async def test_a_push_by_handles_has_the_checksums_of_what_was_sent(
-    memory: Memory, directory: Path, models: list[Any], device: torch.device
+    memory: StagingMemory, directory: Path, models: list[Any], device: torch.device
 ) -> None:
     if isinstance(memory, CudaMemory):
         inapplicable("a process cannot open a handle of its own GPU memory: test_gpu_up does it with an engine process")

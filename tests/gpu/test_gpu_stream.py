@@ -19,7 +19,7 @@ QUEUE = 400
 """Products of 8,192 x 8,192 matrices: about half a second of an H100."""
 
 
-def push(group: senders.Sender, buckets: list[torch.Tensor]) -> float:
+def push(group: senders.GroupEnd, buckets: list[torch.Tensor]) -> float:
     """Send the buckets in a thread of its own, as the publisher does. Returns its seconds."""
     took: list[float] = []
 

@@ -25,7 +25,8 @@ from tidemill.bus.client.reach import HERE
 from tidemill.bus.wire.messages import Capabilities, LiveRow
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
-from tidemill.weightstore.push.push_group import GroupRules, Outcome, PushGroup
+from tidemill.weightstore.push.push import Outcome, Push
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.transport import sender_process, senders
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
 from tidemill.weightstore.transport.deadlines import Deadlines
@@ -156,7 +157,7 @@ def test_the_process_ends_with_the_learner_also_in_the_middle_of_a_call() -> Non
 
 async def pushed(group: PushGroup, version: int, memory: HostMemory) -> Outcome:
     staging = staged(tiny_tensors(version), memory)
-    return await asyncio.wait_for(group.update(version, staging.buckets, lambda _: None), LIMIT_S)
+    return await asyncio.wait_for(Push(version, staging.buckets, lambda _: None).update(group), LIMIT_S)
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])

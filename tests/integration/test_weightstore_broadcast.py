@@ -18,9 +18,10 @@ import torch.distributed as dist
 
 from tests.forked import piped
 from tidemill.weightstore.errors import PeerLost
-from tidemill.weightstore.push.channels import GroupChannel, LocalGroup
+from tidemill.weightstore.push.push_groups import Channel
 from tidemill.weightstore.transport import broadcast
 from tidemill.weightstore.transport.broadcast import BroadcastGroup, _translated
+from tidemill.weightstore.transport.senders import Sender
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
@@ -134,7 +135,7 @@ async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
     with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
         thread = ThreadPoolExecutor(1)
-        channel = GroupChannel(LocalGroup(group, thread, "127.0.0.1"), [], [], deadline_s=5.0)
+        channel = Channel([Sender(group, thread, "127.0.0.1")], [], deadline_s=5.0)
         await asyncio.to_thread(group.send, pattern(SMALL))  # with the group's own deadline
         os.kill(told(pipe), signal.SIGSTOP)
         found = await asyncio.gather(*[channel.send(pattern(LARGE)) for _ in range(8)], return_exceptions=True)

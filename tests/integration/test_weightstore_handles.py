@@ -32,8 +32,8 @@ from tidemill.actors.serving.port import Updates
 from tidemill.bus.errors import Fenced
 from tidemill.weightstore.errors import BadManifest, ReceiverFailed
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
-from tidemill.weightstore.push.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory, Mapped, Offered
 from tidemill.weightstore.transport.staging import Staging
 
@@ -66,7 +66,7 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
     behaviours = {"here": GOOD, "elsewhere": Behaviour(handles="elsewhere"), "old": old}
     with (
         receivers(bus_url, run_id, behaviours) as engines,
-        caplog.at_level(logging.WARNING, logger="tidemill.weightstore.push.handle_receiver"),
+        caplog.at_level(logging.WARNING, logger="tidemill.weightstore.transport.handle_receiver"),
     ):
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]

@@ -24,9 +24,10 @@ from tidemill.bus.client.reach import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
-from tidemill.weightstore.format.checksums import ChecksumReport, Part, report_checksums
+from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum, report_checksums
 from tidemill.weightstore.format.manifest import Manifest, joined
-from tidemill.weightstore.push.publisher import Publisher, PushReport
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.push.push import PushReport
 from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.part_server import PartServer
@@ -92,8 +93,8 @@ def learning(
         )
         stack.callback(publisher.close, drain=False)
         publisher.start()
-        assert publisher._pusher is not None
-        publisher._pusher._view._dead_after_s = DEADLINE_S
+        assert publisher._connected is not None
+        publisher._connected.view._dead_after_s = DEADLINE_S
         yield Learner(publisher, servers)
 
 
@@ -108,7 +109,7 @@ def test_every_rank_sends_its_part_and_the_engines_have_all(bus_url: str, run_id
         for step in (1, 2, 3):
             report = learner.push(step, tiny_tensors(step))
             assert (report.engines, report.evicted, report.verified) == (("e0", "e1", "e2"), {}, ("e0", "e1", "e2"))
-            assert report.bytes == Manifest.of(tiny_tensors(step).items()).num_bytes
+            assert report.num_bytes == Manifest.of(tiny_tensors(step).items()).num_bytes
         for id in engines:
             told = state(started[id][0])
             assert (told["version"], told["digest"]) == (3, digest(tiny_tensors(3)))
@@ -218,7 +219,7 @@ def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(bus_url: str, run
         assert state(engines["a"][0])["digest"] == digest(tiny_tensors(1)), "it serves the version before"
         head = learner.publisher.latest()
         assert head is not None and head.version == 1
-        assert learner.publisher._pusher is not None and not learner.publisher._pusher._groups.evicted
+        assert learner.publisher._connected is not None and not learner.publisher._connected.groups.evicted
         assert look(bus_url, run_id, "evicted") == {}
 
 
@@ -364,8 +365,8 @@ async def test_a_lost_engine_is_no_lost_rank(server: tuple[PartServer, PartPlace
             for _ in range(10_000):  # the first bytes may go into a buffer of the system
                 await group.send(remote.buckets(0)[0][1], None, FAR_S)
         assert not isinstance(lost.value, PartLost)
-    await group.close()
-    await group.close()
+    await group.delete()
+    await group.delete()
     with pytest.raises(PartLost, match="rank 3 of the learner"):
         await group.send(remote.buckets(0)[0][1], None, FAR_S)
     await asyncio.to_thread(one.close)
@@ -383,7 +384,7 @@ async def test_a_client_that_is_closed_requests_the_end_of_its_groups_no_longer(
     group = await remote.host("pair", 2, "gloo", FAR_S, FAR_S)
     await asyncio.to_thread(one.close)
     caplog.set_level("INFO")
-    remote.close_group(group)
+    group.close()
     await until(lambda: any("group not closed" in record.message for record in caplog.records))
     await remote.close()
 
@@ -404,7 +405,7 @@ async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: t
         raw = await remote.buckets(0)[0][1].tensor()
         assert torch.equal(raw, one._copies[0].buckets[0][1])
         # No rank has the bytes of both: such an engine is not taken for verified.
-        fused = Part(names=("model.other.weight", "model.norm.weight"), dtype="float32", sum="0" * 16)
+        fused = TensorChecksum(names=("model.other.weight", "model.norm.weight"), dtype="float32", sum="0" * 16)
         both = await whole.differences(ChecksumReport(scheme="sum64", parts=(*report.parts, fused)))
         assert len(both) == 1 and "sent by several ranks" in both[0] and "model.norm.weight" in both[0]
     finally:
@@ -414,14 +415,16 @@ async def test_checksums_are_compared_in_the_rank_that_has_the_weights(server: t
 async def test_a_group_that_no_engine_is_requested_to_join_is_closed(server: tuple[PartServer, PartPlace]) -> None:
     one, place = server
     remote = RemotePart(place, 1)
+
+    async def drop() -> None:
+        for group_id in ("1", "2"):
+            one._drop_unmet(group_id)
+
     try:
         groups = [await remote.host(name, 2, "gloo", FAR_S, FAR_S) for name in ("lost", "pair")]
         with piped(hang_before_receiving, groups[1].port, 1, 2):
             await groups[1].meet()
-            assert one._loop is not None
-            for id in ("1", "2"):
-                one._loop.call_soon_threadsafe(one._drop_unmet, id)
-            await remote.check()
+            await asyncio.wrap_future(one._thread.submit(drop()))
             assert set(one._groups) == {"2"}
         with pytest.raises(PartLost):
             await groups[0].meet()

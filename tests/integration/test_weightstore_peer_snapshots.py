@@ -18,7 +18,7 @@ from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
@@ -159,7 +159,7 @@ async def there(bus_url: str, run: str, id: str) -> bool:
     return id in await rows(bus_url, run)
 
 
-class LossyUpdates(WeightUpdates):
+class LossyUpdates(BuiltinUpdates):
     """Updates that lose a bit of the first push."""
 
     lost = False

@@ -28,7 +28,8 @@ from tidemill.weightstore.errors import BadManifest, CatchUpTimeout, PublisherCl
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.push.member import Member
 from tidemill.weightstore.push.publisher import Publisher
-from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.push import Push
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot import ASIDE
 from tidemill.weightstore.transport.deadlines import Deadlines
@@ -73,8 +74,8 @@ def publishing(
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
     try:
         publisher.start()
-        assert publisher._pusher is not None
-        publisher._pusher._view._dead_after_s = dead_after_s
+        assert publisher._connected is not None
+        publisher._connected.view._dead_after_s = dead_after_s
         yield publisher
     finally:
         publisher.close(drain=False)
@@ -109,8 +110,8 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             assert report.stall_s == {"a": 0.001, "b": 0.001}
             ((by, rate),) = report.gb_per_s.items()
             assert by == {"broadcast": "gloo", "handles": "host_handles"}[transport]
-            assert rate >= 2 * report.bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
-            assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
+            assert rate >= 2 * report.num_bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
+            assert report.num_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
             for id in ("a", "b"):
                 over_group = transport == "broadcast"
                 told = {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "asked": 1, "groups": int(over_group), "ended": [1, 2]}
@@ -226,7 +227,7 @@ async def test_a_phase_that_never_answers_is_ended_whatever_the_adapter_does() -
 
     row = LiveRow(role="engine", id="x", host="test", pid=1, phase="serving", address="silent")
     member = Member(row, cast(WeightReceiver, Silent()), deadlines=Deadlines(0.3))
-    outcome = await PushGroup(GroupRules(1, HERE, "gloo", Deadlines(0.3)), [member]).update(1, [], lambda _: None)
+    outcome = await Push(1, [], lambda _: None).update(PushGroup(GroupRules(1, HERE, "gloo", Deadlines(0.3)), [member]))
     assert isinstance(failed := outcome[member], ReceiverFailed)
     assert failed.phase == "join" and "0.3 s" in failed.reason
 
@@ -242,6 +243,23 @@ def test_wrong_tensors_are_refused_before_anything_is_pushed(bus_url: str, run_i
         assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).version == 2
     with pytest.raises(PublisherClosed):
         publisher.publish(3, tiny_tensors(3).items(), wait=True)
+
+
+def test_closing_ends_a_push_that_is_repeated(bus_url: str, run_id: str, tmp_path: Path) -> None:
+    failed = threading.Event()
+
+    def gives_up() -> bool:
+        failed.set()
+        return False
+
+    with publishing(bus_url, run_id, tmp_path, min_engines=1, phase_deadline_s=0.2) as publisher:
+        staged = publisher.stage(1, tiny_tensors(1).items())
+        handle = publisher.push(staged, gives_up)
+        staged.release()
+        assert failed.wait(DEADLINE_S) and not handle.done
+        publisher.close()
+        with pytest.raises(PushFailed):
+            handle.result(0)
 
 
 def test_closing_ends_a_push_or_drains_it(bus_url: str, run_id: str, tmp_path: Path) -> None:
@@ -285,7 +303,7 @@ class Loader:
 async def caught_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float) -> Any:
     async with connect(bus_url, run, BusConfig(), name="late", wait_s=60) as bus:
         version = lambda: loader.version  # noqa: E731
-        joiner = Joiner(id="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
+        joiner = Joiner(engine="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
         return await catch_up_to_head(bus, joiner, deadline_s=deadline_s)
 
 
@@ -364,7 +382,7 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 fresh.set()
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=60) as bus:
-            joiner = Joiner(id="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
+            joiner = Joiner(engine="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
             following = asyncio.create_task(keep_up(bus, joiner, deadline_s=60, stale=stale, grace_s=0.2))
             async with asyncio.timeout(60):
                 await fresh.wait()
@@ -380,8 +398,8 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
 def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: str, run_id: str, tmp_path: Path) -> None:
     with publishing(bus_url, run_id, tmp_path) as publisher:
         publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
-        assert publisher._pusher is not None and publisher._pusher._head_staging is not None
-        held = publisher._pusher._head_staging.hold()  # as the writer of a snapshot does
+        assert publisher._connected is not None and publisher._connected.head.copy is not None
+        held = publisher._connected.head.copy.hold()  # as the writer of a snapshot does
         publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0)
         third = threading.Thread(target=lambda: publisher.publish(3, tiny_tensors(3).items(), wait=True))
         third.start()

@@ -21,7 +21,8 @@ from tidemill.bus.wire.messages import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.push.member import Member, Updated
-from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.push import Push
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
@@ -111,7 +112,9 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
             member = Member(row, receiver, deadlines=Deadlines(DEADLINE_S))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(DEADLINE_S)), [member])
             try:
-                how = (await group.update(1, staging.buckets, lambda _: StagedModel(staging, (), Deadlines(60.0)).differences))[member]
+                how = (await Push(1, staging.buckets, lambda _: StagedModel(staging, (), Deadlines(60.0)).differences).update(group))[
+                    member
+                ]
                 if flipped:
                     wrong = rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"
                     assert isinstance(how, ReceiverFailed) and re.search(wrong, str(how))

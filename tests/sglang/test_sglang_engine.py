@@ -28,7 +28,8 @@ from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.push.member import Member, Updated
-from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.push import Push
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup
 from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.http_receiver import HttpReceiver
@@ -232,7 +233,7 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [member])
             try:
                 compare = StagedModel(copy, (), Deadlines(60.0)).differences
-                how = (await group.update(2 if good else 1, staging.buckets, lambda _, compare=compare: compare))[member]
+                how = (await Push(2 if good else 1, staging.buckets, lambda _, compare=compare: compare).update(group))[member]
                 if good:
                     assert isinstance(how, Updated) and how.verify_s is not None
                 else:
@@ -273,7 +274,7 @@ async def test_two_ranks_of_a_learner_send_their_parts_to_one_server(
                     rank.stage(0, theirs.items())
                     whole = StagedModel(staged(own), (part,), Deadlines(60.0))
                     assert len({bucket.part for bucket, _ in whole.buckets}) == 2
-                    how = (await group.update(version, whole.buckets, lambda _, check=whole.differences if checked else None: check))[
+                    how = (await Push(version, whole.buckets, lambda _, check=whole.differences if checked else None: check).update(group))[
                         member
                     ]
                     assert isinstance(how, Updated) and (how.verify_s is not None) == checked

@@ -13,8 +13,8 @@ from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
 from tidemill.weightstore.errors import ReceiverFailed
-from tidemill.weightstore.push.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handle_receiver import HandleReceiver
 from tidemill.weightstore.transport.handles import HostMemory
 
 

@@ -17,8 +17,7 @@ from tidemill.actors.serving.sglang.tensors import SharedBucket
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.manifest import TensorSpec
 from tidemill.weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
-from tidemill.weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered
-from tidemill.weightstore.transport.pinning import Pinning
+from tidemill.weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered, Pinning
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {

@@ -9,10 +9,9 @@ from tidemill.bus.client.reach import HERE
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.wire.messages import Capabilities, LiveRow
 from tidemill.weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
-from tidemill.weightstore.push.eviction import PushGroups
-from tidemill.weightstore.push.handle_receiver import HandleReceivers
-from tidemill.weightstore.push.push_group import GroupRules
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroups
 from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handle_receiver import HandleReceivers
 from tidemill.weightstore.transport.handles import HostMemory, shared_memory_domain
 from tidemill.weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
 from tidemill.weightstore.transport.port import WeightReceiver

@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.receiver_app import staged, tiny_tensors
 from tidemill.weightstore.format import checksums
-from tidemill.weightstore.format.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
+from tidemill.weightstore.format.checksums import (
+    LANES,
+    ChecksumReport,
+    TensorChecksum,
+    differences,
+    report_checksums,
+    sha256,
+    sum64,
+    sum_of,
+)
 
 
 def slow(data: bytes) -> str:
@@ -75,7 +84,7 @@ def test_views_anywhere_in_a_buffer_have_the_sum_of_their_bytes() -> None:
 def test_differing_tensors_are_named_and_missing_answers_count() -> None:
     sent = tiny_tensors(1)
 
-    def want(part: Part) -> str:
+    def want(part: TensorChecksum) -> str:
         return sum_of("sum64", part, sent)
 
     assert differences(ChecksumReport.parse(report_checksums(sent).to_json()), sent, want) == []
@@ -92,7 +101,7 @@ def test_an_engine_may_keep_them_in_its_own_type_together_and_padded() -> None:
     sent = {"q": torch.randn(3, 4), "k": torch.randn(2, 4)}
     kept = torch.cat([sent["q"], sent["k"], torch.zeros(3, 4)]).to(torch.bfloat16)
     for scheme, compute in checksums.SCHEMES.items():
-        part = Part(names=("q", "k"), dtype="bfloat16", sum=compute([kept]), zeros=12)
+        part = TensorChecksum(names=("q", "k"), dtype="bfloat16", sum=compute([kept]), zeros=12)
         told = ChecksumReport(scheme=scheme, parts=(part,))
         assert differences(ChecksumReport.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)) == []  # type: ignore[misc]
 
@@ -119,7 +128,7 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
                 assert filled.wait(60)
 
     def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> ChecksumReport:  # in another dtype: the tensors are copied
-        return ChecksumReport(scheme="sum64", parts=(Part(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
+        return ChecksumReport(scheme="sum64", parts=(TensorChecksum(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
 
     staging = staged(one)
     thread = threading.Thread(target=staging.differences, args=(told(one, Slow(("w",))),), daemon=True)
@@ -161,5 +170,5 @@ def test_padding_is_where_the_tensors_are() -> None:
     scheme = {"sum64": lambda tensors: str(made.extend(tensor.device for tensor in tensors))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checksums, "SCHEMES", scheme)
-        checksums.sum_of("sum64", checksums.Part(names=("a",), dtype="float32", sum="", zeros=2), sent)
+        checksums.sum_of("sum64", checksums.TensorChecksum(names=("a",), dtype="float32", sum="", zeros=2), sent)
     assert [device.type for device in made] == ["meta", "meta"]

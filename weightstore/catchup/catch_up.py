@@ -15,14 +15,15 @@ from pathlib import Path
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import VersionRow
-from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
+from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, SnapshotSource
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 _log = logging.getLogger(__name__)
 
 Allowed = Callable[[], Awaitable[bool]]
-"""Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain times."""
+"""Returns whether the engine may take memory for weights now: one that shares the learner's accelerator only at certain
+times."""
 
 _POLL_S = 0.5
 """Interval of asking for the first version."""
@@ -36,7 +37,7 @@ GRACE_S = 10.0
 class Joiner:
     """An engine that is brought to the head."""
 
-    id: str
+    engine: str
     version: Callable[[], int]
     """Returns the version that it serves now; -1 = none."""
     load: Load
@@ -47,13 +48,15 @@ class Joiner:
 
 
 async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow | None:
-    """Bring the engine to the present head or a later version. Returns that head, None when nothing has been published yet.
+    """Bring the engine to the present head or a later version.
 
-    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. A ``load`` that raises is
-    retried, because a push may have come between. Raises CatchUpTimeout naming the thing it waited for and the last failure; it may be
-    called again then.
+    Returns that head, None when nothing has been published yet.
+
+    Pushes keep the engine up to date from then on: they reach engines that are catching up as well. A ``load`` that
+    raises is retried, because a push may have come between. Raises CatchUpTimeout naming the thing it waited for and
+    the last failure; it may be called again then.
     """
-    loading = Loading(bus, joiner.id, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
+    loading = Loading(bus, joiner.engine, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
     try:
         async with asyncio.timeout(deadline_s):
             return await _reach_head(VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
@@ -63,7 +66,7 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
         joiner.on_wait("")
 
 
-async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sources: list[Source]) -> VersionRow | None:
+async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sources: list[SnapshotSource]) -> VersionRow | None:
     goal = await registry.head()
     while goal is not None and version() < goal.version:
         for source in sources:
@@ -73,7 +76,9 @@ async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sou
 
 
 async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = lambda text: None) -> None:
-    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet. Waits without a deadline.
+    """Download the newest version, a whole model directory, to ``into``, for a machine that has no model yet.
+
+    Waits without a deadline.
 
     ``on_wait``: called with the thing that is waited for, and after a failure with its reason.
     """
@@ -85,7 +90,7 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = la
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
 
-    joiner = Joiner(id=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
+    joiner = Joiner(engine=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
     while at < 0:
         try:
             await catch_up(bus, joiner, deadline_s=_FETCH_S)
@@ -105,7 +110,8 @@ async def keep_up(
     grace_s: float = GRACE_S,
     allowed: Allowed | None = None,
 ) -> None:
-    """Run until cancelled: when the engine has been behind the head for ``grace_s``, call ``stale(True)``, catch up, call ``stale(False)``.
+    """Run until cancelled: when the engine has been behind the head for ``grace_s``, call ``stale(True)``, catch up,
+    call ``stale(False)``.
 
     Time in which ``allowed()`` is False does not count towards the grace period; None = always allowed.
     """
@@ -113,8 +119,8 @@ async def keep_up(
     while True:
         await asyncio.sleep(min(1.0, grace_s / 4))  # several looks within any grace period
         try:
-            found, _ = await rows.read(HEAD)
-            head = -1 if found is None else int(found.get("version", -1))
+            row, _ = await rows.read(HEAD)
+            head = -1 if row is None else int(row.get("version", -1))
             if joiner.version() >= head or (allowed is not None and not await allowed()):
                 behind_since = 0.0
                 if was_stale and joiner.version() >= head:  # a push was faster
@@ -126,4 +132,4 @@ async def keep_up(
             stale(was_stale := True)
             await catch_up(bus, joiner, deadline_s=deadline_s)
         except (CatchUpTimeout, BusError) as error:
-            _log.warning("engine behind the head, trying on engine=%s error=%s", joiner.id, error)
+            _log.warning("engine behind the head, trying on engine=%s error=%s", joiner.engine, error)

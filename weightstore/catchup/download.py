@@ -1,4 +1,5 @@
-"""Download of a snapshot over HTTP: resumed after an interruption, verified while it arrives, renamed when it is complete."""
+"""Download of a snapshot over HTTP: resumed after an interruption, verified while it arrives, renamed when it is
+complete."""
 
 import asyncio
 import hashlib
@@ -19,22 +20,26 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _READ_S = 30.0
 """Deadline for the next bytes of a server."""
 _CONNECT_S = 5.0
-"""Deadline of a connection: one that is tried anew gets through at once when a network is back, and TCP alone repeats ever more rarely."""
+"""Deadline of a connection: one that is tried anew gets through at once when a network is back, and TCP alone repeats
+ever more rarely."""
 _TRIES = 3
-"""Downloads of a file while its bytes do not have its digest. An interrupted one is not repeated here: the next ``fetch`` continues it."""
+"""Downloads of a file while its bytes do not have its digest. An interrupted one is not repeated here: the next
+``fetch`` continues it."""
 
 
 async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = None) -> SnapshotInfo:
-    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial download.
+    """Download the snapshot at ``url`` into ``directory`` (not synced to the disk), continuing an earlier partial
+    download.
 
     ``headers`` are sent with every request. Returns the contents of the snapshot's manifest.
 
-    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the partial
-    download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.
+    Raises SnapshotUnavailable when the server is gone or has no such snapshot, or when it cannot be written here (the
+    partial download is removed then), SnapshotBroken when wrong bytes arrive in every attempt.
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire: nothing is unpacked.
+    # A snapshot may be of any size, so only silence has a deadline. Digests are computed over the bytes on the wire:
+    # nothing is unpacked.
     timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=_READ_S)
     try:
         aside.mkdir(parents=True, exist_ok=True)
@@ -58,11 +63,11 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
 
 async def _fetch_file(session: aiohttp.ClientSession, url: str, path: Path, size: int, digest: str) -> None:
     for _ in range(_TRIES):
-        found = await _resume(session, url, path, size)
-        if found == digest:
+        received = await _resume(session, url, path, size)
+        if received == digest:
             return
         await asyncio.to_thread(path.unlink)  # it holds bytes of another file: start over
-    raise SnapshotBroken(url, f"SHA-256 {digest}", found)
+    raise SnapshotBroken(url, f"SHA-256 {digest}", received)
 
 
 async def _resume(session: aiohttp.ClientSession, url: str, path: Path, size: int) -> str:

@@ -1,4 +1,5 @@
-"""Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the learner has written.
+"""Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the
+learner has written.
 
 Each source has one verb, ``load``. ``tidemill.weightstore.catchup.catch_up`` calls the sources in order until the engine serves
 the wanted version.
@@ -27,17 +28,19 @@ from tidemill.weightstore.store.snapshot import ASIDE
 _log = logging.getLogger(__name__)
 
 Load = Callable[[Path, int, int], Awaitable[None]]
-"""(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed afterwards."""
+"""(directory, version, epoch): load the weights of a directory, whole or not at all. The directory is removed
+afterwards."""
 OnWait = Callable[[str], None]
 """Called with a description of the thing that the engine waits for; "" = nothing any more."""
 
 _REQUEST_AGAIN_S = 2.0
-"""A request is written again after this time: the learner may have failed to write the snapshot, which it does not try again."""
+"""A request is written again after this time: the learner may have failed to write the snapshot, which it does not try
+again."""
 _POLL_S = 0.5
 """Interval of reading the row of the newest snapshot, besides the wake-ups."""
 
 
-class Source(Protocol):
+class SnapshotSource(Protocol):
     """One place that may have the weights of a version."""
 
     async def load(self, goal: VersionRow) -> bool:
@@ -46,7 +49,8 @@ class Source(Protocol):
 
 
 class Loading:
-    """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did not work."""
+    """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did
+    not work."""
 
     def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait) -> None:
         """``version`` returns the version that the engine serves now."""
@@ -96,7 +100,8 @@ class Loading:
 
 
 def cure_of(url: str) -> str:
-    """Return the likely cure where nothing answers at the address of a snapshot: the process that advertises it names another one."""
+    """Return the likely cure where nothing answers at the address of a snapshot: the process that advertises it names
+    another one."""
     if "/snapshots/" in url:
         return "engine: --advertise ADDRESS that this machine reaches, at the engine with the snapshot"
     return "learner: --set weights.advertise=ADDRESS that this machine reaches"
@@ -132,20 +137,21 @@ class Peers:
 
 
 class LearnerSnapshot:
-    """The newest snapshot of the learner; it is requested when there is none of the goal, and waited for."""
+    """The newest snapshot of the learner; if the goal has no snapshot yet, one is requested and waited for."""
 
     def __init__(self, bus: Bus, loading: Loading) -> None:
         self._rows, self._registry, self._loading = bus.rows("weights"), VersionRegistry(bus), loading
 
     async def load(self, goal: VersionRow) -> bool:
-        """Load the newest snapshot if it is new enough; else request one, wait for it for at most 2 s, and return False."""
-        found = await self._registry.snapshot()
-        if found is None or found.version < goal.version or found.snapshot in self._loading.refused:
-            await self._request(goal, found)
+        """Load the newest snapshot if it is new enough; else request one, wait for it for at most 2 s, and return
+        False."""
+        newest = await self._registry.snapshot()
+        if newest is None or newest.version < goal.version or newest.snapshot in self._loading.refused:
+            await self._request(goal, newest)
             return False
-        if await self._load(found):
+        if await self._load(newest):
             return True
-        self._loading.refused.add(found.snapshot)
+        self._loading.refused.add(newest.snapshot)
         return False
 
     async def _load(self, row: VersionRow) -> bool:
@@ -154,21 +160,22 @@ class LearnerSnapshot:
         directory = Path(row.snapshot)  # version 0: the model directory, if this machine has it at the same path
         return await asyncio.to_thread(directory.is_dir) and await self._loading.from_directory(row, directory)
 
-    async def _request(self, goal: VersionRow, found: VersionRow | None) -> None:
-        """Request a snapshot and wait until there is another one than ``found``, a push was faster, or the request is due again."""
+    async def _request(self, goal: VersionRow, newest: VersionRow | None) -> None:
+        """Request a snapshot and wait until there is another one than ``newest``, a push was faster, or the request is
+        due again."""
         self._loading.waiting(f"a snapshot of version {goal.version} from the learner")
         await self._registry.request_snapshot(goal.version, self._loading.engine, nonce())
         try:
             async with asyncio.timeout(_REQUEST_AGAIN_S), aclosing(self._rows.watch(SNAPSHOT, _POLL_S)) as changes:  # type: ignore[type-var]
                 async for _ in changes:
-                    if await self._registry.snapshot() != found or self._loading.version() >= goal.version:
+                    if await self._registry.snapshot() != newest or self._loading.version() >= goal.version:
                         return
         except TimeoutError:
             self._loading.refused.clear()  # the learner has had the request: it may have written the same place anew
 
 
 def _remove_partial(among: Path, keep: Path) -> None:
-    """Remove unfinished downloads of other versions than that of ``keep``."""
+    """Remove unfinished downloads of other versions than ``keep``."""
     for path in among.glob(f"*{ASIDE}"):
         if path.name != keep.name + ASIDE:
             shutil.rmtree(path, ignore_errors=True)

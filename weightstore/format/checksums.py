@@ -1,4 +1,5 @@
-"""Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with those that were sent.
+"""Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with the sent
+weights.
 
 ``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its position, added up modulo
             2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed places, are missed
@@ -23,12 +24,14 @@ LANES = 1 << 18
 """Lanes summed at a time: their factors (2 MB) stay in the cache."""
 _MOD = 1 << 64
 _GOLDEN = 0x9E3779B97F4A7C15
-"""2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood 2014), as the two multipliers and the shifts of ``_mixed``."""
+"""2^64 / golden ratio: the increment of SplitMix64 (Steele, Lea, Flood 2014), as the two multipliers and the shifts of
+``_mixed``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One tensor as an engine keeps it: it may hold several of the learner's, one after the other (query, key and value; gate and up)."""
+class TensorChecksum:
+    """One tensor as an engine keeps it: it may hold several of the learner's, one after the other (query, key and
+    value; gate and up)."""
 
     names: tuple[str, ...]
     dtype: str
@@ -45,7 +48,7 @@ class ChecksumReport:
 
     scheme: str
     """A key of ``SCHEMES``."""
-    parts: tuple[Part, ...]
+    parts: tuple[TensorChecksum, ...]
 
     def to_json(self) -> dict[str, object]:
         """Return the report as the map that ``parse`` reads."""
@@ -57,14 +60,14 @@ class ChecksumReport:
         """Return the report in an engine's answer. Raises ValueError naming the wrong part."""
         try:
             parts = tuple(
-                Part(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))
+                TensorChecksum(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))
                 for part in answer["parts"]
             )
             report = cls(scheme=answer["scheme"], parts=parts)
-            known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
+            is_known = report.scheme in SCHEMES and all(part.dtype in ITEM_BYTES and part.zeros >= 0 for part in parts)
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
-        if not known:
+        if not is_known:
             raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}")
         return report
 
@@ -80,28 +83,29 @@ def sum64(tensors: Sequence[Tensor]) -> str:
     if flat.storage_offset() % 4:
         flat = flat.clone()
     lanes, factors = flat.view(torch.int32), _factors(flat.device)
-    # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a lane is that of its
-    # place in the block times that of the block, so one table of LANES factors serves tensors of any size.
+    # Products and sums of int64 wrap modulo 2^64 on every device, which is the modulus of the scheme. The factor of a
+    # lane is the factor of its place in the block times the factor of the block, so one table of LANES factors serves
+    # tensors of any size.
     blocks = [(part.to(torch.int64) * factors[: part.numel()]).sum() for part in lanes.split(LANES)]
     # Read together: on a GPU each reading waits for all that was queued before.
     sums = torch.stack(blocks).tolist()
-    total = num_bytes * _mixed(-1) + sum(each * _mixed(block) for block, each in enumerate(sums))
+    total = num_bytes * _mixed(-1) + sum(block_sum * _mixed(block) for block, block_sum in enumerate(sums))
     return f"{total % _MOD:016x}"
 
 
 def sha256(tensors: Sequence[Tensor]) -> str:
     """Return the first 16 hexadecimal digits of the SHA-256 of the bytes of the tensors, one after the other."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(_bytes_of(tensor).cpu().numpy().data)
-    return found.hexdigest()[:16]
+        digest.update(_bytes_of(tensor).cpu().numpy().data)
+    return digest.hexdigest()[:16]
 
 
 SCHEMES: dict[str, Callable[[Sequence[Tensor]], str]] = {"sum64": sum64, "sha256": sha256}
 """Functions by the name of the scheme in a report."""
 
 
-def sum_of(scheme: str, part: Part, tensors: Mapping[str, Tensor]) -> str:
+def sum_of(scheme: str, part: TensorChecksum, tensors: Mapping[str, Tensor]) -> str:
     """Return the checksum that a part must have if it holds these tensors, which are on one device and complete."""
     dtype, sent = getattr(torch, part.dtype), [tensors[name] for name in part.names]
     first = sent[0] if sent else torch.empty(0)
@@ -114,21 +118,24 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
     parts = []
     for name, tensor in tensors.items():
         with beside(tensor):
-            parts.append(Part(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])))
+            parts.append(TensorChecksum(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])))
     return ChecksumReport(scheme="sum64", parts=tuple(parts))
 
 
-def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[Part], str]) -> list[str]:
-    """Return a line for every sent tensor that differs or is missing in the report. ``sum_of`` gives the sum that a part must have."""
+def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]) -> list[str]:
+    """Return a line for every sent tensor that differs or is missing in the report.
+
+    ``sum_of`` gives the sum that a part must have.
+    """
     reported = {name for part in report.parts for name in part.names}
-    found = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
+    lines = [f"{name}: missing from the engine's report" for name in sent if name not in reported]
     for part in report.parts:
         if not all(name in sent for name in part.names):  # the alias of a tied embedding, or no weight
             continue
         want = sum_of(part)
         if part.sum != want:
-            found.append(f"{' + '.join(part.names)} ({part.dtype}): want {report.scheme} {want}, got {part.sum}")
-    return found
+            lines.append(f"{' + '.join(part.names)} ({part.dtype}): want {report.scheme} {want}, got {part.sum}")
+    return lines
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -10,15 +10,17 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import msgpack
+import msgspec
 
 from tidemill.weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+_Count = Annotated[int, msgspec.Meta(ge=0)]
 ITEM_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -63,7 +65,8 @@ class Bucket:
     specs: tuple[TensorSpec, ...]
     num_bytes: int
     part: int = 0
-    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another rank."""
+    """Number of the part of the weights that it is of: 0 is sent by rank 0 of the learner, each other one by another
+    rank."""
 
     def places(self) -> Iterator[tuple[TensorSpec, slice]]:
         """Yield each tensor with the slice of its bytes in the bucket."""
@@ -121,18 +124,18 @@ class Manifest:
 
         Every tensor starts at a multiple of its item size, so that a receiver can view it in place.
         """
-        found: list[Bucket] = []
+        buckets: list[Bucket] = []
         specs: list[TensorSpec] = []
         size = 0
         for spec in self.specs:
             if specs and (size + spec.num_bytes > bucket_bytes or size % ITEM_BYTES[spec.dtype]):
-                found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
+                buckets.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
                 specs, size = [], 0
             specs.append(spec)
             size += spec.num_bytes
         if specs:
-            found.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
-        return tuple(found)
+            buckets.append(Bucket(specs=tuple(specs), num_bytes=size, part=part))
+        return tuple(buckets)
 
 
 def joined(parts: Iterable[Manifest]) -> Manifest:
@@ -156,3 +159,11 @@ def unflatten(bucket: Bucket, flat: "Tensor") -> "Iterator[tuple[str, Tensor]]":
         raise BadManifest("flat bucket", f"{bucket.num_bytes} bytes of uint8", f"{flat.numel()} of {flat.dtype}")
     for spec, place in bucket.places():
         yield spec.name, flat[place].view(getattr(torch, spec.dtype)).view(spec.shape)
+
+
+def count_of(value: object, where: str, want: str = "a number >= 0") -> int:
+    """Return a number in a message, 0 or more. Raises BadManifest with ``where`` and ``want``."""
+    try:
+        return msgspec.convert(value, _Count)
+    except msgspec.ValidationError:
+        raise BadManifest(where, want, repr(value)) from None

@@ -1,9 +1,10 @@
 """Ownership of an accelerator that the learner and colocated engines share: a row in the bucket ``weights``.
 
-The learner acquires it before each step and releases it afterwards. An engine takes memory by itself only while the engines have the
-accelerator, or when no learner is live, so an engine that starts or has missed a push never does so in the middle of a step. The engine
-first sets ``taking_memory`` in its live row and then reads the ownership again; the learner first writes the ownership and then reads the
-live rows. One of the two therefore always sees the other, and waits.
+The learner acquires it before each step and releases it afterwards. An engine takes memory by itself only while the
+engines have the accelerator, or when no learner is live, so an engine that starts or has missed a push never does so in
+the middle of a step. The engine first sets ``taking_memory`` in its live row and then reads the ownership again; the
+learner first writes the ownership and then reads the live rows. One of the two therefore always sees the other, and
+waits.
 """
 
 import asyncio
@@ -22,11 +23,15 @@ _LEARNER, _ENGINES = "learner", "engines"
 _POLL_S = 0.5
 """Interval of looking for a change of ownership or of live rows."""
 TAKING_S = 600.0
-"""Deadline for engines that began to take memory before the learner acquired the accelerator; one that starts may need minutes."""
+"""Deadline for engines that began to take memory before the learner acquired the accelerator; one that starts may need
+minutes."""
 
 
 class AcceleratorLease:
-    """The ownership of one run. Every method but ``wait_until_available`` raises BusUnavailable when the bus stays away."""
+    """The ownership of one run.
+
+    Every method but ``wait_until_available`` raises BusUnavailable when the bus stays away.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._rows, self._view = bus.rows("weights"), LiveView(bus)
@@ -40,17 +45,22 @@ class AcceleratorLease:
         await self._write(_ENGINES, epoch)
 
     async def available(self) -> bool:
-        """Return whether engines may take memory now; False before the first learner has released the accelerator for the first time.
+        """Return whether engines may take memory now; False before the first learner has released the accelerator for
+        the first time.
 
-        A learner counts as dead when its live row has not changed since an earlier call, for the time that ``LiveView`` allows.
+        A learner counts as dead when its live row has not changed since an earlier call, for the time that ``LiveView``
+        allows.
         """
-        found, _ = await self._rows.read(_KEY)
-        if found is None:
+        row, _ = await self._rows.read(_KEY)
+        if row is None:
             return False
-        return bool(found["whose"] == _ENGINES) or not await self._view.alive("learner")
+        return bool(row["whose"] == _ENGINES) or not await self._view.alive("learner")
 
     async def wait_until_free(self) -> None:
-        """Wait for the engines that are taking memory: they can release it afterwards. Past ``TAKING_S`` they are logged instead."""
+        """Wait for the engines that are taking memory: they can release it afterwards.
+
+        Past ``TAKING_S`` they are logged instead.
+        """
         deadline = time.monotonic() + TAKING_S
         while taking := [row.id for row in await self._view.alive("engine") if row.taking_memory]:
             if time.monotonic() >= deadline:
@@ -69,9 +79,9 @@ class AcceleratorLease:
             await asyncio.sleep(_POLL_S)  # a learner that dies writes no row
 
     async def _write(self, whose: str, epoch: int) -> None:
-        def changed(found: Value | None) -> Value | None:
+        def changed(row: Value | None) -> Value | None:
             """Return the new row; None, so that nothing is written, if it belongs to a newer learner."""
-            replaced = found is not None and int(found.get("epoch", 0)) > epoch
+            replaced = row is not None and int(row.get("epoch", 0)) > epoch
             return None if replaced else {"whose": whose, "epoch": epoch}
 
         await self._rows.change(_KEY, changed, replace_unreadable=True)

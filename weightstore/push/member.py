@@ -13,14 +13,15 @@ from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.parts import Buckets
-from tidemill.weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
+from tidemill.weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
 Check = Callable[[ChecksumReport], Awaitable[list[str]]]
 """Returns a line for every tensor that an engine does not have as it was sent. Raises PartLost."""
 _LEAVE_S = 1.0
-"""Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group anyway."""
+"""Deadline for leaving a group before the engine is dropped: it is optional, because the next join leaves the old group
+anyway."""
 _SHOWN = 5
 """Differing tensors named in an error."""
 
@@ -72,7 +73,9 @@ class Member:
             await self.receiver.begin(version)
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """Begin a push and receive all buckets. With ``serve`` also end it, and return seconds for which generation was paused.
+        """Begin a push and receive all buckets.
+
+        With ``serve`` also end it, and return seconds for which generation was paused.
 
         None: it is not ended.
 
@@ -86,7 +89,8 @@ class Member:
     async def finish(self, version: int, check: Check | None = None, served_s: float | None = None) -> Updated:
         """Have the engine serve the version, unless it does already (``served_s``).
 
-        With ``check`` its checksums are compared first, and an error names the tensors. Returns the times that pause and comparison took.
+        With ``check`` its checksums are compared first, and an error names the tensors. Returns the times that pause
+        and comparison took.
         """
         verify_s = None if check is None else await self._verify(version, check)
         stall_s = served_s
@@ -120,8 +124,8 @@ class Member:
         async with self.phase("verify", bounded=False):  # the time of this process: the engine has answered
             wrong = [] if report is None else await check(report)
         if wrong:
-            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{more}"
+            remainder = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+            reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{remainder}"
             raise ReceiverFailed(self.receiver.url, "verify", reason, answered=True)
         if report is None and not self.verified:
             _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self.receiver.url)
@@ -149,7 +153,8 @@ class Member:
 
     @asynccontextmanager
     async def phase(self, name: str, *, bounded: bool = True) -> AsyncIterator[None]:
-        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced and PartLost stay."""
+        """Turn any failure within it, or the end of the deadline, into ReceiverFailed with this name; Fenced and
+        PartLost stay."""
         deadline_s = self.deadlines.of(name)
         try:
             async with asyncio.timeout(deadline_s if bounded else None):
@@ -168,8 +173,3 @@ class Member:
         except Exception as error:  # a bug, or an unexpected answer: this engine fails the push, and no other
             _log.exception("phase failed with an unexpected error engine=%s phase=%s", self.id, name)
             raise ReceiverFailed(self.receiver.url, name, repr(error)) from error
-
-
-def identity(row: LiveRow) -> tuple[str, str, int]:
-    """Return (id, address, pid): with another one it is another process, which has joined no group, whatever its name."""
-    return row.id, row.address, row.pid

@@ -1,41 +1,51 @@
 """The learner's side of the weightstore: a thread that pushes versions to the engines and serves snapshots of the head.
 
-    trainer's thread                     publisher's thread (own loop, own bus connection; see pusher.py)
+    trainer's thread                     publisher's thread (own loop, own bus connection)
     publish(step, tensors)
       waits for the previous push
-      copies into a staging  --------->  push: reserve, reconcile members, transfer, head
+      copies into a staging  --------->  reserve a version, reconcile members, Push to all groups, move the head
     handle.result()  <-----------------  PushReport | PushFailed | Fenced
                                          meanwhile: snapshots of the head, for engines that join late
 
-Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every wait has a deadline.
+Engines that share the learner's accelerator release their memory before each step, and get it back with a push or with
+``resume``. Consumes tensors, live rows and snapshot requests; produces rows in ``weights``, pushes and snapshots. Every
+wait has a deadline.
 """
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import CancelledError, Future
-from contextlib import AsyncExitStack, suppress
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
 from tidemill.bus.client.reach import reach, route_to
 from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import Fenced
-from tidemill.bus.streams.bus import connect
-from tidemill.bus.system.coroutines import first_error
-from tidemill.bus.system.loop import new_event_loop
+from tidemill.bus.errors import BusError, Fenced
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import VersionRow
 from tidemill.weightstore.config import WeightsConfig
-from tidemill.weightstore.errors import PublisherClosed
+from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.push.pusher import Pusher, PushReport, Source
+from tidemill.weightstore.loop_thread import LoopThread
+from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.head import Head
+from tidemill.weightstore.push.member import Check, Member
+from tidemill.weightstore.push.push import CUDA_HANDLES, HOST_HANDLES, Push, PushHandle, PushReport
+from tidemill.weightstore.push.push_groups import GroupRules, PushGroup, PushGroups, open_groups
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.transport.deadlines import Deadlines
 from tidemill.weightstore.transport.nccl import own_end
-from tidemill.weightstore.transport.parts import Division
+from tidemill.weightstore.transport.parts import Division, RemotePart
 from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
@@ -48,6 +58,12 @@ _CLOSE_S = 10.0
 """Time that the thread has to end, beyond the deadline of the phase that a push may be in."""
 _STAGING_S = 600.0
 """A snapshot that is being written holds its staging copy for as long as the disk takes."""
+_POLL_S = 1.0
+"""Interval at which live rows are read."""
+_AGAIN_S = 1.0
+"""Pause before a failed push is repeated, because a bus may refuse it immediately."""
+_GATHER_S = 0.25
+"""Interval of looking for more engines while there are fewer than ``min_engines``."""
 _DEFAULT_BUS = BusConfig()
 
 
@@ -55,46 +71,37 @@ def _nothing(number: int) -> None:
     """Do nothing: no other rank has a part."""
 
 
+def _at_once() -> bool:
+    """Return True: a failed push is not repeated."""
+    return True
+
+
 @dataclass(frozen=True, slots=True)
-class Staged:
-    """A copy of the weights of a step that is to be pushed."""
+class StagedStep:
+    """A copy of the weights of a step that is to be pushed. A push under way has a hold of its own."""
 
     staging: Staging
     step: int
     prepare_s: float
 
     def release(self) -> None:
-        """Give the copy back. A push under way keeps its own hold of it."""
+        """Give the copy back."""
         self.staging.release()
 
 
-class PushHandle:
-    """A push under way."""
+@dataclass(slots=True)
+class _Connected:
+    """The objects that the publisher's thread uses on the bus."""
 
-    def __init__(self, future: "Future[PushReport]") -> None:
-        self._future = future
-
-    @property
-    def done(self) -> bool:
-        """True once the push has ended, with success or failure."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Wait until the push has ended, with success or failure; each of its phases has a deadline."""
-        try:
-            self._future.exception()
-        except CancelledError:
-            return
-
-    def result(self, timeout: float | None = None) -> PushReport:
-        """Wait for the end of the push. Returns its report.
-
-        Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way.
-        """
-        try:
-            return self._future.result(timeout)
-        except CancelledError:
-            raise PublisherClosed("publisher: closed during the push") from None
+    registry: VersionRegistry
+    lease: AcceleratorLease
+    view: LiveView
+    groups: PushGroups
+    head: Head
+    parts: tuple[RemotePart, ...]
+    """Parts of the weights that other ranks send."""
+    owns_accelerator: bool = False
+    """The learner has the accelerator: colocated engines have no memory."""
 
 
 class Publisher:
@@ -117,47 +124,46 @@ class Publisher:
     ) -> None:
         """Snapshots are kept in ``directory``, with the configuration and tokenizer of ``model_dir``.
 
-        ``division``: the tensors that are staged here, and those of other ranks; without it all are staged here, and the first publish
-        needs all at once.
+        ``division``: the tensors that are staged here, and the parts of other ranks; without it all tensors are staged
+        here, and the first publish needs all at once.
         """
         self.config, self.run, self.epoch = config, run, epoch
         self._bus_url, self._bus_config = bus_url, bus_config
         self._directory, self._model_dir = Path(directory), model_dir
-        self._own = own_end()
-        self._memory = staging_memory(config, self._own)
+        self._end = own_end()
+        self._memory = staging_memory(config, self._end)
+        self._deadlines = Deadlines(config.phase_deadline_s, config.load_deadline_s)
         self._division = division
-        self._pool = None if division is None else self._new_pool(division.own)
-        self._thread = threading.Thread(target=self._run, name="publisher", daemon=True)
-        self._ready = threading.Event()
-        self._failure: BaseException | None = None
+        self._pool = None if division is None else self._new_pool(division.local)
+        self._thread = LoopThread("publisher", self._serve)
+        self._fenced: Fenced | None = None
         self._last: PushHandle | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._pusher: Pusher | None = None
-        self._closing: asyncio.Event | None = None
-        self._futures: set[Future[Any]] = set()
-        self._over = False
+        self._closes = False
+        self._connected: _Connected | None = None
         self._pushing: asyncio.Task[object] | None = None
 
     # -- the trainer's thread -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Connect, fence older learners, serve snapshots. Raises BusUnavailable, Fenced, PublisherClosed."""
-        self._thread.start()
-        if not self._ready.wait(START_S + _CLOSE_S):
-            raise PublisherClosed(f"publisher: not ready after {START_S + _CLOSE_S:.0f} s")
-        if self._failure is not None:
-            raise self._failure
+        try:
+            self._thread.start(START_S + _CLOSE_S)
+        except TimeoutError as error:
+            raise PublisherClosed(str(error)) from None
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head. Raises BusUnavailable, Fenced."""
-        pusher = self._running()
-        digest = "" if self._division is None else self._division.whole.digest
-        return self._submit(pusher.publish_initial(str(model_dir), digest)).result(START_S)
+        """Make the model directory version 0 of step 0, unless there is a head already. Returns the head.
+
+        Raises BusUnavailable, Fenced.
+        """
+        head, digest = self._running().head, "" if self._division is None else self._division.whole.digest
+        return self._submit(head.publish_initial(str(model_dir), self.epoch, digest)).result(START_S)
 
     def publish(self, step: int, tensors: Iterable[tuple[str, Tensor]], *, wait: bool) -> PushHandle:
         """Copy the tensors now and push them as the next version; with ``wait`` return only when the push has ended.
 
-        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced, PublisherClosed.
+        Waits as ``stage`` does. Returns the handle of the push, which has its outcome. Raises BadManifest, Fenced,
+        PublisherClosed.
         """
         staged = self.stage(step, tensors)
         try:
@@ -168,12 +174,13 @@ class Publisher:
             handle.wait()
         return handle
 
-    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> "Staged":
-        """Copy the tensors now, and return the copy; ``release`` it when it is not to be pushed (again).
+    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> StagedStep:
+        """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to
+        be pushed.
 
         ``chosen`` is called with the number of the copy before it is filled: other ranks fill theirs of that number.
-        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the version before the
-        head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
+        Waits first for the end of the previous push (each of its phases has a deadline), and for the snapshot of the
+        version before the head if that is still being written. Raises BadManifest, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
@@ -181,7 +188,7 @@ class Publisher:
         if self._pool is None:
             tensors = list(tensors)
             self._division = Division(Manifest.of(tensors))
-            self._pool = self._new_pool(self._division.own)
+            self._pool = self._new_pool(self._division.local)
         since = time.perf_counter()
         staging = self._pool.take(_STAGING_S)
         try:
@@ -190,128 +197,253 @@ class Publisher:
         except BaseException:
             staging.release()
             raise
-        return Staged(staging, step, time.perf_counter() - since)
+        return StagedStep(staging, step, time.perf_counter() - since)
 
-    def push(self, staged: "Staged") -> PushHandle:
-        """Push a copy as the next version in the background, and return the handle; one push at a time. Raises Fenced, PublisherClosed."""
-        self._running()
-        # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once or push it again.
-        self._last = PushHandle(self._submit(self._push(staged.staging.hold(), staged.step, staged.prepare_s)))
+    def push(self, staged: StagedStep, gives_up: Callable[[], bool] = _at_once) -> PushHandle:
+        """Push a copy as the next version in the background, and return the handle; one push at a time.
+
+        Raises Fenced, PublisherClosed.
+
+        A push that fails (it reached fewer engines than required, or the bus was unreachable for too long) is repeated
+        with the same copy, unless ``gives_up`` returns True in the publisher's thread, or the publisher is closed.
+        """
+        connected = self._running()
+        # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
+        self._last = PushHandle(self._submit(self._push(connected, staged.staging.hold(), staged.step, staged.prepare_s, gives_up)))
         return self._last
 
     def release(self) -> tuple[str, ...]:
-        """Have the colocated engines release their memory, and engines that start wait. Returns the ids of those that released it.
+        """Have the colocated engines release their memory, and engines that start wait.
 
-        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises BusUnavailable, Fenced,
-        PublisherClosed.
+        Returns the ids of the engines that released it.
+
+        Waits for the previous push. An engine that does not answer within the phase deadline is evicted. Raises
+        BusUnavailable, Fenced, PublisherClosed.
         """
         if self._last is not None:
             self._last.wait()
-        return self._ended(self._submit(self._running().release()))
+        return self._result_of(self._acquire_accelerator(self._running()))
 
     def resume(self) -> tuple[str, ...]:
-        """Give colocated engines their memory back and push the head to them again. Returns their ids. Raises as ``release`` does."""
-        return self._ended(self._submit(self._running().resume()))
+        """Give colocated engines their memory back and push the head to them again. Returns their ids.
 
-    def _ended(self, future: "Future[T]") -> T:
-        try:
-            return future.result()
-        except CancelledError:
-            raise PublisherClosed("publisher: closed meanwhile") from None
+        Raises as ``release`` does.
+
+        If this learner has no copy of the head, because another one pushed it, the engines wait for the next push.
+        """
+        return self._result_of(self._resume(self._running()))
 
     def latest(self) -> VersionRow | None:
         """Return the newest head that this publisher knows."""
-        return None if self._pusher is None else self._pusher.head
+        return None if self._connected is None else self._connected.head.row
 
     def close(self, *, drain: bool = True) -> None:
-        """End the thread; with ``drain`` the push under way is finished first. Safe to call twice, and without ``start``."""
-        if drain and self._last is not None and self._thread.is_alive():
+        """End the thread; with ``drain`` the push under way is finished first.
+
+        Safe to call twice, and without ``start``.
+        """
+        self._closes = True
+        if drain and self._last is not None and self._thread.is_alive:
             self._last.wait()
-        if self._loop is not None and self._closing is not None:
-            with suppress(RuntimeError):  # its loop has ended already
-                self._loop.call_soon_threadsafe(self._closing.set)
-        if self._thread.is_alive():
-            self._thread.join(_CLOSE_S + self.config.phase_deadline_s)
+        self._thread.close(_CLOSE_S + self.config.phase_deadline_s)
         if self._memory is not None:
             self._memory.close()
 
     def _new_pool(self, manifest: Manifest) -> StagingPool:
-        return StagingPool(manifest, self.config.bucket_size(on_gpu=bool(self._own.uuid)), memory=self._memory)
+        return StagingPool(manifest, self.config.bucket_size(on_gpu=bool(self._end.uuid)), memory=self._memory)
 
-    def _running(self) -> Pusher:
-        if isinstance(self._failure, Fenced):
-            raise self._failure
-        if self._pusher is None or not self._thread.is_alive():
-            raise PublisherClosed(f"publisher: not running ({self._failure!r})" if self._failure else "publisher: not running")
-        return self._pusher
+    def _running(self) -> _Connected:
+        failure = self._fenced or self._thread.failure
+        if isinstance(failure, Fenced):
+            raise failure
+        if self._connected is None or not self._thread.is_alive:
+            raise PublisherClosed(f"publisher: not running ({failure!r})" if failure else "publisher: not running")
+        return self._connected
 
     def _submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
-        assert self._loop is not None
         try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:  # its loop has just ended
-            work.close()
+            return self._thread.submit(work)
+        except RuntimeError as error:
             raise PublisherClosed(f"publisher: {error}") from None
-        self._futures.add(future)
-        future.add_done_callback(self._futures.discard)
-        # The loop may have ended between the call above and this line, after ``_run`` cancelled the futures that it knew.
-        if self._over:
-            future.cancel()
-        return future
+
+    def _result_of(self, work: Coroutine[object, None, T]) -> T:
+        try:
+            return self._submit(work).result()
+        except CancelledError:
+            raise PublisherClosed("publisher: closed meanwhile") from None
 
     # -- the publisher's thread ---------------------------------------------------------------------------------------------
 
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:  # a push is many small requests
-                runner.run(self._main())
-        except BaseException as error:  # raised by the next call
-            self._failure = error = first_error(error)
-            _log.error("publisher ended error=%r", error)
-        finally:
-            self._over = True
-            for future in tuple(self._futures):  # submitted when the loop was already ending
-                future.cancel()
-            self._ready.set()
-
-    async def _main(self) -> None:
-        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
+    async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
             name = f"publisher-{self.epoch}"
             bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
-            route = await asyncio.to_thread(route_to, self._bus_url)
-            pusher = Pusher(
-                bus,
-                self.config,
-                epoch=self.epoch,
-                directory=self._directory,
-                model_dir=self._model_dir,
-                source=Source(self._own, self._memory, () if self._division is None else self._division.others),
-                at=reach(self.config.host, self.config.advertise, route, name="weights.host"),
-            )
-            await pusher.open(stack)
+            connected = await self._connect(bus, stack)
             async with asyncio.TaskGroup() as group:
                 background = [
-                    group.create_task(pusher.refresh_view(), name="publisher: live rows"),
-                    group.create_task(pusher.serve_requests(), name="publisher: snapshot requests"),
+                    group.create_task(_refresh(connected.view), name="publisher: live rows"),
+                    group.create_task(connected.head.serve_requests(bus), name="publisher: snapshot requests"),
                 ]
-                self._pusher = pusher
-                self._ready.set()
-                await self._closing.wait()
-                # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait for its end.
+                self._connected = connected
+                self._thread.ready()
+                await self._thread.closing()
+                # The push is no task of the group: ``run_coroutine_threadsafe`` made it, and nothing else would wait
+                # for its end.
                 for task in [*background, self._pushing]:
                     if task is not None:
                         task.cancel()
                 if self._pushing is not None:
                     await asyncio.gather(self._pushing, return_exceptions=True)
 
-    async def _push(self, staging: Any, step: int, prepare_s: float) -> PushReport:
-        assert self._pusher is not None
+    async def _connect(self, bus: Bus, stack: AsyncExitStack) -> _Connected:
+        """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
+        config, remote_places = self.config, () if self._division is None else self._division.remote
+        at = reach(config.host, config.advertise, await asyncio.to_thread(route_to, self._bus_url), name="weights.host")
+        parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(remote_places, 1))
+        rules = GroupRules(config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts)
+        registry, view = VersionRegistry(bus), LiveView(bus)
+        snapshots = SnapshotStore(
+            self._directory, registry, keep=config.keep_snapshots, model_dir=self._model_dir, at=at, keys=admin_keys(bus)
+        )
+        connected = _Connected(
+            registry=registry,
+            lease=AcceleratorLease(bus),
+            view=view,
+            groups=await open_groups(stack, bus, config, epoch=self.epoch, rules=rules, view=view),
+            head=Head(registry, snapshots, snapshot_every=config.snapshot_every),
+            parts=parts,
+        )
+        await connected.head.fence(self.epoch)
+        await connected.groups.record_evicted(connected.registry)
+        # Before ``open``, so that a failure in the middle of it closes the part that is open.
+        stack.push_async_callback(snapshots.close)
+        await snapshots.open()
+        return connected
+
+    async def _push(self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]) -> PushReport:
+        """Push a filled copy as the next version, and release it at the end. Raises PushFailed, Fenced.
+
+        Other ranks have filled their copies of the same number.
+        """
         self._pushing = asyncio.current_task()
+        copy = StagedModel(staging, connected.parts, self._deadlines)
+        self._deadlines.num_bytes = copy.manifest.num_bytes
         try:
-            return await self._pusher.push(staging, step, prepare_s)
+            while True:
+                try:
+                    return await self._push_copy(connected, copy, step, prepare_s)
+                except PushFailed as error:
+                    if self._closes or gives_up():
+                        raise
+                    _log.error("pushing again the weights of step %d: %s", step, error)
+                await asyncio.sleep(_AGAIN_S)
         except Fenced as error:
-            self._failure = error
+            self._fenced = error
             raise
         finally:
             self._pushing = None
+            copy.release()
+
+    async def _push_copy(self, connected: _Connected, copy: StagedModel, step: int, prepare_s: float) -> PushReport:
+        since, row, evicted = time.perf_counter(), None, dict[str, str]()
+        try:
+            # The order matters. Colocated engines need the accelerator for the new weights. The row of a version is
+            # there before any engine has it, so a reader of its tokens finds the step; the head moves when the engines
+            # have it.
+            await self._release_accelerator(connected)
+            row = await connected.registry.reserve(step, self.epoch, digest=copy.manifest.digest)
+            copy.label(row.version, step)
+            push = self._push_of(copy)
+            evicted = push.evicted
+            await push.send(await self._gather(connected.groups), connected.groups)
+            if len(push.updated) < self.config.min_engines:
+                raise PushFailed(row.version, f"want >= {self.config.min_engines} engines, {len(push.updated)} took it", evicted)
+            await connected.head.move(row, copy)
+            await connected.groups.record_evicted(connected.registry)
+        except (PushFailed, PartLost, BusError) as error:
+            await _record_failure(connected, row, error)
+            if isinstance(error, PushFailed | Fenced):
+                raise
+            raise PushFailed(-1 if row is None else row.version, str(error), evicted) from error
+        return push.report(copy, prepare_s=prepare_s, seconds=time.perf_counter() - since)
+
+    def _push_of(self, copy: StagedModel) -> Push:
+        def check_of(member: Member) -> Check | None:
+            """Return the comparison of a member's checksums if it is due, else None."""
+            is_due = self.config.verify == "always" or (self.config.verify == "first" and not member.verified)
+            return copy.differences if is_due else None
+
+        handles = CUDA_HANDLES if self.config.staging == "cuda" else HOST_HANDLES
+        return Push(copy.version, copy.buckets, check_of, handles=handles)
+
+    async def _gather(self, groups: PushGroups) -> list[PushGroup]:
+        """Return the members in their groups; with fewer than ``min_engines``, wait for more until the deadline."""
+        deadline = time.monotonic() + self.config.phase_deadline_s
+        while True:
+            formed = await groups.reconcile()
+            if sum(len(group.members) for group in formed) >= self.config.min_engines or time.monotonic() >= deadline:
+                return formed
+            await asyncio.sleep(_GATHER_S)
+
+    async def _acquire_accelerator(self, connected: _Connected) -> tuple[str, ...]:
+        """Have no colocated engine work or keep memory until ``_release_accelerator``. Raises BusUnavailable, Fenced.
+
+        Waits for engines that are taking memory by themselves (``AcceleratorLease``). Returns the ids of the engines
+        that released their memory; the others are evicted and logged.
+        """
+        await connected.lease.acquire(self.epoch)
+        connected.owns_accelerator = True
+        await connected.lease.wait_until_free()
+        members = [member for group in await connected.groups.reconcile() for member in group.members if member.colocated]
+        return await connected.groups.succeeding(members, Member.release)
+
+    async def _release_accelerator(self, connected: _Connected) -> None:
+        if connected.owns_accelerator:
+            await connected.lease.release(self.epoch)
+            connected.owns_accelerator = False
+
+    async def _resume(self, connected: _Connected) -> tuple[str, ...]:
+        await self._release_accelerator(connected)
+        groups = [group for group in await connected.groups.reconcile() if group.is_colocated]
+        members, head = [member for group in groups for member in group.members], connected.head.row
+        if not members or head is None:
+            return ()
+        copy = None if connected.head.copy is None else connected.head.copy.hold()
+        try:
+            if copy is not None:
+                push = self._push_of(copy)
+                await push.send(groups, connected.groups)
+                return tuple(sorted(push.updated))
+            # Version 0 was never pushed; its weights are in the model directory.
+            if head.version == 0 and head.snapshot:
+                return await connected.groups.succeeding(members, lambda member: member.load(head.snapshot, 0))
+        except PartLost as error:
+            _log.error("engines wait for the next version, this one cannot be sent version=%d error=%s", head.version, error)
+            return ()
+        finally:
+            if copy is not None:
+                copy.release()
+        _log.warning("engines wait for the next version, there is no copy of version=%d here engines=%d", head.version, len(members))
+        return ()
+
+
+async def _refresh(view: LiveView) -> None:
+    """Run until cancelled: keep the view of the live rows fresh, so that a push knows at once which engines have been
+    silent."""
+    while True:
+        try:
+            await view.refresh()
+        except BusError as error:
+            _log.warning("live rows not read error=%s", error)
+        await asyncio.sleep(_POLL_S)
+
+
+async def _record_failure(connected: _Connected, row: VersionRow | None, error: Exception) -> None:
+    _log.error("push failed version=%s error=%s", None if row is None else row.version, error)
+    if row is None:
+        return
+    try:
+        await connected.registry.fail(row)
+        await connected.groups.record_evicted(connected.registry)
+    except BusError as second:
+        _log.warning("failed push not recorded version=%d error=%s", row.version, second)

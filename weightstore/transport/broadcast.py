@@ -1,12 +1,13 @@
 """A separate process group of one sender (rank 0) and its receivers, beside any other groups of the process.
 
-Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own constructor
-(``<name>``, then ``<name>/``, then ``<device>/``), so that a receiver may be SGLang.
-Every operation has a deadline and cannot be interrupted before it. All calls block: run them in a thread.
+Built from torch's classes directly, so no default group is touched. Store keys are laid out as by SGLang's own
+constructor (``<name>``, then ``<name>/``, then ``<device>/``), so that a receiver may be SGLang. Every operation has a
+deadline and cannot be interrupted before it. All calls block: run them in a thread.
 
-NCCL has no deadline of its own: it creates its communicator inside the first broadcast, where it waits without end for a dead peer, and
-an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline, on a stream of its own: the default one
-has other work before it. The learner's end over NCCL is in a process of its own (``sender_process``).
+NCCL has no deadline of its own: it creates its communicator inside the first broadcast, where it waits without end for
+a dead peer, and an abort cannot reach it. It therefore runs in daemon threads that are abandoned at the deadline, on a
+stream of its own: the default one has other work before it. The learner's end over NCCL is in a process of its own
+(``sender_process``).
 
 Pushes over gloo have run from a GPU; over NCCL groups of one alone, as a second member needs a second GPU.
 """
@@ -27,15 +28,17 @@ from torch import Tensor
 
 from tidemill.bus.system.foreign import settle
 from tidemill.weightstore.errors import PeerLost
-from tidemill.weightstore.transport.slots import DoubleBuffer
+from tidemill.weightstore.transport.slots import DeviceBuffers, DoubleBuffer
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
-"""The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
+"""The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on
+it."""
 _NCCL_OWN_TIMEOUT = timedelta(days=1)
 """NCCL's watchdog ends the whole process at its timeout. It must never fire; the deadline here is always earlier."""
 QUIET_WATCHDOG = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Environment of an engine, unless it is set already: otherwise NCCL's watchdog ends its process where the learner's end of a group dies.
-Source: torch 2.11, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (NoHandling; the heartbeat monitor)."""
+"""Environment of an engine, unless it is set already: otherwise NCCL's watchdog ends its process where the learner's
+end of a group dies. Source: torch 2.11, torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp (NoHandling; the heartbeat
+monitor)."""
 _POLL_S = 0.001
 """Interval of asking whether a broadcast by NCCL is complete."""
 _ABORT_S = 5.0
@@ -45,7 +48,10 @@ T = TypeVar("T")
 
 
 class BroadcastGroup:
-    """One end of a group. Made by ``host`` (rank 0) or ``join``; raises PeerLost when a peer is dead or beyond the deadline."""
+    """One end of a group.
+
+    Made by ``host`` (rank 0) or ``join``; raises PeerLost when a peer is dead or beyond the deadline.
+    """
 
     def __init__(
         self,
@@ -67,7 +73,8 @@ class BroadcastGroup:
         self.port: int = store.port
         self._store: dist.TCPStore | None = store
         self._server = server
-        """The server that the stores of all members are connected to, on rank 0. When it closes, waits in those stores fail at once."""
+        """The server that the stores of all members are connected to, on rank 0. When it closes, waits in those stores
+        fail at once."""
         self._group: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._copies: DoubleBuffer | None = None
@@ -82,7 +89,8 @@ class BroadcastGroup:
         port = listener.getsockname()[1]
         with _translated(name, "opening its store"):
             within = timedelta(seconds=timeout_s)
-            # The socket is bound before torch gets it, so the port is known and no other process can take it in between.
+            # The socket is bound before torch gets it, so the port is known and no other process can take it in
+            # between.
             server = dist.TCPStore(host, port, world_size, True, within, wait_for_workers=False, master_listen_fd=listener.detach())
             store = dist.TCPStore(host, port, world_size, False, within, wait_for_workers=False)
         return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s, server=server)
@@ -122,13 +130,16 @@ class BroadcastGroup:
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
         """Broadcast a flat uint8 tensor to all, as rank 0; returns when it has left this process. Raises PeerLost.
 
-        ``following``: the tensor of the next call, if its bytes are there already; over NCCL it is copied to the GPU meanwhile.
+        ``following``: the tensor of the next call, if its bytes are there already; over NCCL it is copied to the GPU
+        meanwhile.
         """
         assert self.rank == 0 and flat.dtype == torch.uint8 and flat.is_contiguous()
         self._broadcast(flat, "sending", timeout_s, following)
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """Return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device. Not for rank 0.
+        """Return the next broadcast, flat uint8 [nbytes], in ``into`` if that is large enough and on the right device.
+
+        Not for rank 0.
 
         Raises PeerLost; after an error ``into`` may be written until the deadline.
         """
@@ -140,7 +151,10 @@ class BroadcastGroup:
         return flat
 
     def close(self) -> None:
-        """Close the connections. A transfer in another thread ends by its deadline; waits for members end at once, also at the peers."""
+        """Close the connections.
+
+        A transfer in another thread ends by its deadline; waits for members end at once, also at the peers.
+        """
         if self._group is not None and self.backend == "nccl":
             _in_thread(self._group.abort, f"close {self.name}")  # otherwise the last reference would wait for its threads
         self._group = self._store = self._server = None
@@ -193,7 +207,10 @@ class BroadcastGroup:
                 _nccl_broadcast(group, self._on_device(flat, following, stream), options, stream, timeout_s, self.name)
 
     def _own_stream(self) -> torch.cuda.Stream:
-        """Return the stream of the broadcasts. For a receiver it is behind the work of this thread, which may still read its memory."""
+        """Return the stream of the broadcasts.
+
+        For a receiver it is behind the work of this thread, which may still read its memory.
+        """
         if self._stream is None:
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         if self.rank > 0:
@@ -205,8 +222,6 @@ class BroadcastGroup:
         if flat.is_cuda:
             return flat
         if self._copies is None:
-            from tidemill.weightstore.transport.device_buffers import DeviceBuffers
-
             self._copies = DoubleBuffer(DeviceBuffers(stream))
         return self._copies.message(flat, following)
 
@@ -235,7 +250,10 @@ def _nccl_broadcast(
 
 
 def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[], None] = lambda: None) -> T:
-    """Return the result of ``work``. At the deadline abort it, abandon it if the abort does not return, and raise RuntimeError."""
+    """Return the result of ``work``.
+
+    At the deadline abort it, abandon it if the abort does not return, and raise RuntimeError.
+    """
     try:
         return _in_thread(work, name).result(timeout_s)
     except TimeoutError:
@@ -245,7 +263,8 @@ def within(timeout_s: float, work: Callable[[], T], name: str, abort: Callable[[
 
 
 def _in_thread(work: Callable[[], T], name: str) -> "Future[T]":
-    """Run ``work`` in a daemon thread that may be abandoned: torch waits without a deadline for a store that is stopped or cut off."""
+    """Run ``work`` in a daemon thread that may be abandoned: torch waits without a deadline for a store that is stopped
+    or cut off."""
     done: Future[T] = Future()
 
     threading.Thread(target=settle, args=(done, work), name=name, daemon=True).start()
@@ -268,6 +287,6 @@ def _reason(text: str) -> str:
 
     Source: torch 2.11, getNcclErrorDetailStr in torch/csrc/distributed/c10d/NCCLUtils.cpp.
     """
-    first, _, rest = text.partition("\n")
-    last = [line.strip() for line in rest.partition("Last error:")[2].splitlines() if line.strip()]
-    return f"{first}: {' '.join(last)}" if last else first
+    first, _, details = text.partition("\n")
+    causes = [line.strip() for line in details.partition("Last error:")[2].splitlines() if line.strip()]
+    return f"{first}: {' '.join(causes)}" if causes else first

@@ -1,9 +1,10 @@
 """Staged weights in the memory of a GPU, read by other processes over CUDA IPC. Written after torch's own reductions.
 
-A block (an allocation) is shared once; messages name parts of it. Each share takes an event, and from 1,000 events on torch waits for the
-device at every further one. Torch counts a share's openings, and frees shared memory when they are undone. Here a share is opened by many
-processes, so that count means nothing: torch keeps the memory until the process ends, for which it is staged anyway.
-Source: torch 2.13, torch/csrc/CudaIPCTypes.h (CUDA_IPC_MAXIMUM_EVENTS_TO_USE, an unsigned counter).
+A block (an allocation) is shared once; messages name parts of it. Each share takes an event, and from 1,000 events on
+torch waits for the device at every further one. Torch counts a share's openings, and frees shared memory when they are
+undone. Here a share is opened by many processes, so that count means nothing: torch keeps the memory until the process
+ends, for which it is staged anyway. Source: torch 2.13, torch/csrc/CudaIPCTypes.h (CUDA_IPC_MAXIMUM_EVENTS_TO_USE, an
+unsigned counter).
 """
 
 from collections.abc import Callable
@@ -13,15 +14,20 @@ from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.manifest import count_of
 from tidemill.weightstore.side_stream import beside
 
 SHARE = 7
-"""Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
+"""Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to
+wait for it."""
 Share = list[object]
 
 
 class SharedBlocks:
-    """Blocks of memory that are shared, each once. They stay allocated until ``clear``, so an address belongs to one block."""
+    """Blocks of memory that are shared, each once.
+
+    They stay allocated until ``clear``, so an address belongs to one block.
+    """
 
     def __init__(self, share: Callable[[Tensor], Share] | None = None) -> None:
         """``share`` makes a share of the storage of a tensor; None = over CUDA IPC."""
@@ -65,20 +71,21 @@ class CudaMemory:
 
 
 def opened(handle: JsonMapping) -> Tensor:
-    """Return the whole block of a handle, flat uint8 on the same GPU. Raises BadManifest when this process does not see that GPU."""
+    """Return the whole block of a handle, flat uint8 on the same GPU.
+
+    Raises BadManifest when this process does not see that GPU.
+    """
     from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
     _, num_bytes = block_of(handle)
-    whole = {**handle, "start": 0, "num_bytes": num_bytes}
-    return rebuild_cuda_tensor(*arguments(whole, 0, ordinal(str(handle.get("device")))))
+    block_handle = {**handle, "start": 0, "num_bytes": num_bytes}
+    return rebuild_cuda_tensor(*arguments(block_handle, 0, ordinal(str(handle.get("device")))))
 
 
 def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
     """Return the identity of a handle's block, equal for all parts of it, and its bytes. Raises BadManifest."""
     share = _share_in(handle, 0)
-    num_bytes = share[1]
-    if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or num_bytes < 0:
-        raise BadManifest("handle: shares", "bytes of the block, >= 0", repr(num_bytes))
+    num_bytes = count_of(share[1], "handle: shares", "bytes of the block, >= 0")
     name, offset = share[0], share[2]
     if not isinstance(name, bytes) or not isinstance(offset, int):
         raise BadManifest("handle: shares", "a name and an offset of the block", f"{name!r:.60} and {offset!r:.60}")
@@ -88,8 +95,8 @@ def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
 def _share_in(handle: JsonMapping, rank: int) -> Share:
     shares = handle.get("shares")
     if not isinstance(shares, list) or rank >= len(shares) or not isinstance(shares[rank], list) or len(shares[rank]) != SHARE:
-        found = len(shares) if isinstance(shares, list) else "none"
-        raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{found} of them")
+        count = len(shares) if isinstance(shares, list) else "none"
+        raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{count} of them")
     return shares[rank]
 
 
@@ -116,7 +123,7 @@ def _uuid(device: int) -> str:
 
 def ordinal(uuid: str) -> int:
     """Return the number that this process has for a GPU. Raises BadManifest when it does not see it."""
-    seen = [_uuid(device) for device in range(torch.cuda.device_count())]
-    if uuid not in seen:
-        raise BadManifest("handle: device", f"one of {', '.join(seen) or 'no GPU'}", uuid)
-    return seen.index(uuid)
+    uuids = [_uuid(device) for device in range(torch.cuda.device_count())]
+    if uuid not in uuids:
+        raise BadManifest("handle: device", f"one of {', '.join(uuids) or 'no GPU'}", uuid)
+    return uuids.index(uuid)

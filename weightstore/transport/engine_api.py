@@ -1,4 +1,5 @@
-"""HTTP client of an engine's API, which is SGLang's. The one place that turns statuses and transport errors into a ``Failure``.
+"""HTTP client of an engine's API, which is SGLang's. The one place that turns statuses and transport errors into a
+``Failure``.
 
     status, or error of aiohttp --(here)--> CallFailed(failure) --(``translate`` of each room)--> its own error
 
@@ -26,7 +27,7 @@ MAX_ANSWER_BYTES = 1 << 30
 MAX_REFUSAL_BYTES = 1 << 20
 """Size of the largest refusal that is read."""
 MAX_REASON_BYTES = 2000
-"""Most bytes of an answer that is no JSON in an error: it may be a page of HTML."""
+"""Maximum size of an answer that is no JSON in an error: it may be a page of HTML."""
 
 
 class Failure(Enum):
@@ -61,7 +62,8 @@ class CallFailed(WeightstoreError):
     def __init__(
         self, url: str, path: str, failure: Failure, reason: str, *, status: int = 0, answer: Mapping[str, object] = EMPTY
     ) -> None:
-        """``status``: of the answer, 0 = none came; ``answer``: the JSON map in its body, empty when that is something else."""
+        """``status``: of the answer, 0 = none came; ``answer``: the JSON map in its body, empty when that is something
+        else."""
         super().__init__(url, path, failure, reason)
         self.url, self.path, self.failure, self.reason, self.status, self.answer = url, path, failure, reason, status, answer
 
@@ -92,9 +94,10 @@ class EngineApi:
         session: aiohttp.ClientSession | None = None,
         connect_s: float = CONNECT_S,
     ) -> None:
-        """``headers`` are read before each request; ``session``: the caller's, which stays open; None = one is opened on first use."""
+        """``headers`` are read before each request; ``session``: the caller's, which stays open; None = one is opened
+        on first use."""
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
-        self._given, self._opened = session, session
+        self._shared, self._opened = session, session
 
     async def call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
@@ -114,7 +117,8 @@ class EngineApi:
     async def open(
         self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the whole of it."""
+        """Send a request and yield its answer, of status 200, to be read inside the context; ``timeout_s`` bounds the
+        whole of it."""
         timeout = aiohttp.ClientTimeout(total=None, connect=self._connect_s)
         try:
             async with asyncio.timeout(timeout_s):
@@ -134,7 +138,7 @@ class EngineApi:
 
     async def close(self) -> None:
         """Close the session, unless it is the caller's."""
-        if self._given is None and self._opened is not None:
+        if self._shared is None and self._opened is not None:
             opened, self._opened = self._opened, None
             await opened.close()
 
@@ -177,7 +181,8 @@ def refusal(url: str, path: str, status: int, raw: bytes) -> CallFailed:
 
 
 def _reason_in(raw: bytes) -> tuple[str, Mapping[str, object]]:
-    """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and the JSON map it is in."""
+    """Return the reason of a refusal (SGLang's ``error.message`` or ``message``, else the text), and the JSON map it is
+    in."""
     text = raw[:MAX_REASON_BYTES].decode(errors="replace")
     try:
         answer = json.loads(raw)
@@ -185,5 +190,5 @@ def _reason_in(raw: bytes) -> tuple[str, Mapping[str, object]]:
         return text, EMPTY
     if not isinstance(answer, dict):
         return text, EMPTY
-    told = answer.get("error")
-    return str((told.get("message") if isinstance(told, dict) else told) or answer.get("message") or text), answer
+    error = answer.get("error")
+    return str((error.get("message") if isinstance(error, dict) else error) or answer.get("message") or text), answer

@@ -1,13 +1,16 @@
-"""Weights in memory that another process of the same machine can read: staging memory, handles of it, and the mapping of a handle.
+"""Weights in memory that another process of the same machine can read: staging memory, handles of it, and the mapping
+of a handle.
 
     learner: HostMemory.empty -> staged bucket -> handle (a map that fits into a message)
     engine:  Offered.tensor <- Mapped <- handle
 
-The memory is a memfd: it has no name in any file system, so it is gone with the last process that maps it, however that one ends, and the
-size of /dev/shm does not bound it. An engine opens it as ``/proc/<pid of the learner>/fd/<n>``, which takes the same user and the same
-view of processes (``shared_memory_domain``), and no passing of descriptors, which ZMQ cannot do. Knows no ZMQ.
+The memory is a memfd: it has no name in any file system, so it is gone with the last process that maps it, however that
+one ends, and the size of /dev/shm does not bound it. An engine opens it as ``/proc/<pid of the learner>/fd/<n>``, which
+takes the same user and the same view of processes (``shared_memory_domain``), and no passing of descriptors, which ZMQ
+cannot do. Knows no ZMQ.
 """
 
+import contextlib
 import fcntl
 import logging
 import mmap
@@ -17,19 +20,19 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import BadManifest
-from tidemill.weightstore.transport.pinning import PINNING, Pinning
+from tidemill.weightstore.format.manifest import count_of
 
 _log = logging.getLogger(__name__)
 
 PAGE = max(4096, mmap.PAGESIZE)
-"""Buckets begin at multiples of this: those of one page cannot both be pinned."""
+"""Buckets begin at multiples of this: two buckets that share a page cannot both be pinned."""
 
 
 def shared_memory_domain() -> str:
@@ -45,8 +48,11 @@ def shared_memory_domain() -> str:
     return " ".join([socket.gethostname(), f"boot:{boot}", *views, f"uid:{os.getuid()}"])
 
 
-class Memory(Protocol):
-    """Staging memory that other processes can read. ``empty`` is called in the trainer's thread, ``handle`` in the publisher's."""
+class StagingMemory(Protocol):
+    """Staging memory that other processes can read.
+
+    ``empty`` is called in the trainer's thread, ``handle`` in the publisher's.
+    """
 
     def empty(self, num_bytes: int) -> Tensor:
         """Return flat uint8 [num_bytes], of zeros."""
@@ -60,8 +66,45 @@ class Memory(Protocol):
         """No further process can open the memory afterwards."""
 
 
+class Pinning(NamedTuple):
+    """Functions that pin memory of the host, so that a GPU copies it by itself, and unpin it by its address."""
+
+    pin: Callable[[Tensor], None]
+    """Raises RuntimeError."""
+    unpin: Callable[[int], None]
+
+
+def pin(flat: Tensor) -> None:
+    """Let a GPU copy into and out of memory of the host directly. Raises RuntimeError."""
+    _check(torch.cuda.cudart().cudaHostRegister(flat.data_ptr(), flat.numel(), 0))
+
+
+def unpin(address: int) -> None:
+    """End that for the memory at ``address``. Raises RuntimeError.
+
+    Memory that is unmapped while it is pinned cannot be pinned again at the same address.
+    """
+    _check(torch.cuda.cudart().cudaHostUnregister(address))
+
+
+def _check(status: object) -> None:
+    """Raise RuntimeError for an error of CUDA, which its next kernel would report otherwise, once more."""
+    try:
+        torch.cuda.check_error(status)  # type: ignore[arg-type]
+    except RuntimeError:
+        with contextlib.suppress(RuntimeError):
+            torch.zeros(1, device="cuda").add_(1)  # a kernel's launch reads the last error, and with that forgets it
+        raise
+
+
+PINNING = Pinning(pin, unpin)
+
+
 class _Mapping(mmap.mmap):
-    """A mapping with parts that are pinned. They are unpinned before it ends, which it does with the last tensor that views it."""
+    """A mapping with parts that are pinned.
+
+    They are unpinned before it ends, which it does with the last tensor that views it.
+    """
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._pinned: dict[int, Callable[[int], None]] = {}
@@ -116,7 +159,10 @@ class HostMemory:
         return flat
 
     def handle(self, flat: Tensor, ranks: int) -> JsonObject:
-        """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is. The same for any ``ranks``."""
+        """Return process, descriptor and inode of the memfd, and the part of it that ``flat`` is.
+
+        The same for any ``ranks``.
+        """
         start = flat.data_ptr()
         for block in reversed(self._blocks):  # one that was unmapped may have had the same address
             if block.address <= start and start + flat.numel() <= block.address + block.num_bytes:
@@ -131,7 +177,10 @@ class HostMemory:
         raise AssertionError("no memory of this kind: it was not made by empty")
 
     def close(self) -> None:
-        """Close the descriptors. Memory that is mapped, here or in an engine, stays until it is unmapped, and pinned until then."""
+        """Close the descriptors.
+
+        Memory that is mapped, here or in an engine, stays until it is unmapped, and pinned until then.
+        """
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             os.close(block.fd)
@@ -142,7 +191,8 @@ OpenBlock = Callable[[JsonMapping], Tensor]
 
 
 class Mapped:
-    """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present in the next push."""
+    """The learner's memory, mapped into an engine: a block stays mapped until ``close``, so that its pages are present
+    in the next push."""
 
     def __init__(self, *, pinning: Pinning | None = None, open_block: OpenBlock | None = None) -> None:
         """``pinning``: pin each part of host memory when it is first used; None = do not.
@@ -154,15 +204,18 @@ class Mapped:
         """Blocks of host memory, with their mappings, and of GPUs, by their identities."""
 
     def part(self, handle: Mapping[str, object]) -> Tensor:
-        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone. Blocking."""
+        """Return the bytes of a handle of ``HostMemory``, flat uint8. Raises BadManifest when the memory is gone.
+
+        Blocking.
+        """
         pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
         if offset + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
-        found = self._blocks.get((pid, fd, inode))
-        if found is None:
+        entry = self._blocks.get((pid, fd, inode))
+        if entry is None:
             new = _mapped(f"/proc/{pid}/fd/{fd}", inode, size, shared=self._pinning is not None)
-            found = self._blocks[pid, fd, inode] = torch.frombuffer(new, dtype=torch.uint8), new
-        block, mapping = found
+            entry = self._blocks[pid, fd, inode] = torch.frombuffer(new, dtype=torch.uint8), new
+        block, mapping = entry
         flat = block[offset : offset + num_bytes]
         # Part by part: all of a block at once could take longer than a push may.
         if self._pinning is not None and mapping is not None and num_bytes and not mapping.pin(flat, self._pinning):
@@ -177,10 +230,10 @@ class Mapped:
         start, num_bytes = _number(handle, "start"), _number(handle, "num_bytes")
         if start + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {start}")
-        found = self._blocks.get(identity)
-        if found is None:
-            found = self._blocks[identity] = (self._open or cuda_handles.opened)(handle), None
-        return found[0][start : start + num_bytes]
+        entry = self._blocks.get(identity)
+        if entry is None:
+            entry = self._blocks[identity] = (self._open or cuda_handles.opened)(handle), None
+        return entry[0][start : start + num_bytes]
 
     def close(self) -> None:
         """Drop the mappings; each ends with the last tensor that views it."""
@@ -217,18 +270,15 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> _Mapping:
     except OSError as error:
         raise BadManifest(f"handle {path}", "the learner's memory", error.strerror) from None
     try:
-        there = os.fstat(fd)
-        if (there.st_ino, there.st_size) != (inode, max(size, 1)):  # another process has its number by now
-            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {there.st_ino} of {there.st_size}")
-        # Private where possible, so that nothing here can write into the learner's memory; pages only read stay the learner's own. Those of
-        # a private mapping are copied when they are pinned.
-        return _Mapping(fd, there.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
+        status = os.fstat(fd)
+        if (status.st_ino, status.st_size) != (inode, max(size, 1)):  # another process has its number by now
+            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {status.st_ino} of {status.st_size}")
+        # Private where possible, so that nothing here can write into the learner's memory; pages only read stay the
+        # learner's own. Those of a private mapping are copied when they are pinned.
+        return _Mapping(fd, status.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)
     finally:
         os.close(fd)
 
 
 def _number(handle: Mapping[str, object], name: str) -> int:
-    value = handle.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise BadManifest(f"handle: {name}", "a number >= 0", repr(value))
-    return value
+    return count_of(handle.get(name), f"handle: {name}")

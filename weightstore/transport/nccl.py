@@ -1,7 +1,9 @@
-"""Decide whether weights can go from the learner's GPU to an engine over NCCL, or as CUDA handles, by the facts that both state.
+"""Decide whether weights can go from the learner's GPU to an engine over NCCL, or as CUDA handles, by the facts that
+both state.
 
-NCCL ends a broadcast, or waits in it, for ends of different releases and for two ends on one GPU (NVIDIA/nccl, src/init.cc), and an SGLang
-server ends when it is given memory of a GPU that it does not see. So both are decided before anything is sent. Not tried on several GPUs.
+NCCL ends a broadcast, or waits in it, for ends of different releases and for two ends on one GPU (NVIDIA/nccl,
+src/init.cc), and an SGLang server ends when it is given memory of a GPU that it does not see. So both are decided
+before anything is sent. Not tried on several GPUs.
 """
 
 from collections.abc import Collection
@@ -33,21 +35,22 @@ def own_end() -> DeviceEnd:
     return DeviceEnd(str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid), version)
 
 
-def no_nccl(own: DeviceEnd, engine: "Capabilities") -> str:
+def no_nccl(end: DeviceEnd, engine: "Capabilities") -> str:
     """Return why this process and an engine cannot share an NCCL group; empty = they can."""
-    if not own.uuid:
+    if not end.uuid:
         return "the learner has no GPU"
     if not engine.devices:
         return "the engine states no GPU"
-    if _same(own.uuid) in map(_same, engine.devices):
-        return f"learner and engine share GPU {own.uuid}, which NCCL refuses"
-    if any(uuid.startswith(MIG) for uuid in (own.uuid, *engine.devices)):
+    if _same(end.uuid) in map(_same, engine.devices):
+        return f"learner and engine share GPU {end.uuid}, which NCCL refuses"
+    if any(uuid.startswith(MIG) for uuid in (end.uuid, *engine.devices)):
         return "NCCL does not work between MIG slices"
-    return nccl_differs(own.nccl, engine.nccl)
+    return nccl_differs(end.nccl, engine.nccl)
 
 
 def nccl_differs(learner: str, engine: str) -> str:
-    """Return why two releases of NCCL cannot form a group: their major and minor numbers must be equal and known; empty = they can."""
+    """Return why two releases of NCCL cannot form a group: their major and minor numbers must be equal and known; empty
+    = they can."""
     if not learner or not engine:
         whose = "the learner" if not learner else "the engine"
         return f"the NCCL version of {whose} is not known"
@@ -60,8 +63,8 @@ def no_cuda_handles(uuid: str, engine: "Capabilities") -> str:
     """Return why an engine cannot open memory of the GPU ``uuid``; empty = it can."""
     if sees(engine.visible_devices, uuid):
         return ""
-    seen = ", ".join(engine.visible_devices) or "none that it states"
-    return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {seen}"
+    visible = ", ".join(engine.visible_devices) or "none that it states"
+    return f"it does not see the learner's GPU {uuid}, which weights.staging: cuda needs; it sees {visible}"
 
 
 def sees(visible: Collection[str], uuid: str) -> bool:
@@ -69,9 +72,9 @@ def sees(visible: Collection[str], uuid: str) -> bool:
     return _same(uuid) in map(_same, visible)
 
 
-def share(some: tuple[str, ...], others: tuple[str, ...]) -> bool:
+def share(left: tuple[str, ...], right: tuple[str, ...]) -> bool:
     """Return whether two lists of UUIDs have one in common."""
-    return bool(set(map(_same, some)) & set(map(_same, others)))
+    return bool(set(map(_same, left)) & set(map(_same, right)))
 
 
 def _same(uuid: str) -> str:

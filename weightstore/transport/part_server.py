@@ -5,7 +5,8 @@
                                              compares it with an engine's checksums, gives handles of it
     offer(name, tensors)            -------> sends them one at a time, to be written into a file by rank 0
 
-Rank 0 decides everything: which copy is filled, which bucket is sent next, and when. Every request needs the key that this server made.
+Rank 0 decides everything: which copy is filled, which bucket is sent next, and when. Every request needs the key that
+this server made.
 """
 
 import asyncio
@@ -14,18 +15,15 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import torch
 from aiohttp import web
 from torch import Tensor
 
-from tidemill.bus.client.reach import Reach, bare
+from tidemill.bus.client.reach import Reach
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.bus.system.loop import new_event_loop
 from tidemill.weightstore.access import Route, RunAccess
 from tidemill.weightstore.bodies import body_in, json_in
 from tidemill.weightstore.config import WeightsConfig
@@ -33,11 +31,12 @@ from tidemill.weightstore.errors import PeerLost, PublisherClosed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Manifest
 from tidemill.weightstore.listener import Listener
+from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.side_stream import beside
-from tidemill.weightstore.transport import senders
 from tidemill.weightstore.transport.handles import shared_memory_domain
 from tidemill.weightstore.transport.nccl import own_end
 from tidemill.weightstore.transport.parts import PartPlace, staged
+from tidemill.weightstore.transport.senders import Sender
 from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
@@ -46,22 +45,8 @@ START_S = 30.0
 """Deadline in seconds for the thread to listen, and to end."""
 _SHUTDOWN_S = 1.0
 _KEY_BYTES = 24
-T = TypeVar("T")
 _Work = Callable[[web.Request, Mapping[str, Any]], Coroutine[object, None, dict[str, object] | bytes]]
 """Answers a request, with the map in its body."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """This rank's end of a process group, and the thread of its blocking calls."""
-
-    sender: senders.Sender
-    thread: ThreadPoolExecutor
-
-    def close(self) -> None:
-        """Close the connections; a call under way ends by its deadline."""
-        self.sender.close()
-        self.thread.shutdown(wait=False)
 
 
 class PartServer:
@@ -80,27 +65,19 @@ class PartServer:
         """Set name -> set when rank 0 has read it."""
         self._left = threading.Event()
         """Set when no request of rank 0 will follow."""
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, Sender] = {}
         self._met: set[str] = set()
         """Ids of the groups that members have begun to join."""
         self._ids = itertools.count(1)
         self._key = secrets.token_urlsafe(_KEY_BYTES)
-        self._thread = threading.Thread(target=self._run, name="weight part", daemon=True)
-        self._ready = threading.Event()
-        self._failure: BaseException | None = None
+        self._thread = LoopThread("weight part", self._serve)
         self._url = ""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closing: asyncio.Event | None = None
 
     # -- the trainer's thread
 
     def start(self) -> PartPlace:
         """Listen. Returns the address for rank 0. Raises OSError."""
-        self._thread.start()
-        if not self._ready.wait(START_S):
-            raise TimeoutError(f"the server of this rank's weights does not listen after {START_S:g} s")
-        if self._failure is not None:
-            raise self._failure
+        self._thread.start(START_S)
         count, num_bytes = len(self._manifest.specs), self._manifest.num_bytes
         _log.info("part of the weights rank=%d tensors=%d bytes=%d url=%s", self._rank, count, num_bytes, self._url)
         return PartPlace(
@@ -114,9 +91,12 @@ class PartServer:
         )
 
     def stage(self, number: int, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Fill the copy of this number, which rank 0 has found free. Raises BadManifest, and PublisherClosed without the thread."""
-        if not self._thread.is_alive():
-            raise PublisherClosed(f"the server of this rank's weights has ended: {self._failure!r}")
+        """Fill the copy of this number, which rank 0 has found free.
+
+        Raises BadManifest, and PublisherClosed without the thread.
+        """
+        if not self._thread.is_alive:
+            raise PublisherClosed(f"the server of this rank's weights has ended: {self._thread.failure!r}")
         copy = self._pool.at(number)
         copy.fill(tensors)
         self._copies[number] = copy
@@ -128,45 +108,36 @@ class PartServer:
         self._sets[name] = tensors
 
     def wait_until_read(self, name: str, timeout_s: float) -> bool:
-        """Wait until rank 0 has read the set that was last offered by this name. Returns whether it has, or there is none."""
+        """Wait until rank 0 has read the set that was last offered by this name.
+
+        Returns whether it has, or there is none.
+        """
         read = self._read.get(name)
         return read is None or read.wait(timeout_s)
 
     def wait_until_left(self, timeout_s: float) -> bool:
         """Wait until no request of rank 0 will follow. Returns whether that is so, or the server has ended."""
-        return not self._thread.is_alive() or self._left.wait(timeout_s)
+        return not self._thread.is_alive or self._left.wait(timeout_s)
 
     def close(self) -> None:
         """Stop serving, close all groups, and end the thread. Safe to call twice."""
-        if self._loop is not None and self._closing is not None and self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closing.set)
-            self._thread.join(START_S)
+        self._thread.close(START_S)
         if self._memory is not None:
             self._memory.close()
 
     # -- the server's thread
 
-    def _run(self) -> None:
-        try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(self._serve())
-        except BaseException as error:  # raised by ``start``
-            self._failure = error
-            _log.error("the server of this rank's weights ended error=%r", error)
-        finally:
-            self._ready.set()
-
     async def _serve(self) -> None:
-        self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
         listener = self.listener()
         try:
-            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its network.
+            # Without the advertised name, by which engines reach this machine: rank 0 is on the same one, or on its
+            # network.
             self._url = await listener.start(self._at.bind, 0, name="weights.host")
-            self._ready.set()
-            await self._closing.wait()
+            self._thread.ready()
+            await self._thread.closing()
         finally:
-            for id in list(self._groups):
-                self._groups.pop(id).close()
+            for group_id in list(self._groups):
+                self._groups.pop(group_id).close()
             await listener.close()
 
     def listener(self) -> Listener:
@@ -187,13 +158,14 @@ class PartServer:
         return Listener(routes, RunAccess(RunKeys.fixed(Keys.of(self._key))), shutdown_s=_SHUTDOWN_S)
 
     def _answer(self, work: _Work) -> Route:
-        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its status."""
+        """Return the route of commands whose answer is ``work``'s map or bytes, or the reason of an error with its
+        status."""
 
         async def handle(request: web.Request) -> web.Response:
             """Answer one request."""
             try:
-                found = await work(request, _map_in(body_in(request)))
-                return web.Response(body=found) if isinstance(found, bytes) else web.json_response(found)
+                content = await work(request, _map_in(body_in(request)))
+                return web.Response(body=content) if isinstance(content, bytes) else web.json_response(content)
             except (LookupError, TypeError, ValueError, OverflowError) as error:
                 return web.json_response({"message": f"{request.path}: {error!r}"}, status=400)
             except PeerLost as error:  # of an engine: this rank is well
@@ -212,47 +184,39 @@ class PartServer:
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), _seconds_in(body)
-        thread = ThreadPoolExecutor(1, thread_name_prefix=f"send {name}")
         try:
-            sender = await _in(
-                thread,
-                lambda: senders.host(self._at.bind, name, world_size, backend, timeout_s, memory=self._memory, gpu=self._end.uuid),
-            )
+            sender = await Sender.open(name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid)
         except PeerLost as error:
-            thread.shutdown(wait=False)
             raise OSError(str(error)) from None  # no engine has part in this
-        except BaseException:
-            thread.shutdown(wait=False)
-            raise
-        id = str(next(self._ids))
-        self._groups[id] = _Group(sender, thread)
+        group_id = str(next(self._ids))
+        self._groups[group_id] = sender
         # If the answer is lost, rank 0 knows of no group to be closed.
-        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, id)
-        return {"id": id, "host": bare(self._at.advertised), "port": sender.port}
+        asyncio.get_running_loop().call_later(START_S + 2 * timeout_s, self._drop_unmet, group_id)
+        return {"id": group_id, "host": sender.host, "port": sender.port}
 
     async def _meet(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group = self._group(request)
         self._met.add(request.match_info["id"])
-        await _in(group.thread, group.sender.meet)
+        await group.meet()
         return {}
 
-    def _drop_unmet(self, id: str) -> None:
-        if id in self._groups and id not in self._met:
-            _log.warning("group closed, because no engine was requested to join it id=%s", id)
-            self._groups.pop(id).close()
+    def _drop_unmet(self, group_id: str) -> None:
+        if group_id in self._groups and group_id not in self._met:
+            _log.warning("group closed, because no engine was requested to join it id=%s", group_id)
+            self._groups.pop(group_id).close()
 
     async def _send(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         group, timeout_s = self._group(request), _seconds_in(body)
         flat = self._flat(body["copy"], body["bucket"])
         following = None if body["following"] is None else self._flat(body["copy"], body["following"])
-        await _in(group.thread, lambda: group.sender.send(flat, timeout_s, following))
+        await group.send(flat, following, timeout_s)
         return {}
 
     async def _close_group(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        id = request.match_info["id"]
-        if id in self._groups:  # an earlier request may have closed it, and its answer been lost
-            self._groups.pop(id).close()
-        self._met.discard(id)
+        group_id = request.match_info["id"]
+        if group_id in self._groups:  # an earlier request may have closed it, and its answer been lost
+            self._groups.pop(group_id).close()
+        self._met.discard(group_id)
         return {}
 
     async def _differences(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
@@ -270,8 +234,8 @@ class PartServer:
         return await asyncio.to_thread(_bytes_of, flat)
 
     async def _tensor(self, request: web.Request, body: Mapping[str, Any]) -> bytes:
-        found = self._sets[request.match_info["set"]][request.query["name"]]
-        return await asyncio.to_thread(_bytes_of, found)
+        tensor = self._sets[request.match_info["set"]][request.query["name"]]
+        return await asyncio.to_thread(_bytes_of, tensor)
 
     async def _release(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
         name = request.match_info["set"]
@@ -280,7 +244,7 @@ class PartServer:
         read.set()  # last: the trainer's thread may offer another one by this name now
         return {}
 
-    def _group(self, request: web.Request) -> _Group:
+    def _group(self, request: web.Request) -> Sender:
         return self._groups[request.match_info["id"]]
 
     def _flat(self, copy: int, bucket: int) -> Tensor:
@@ -304,11 +268,3 @@ def _seconds_in(body: Mapping[str, Any]) -> float:
 def _bytes_of(tensor: Tensor) -> bytes:
     with beside(tensor):
         return bytes(tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data)
-
-
-async def _in(thread: ThreadPoolExecutor, work: Callable[[], T]) -> T:
-    """Run blocking work in a thread and return its result, unless that thread has been shut down. Raises PeerLost."""
-    try:
-        return await asyncio.get_running_loop().run_in_executor(thread, work)
-    except RuntimeError as error:
-        raise PeerLost("of the push", "sending", f"the group is closed: {error}") from None

@@ -1,11 +1,13 @@
-"""Parts of the weights in the memory of other ranks of the learner, each behind a server (``part_server``), as rank 0 uses them.
+"""Parts of the weights in the memory of other ranks of the learner, each behind a server (``part_server``), as rank 0
+uses them.
 
     rank 0: request of a push  -> PartServer of rank k: its process group broadcasts a bucket of its copy, which rank 0 never has
             handle of a bucket -> an engine on that host maps it
             checksum report    -> compared with the copy there
             a tensor           -> read once, for a snapshot on rank 0's disk
 
-A part is a few layers of a model. Every rank that sends one has as many copies of it as rank 0 has of its own, with the same numbers.
+A part is a few layers of a model. Every rank that sends one has as many copies of it as rank 0 has of its own, with the
+same numbers.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgpack
@@ -49,7 +51,7 @@ _AGAIN_S = 1.0
 
 
 def staged(number: int) -> str:
-    """Return the name of the set of tensors in a staging copy; numbers are those of the copies."""
+    """Return the name of the set of tensors in a staging copy; sets are numbered as the copies are."""
     return f"staged-{number}"
 
 
@@ -74,14 +76,15 @@ class PartPlace:
 class Division:
     """The tensors of a model, divided among the ranks that send them."""
 
-    own: Manifest
-    """Those of this process."""
-    others: tuple[PartPlace, ...] = ()
+    local: Manifest
+    """The tensors that this process sends."""
+    remote: tuple[PartPlace, ...] = ()
+    """The parts that other ranks send."""
 
     @property
     def whole(self) -> Manifest:
-        """All tensors, those of this process first."""
-        return joined([self.own, *(Manifest(place.specs) for place in self.others)])
+        """All tensors, first the tensors that this process sends."""
+        return joined([self.local, *(Manifest(place.specs) for place in self.remote)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +112,10 @@ Buckets = Sequence[tuple[Bucket, Payload]]
 
 
 class RemotePart:
-    """The client of one part server. Every call raises PartLost when the rank is gone, too slow, or reports an error of its own, and
-    PeerLost for an engine that is lost in a group of its.
+    """The client of one part server.
+
+    Every call raises PartLost when the rank is gone, too slow, or reports an error of its own, and PeerLost for an
+    engine that is lost in a group of its.
     """
 
     def __init__(self, place: PartPlace, number: int, *, connect_s: float = ANSWER_S) -> None:
@@ -129,14 +134,18 @@ class RemotePart:
         """Return the buckets of a copy, in the order in which they are sent."""
         return [(bucket, RemoteBucket(self, copy, index, bucket.num_bytes)) for index, bucket in enumerate(self._buckets)]
 
-    async def host(self, name: str, world_size: int, backend: str, timeout_s: float, start_s: float) -> "RemoteGroup":
-        """Have the rank listen as rank 0 of a process group, within ``start_s``. Returns the group, which has no connection yet."""
+    async def host(self, name: str, world_size: int, backend: str, timeout_s: float, start_s: float) -> "RemoteSender":
+        """Have the rank listen as rank 0 of a process group, within ``start_s``.
+
+        Returns the group, which has no connection yet.
+        """
         body = {"name": name, "world_size": world_size, "backend": backend, "timeout_s": timeout_s}
         answer = await self.ask("POST", "/groups", body, start_s)
-        return RemoteGroup(self, str(answer["id"]), name, str(answer["host"]), int(answer["port"]), world_size, backend, timeout_s)
+        return RemoteSender(self, str(answer["id"]), name, str(answer["host"]), int(answer["port"]), world_size, backend, timeout_s)
 
     async def handle(self, bucket: RemoteBucket, ranks: int) -> Mapping[str, object]:
-        """Return the handle of a bucket, which the rank is asked for once: it stays the same as long as there is the copy."""
+        """Return the handle of a bucket, which the rank is asked for once: it stays the same as long as there is the
+        copy."""
         if (bucket, ranks) not in self._handles:
             body = {"copy": bucket.copy, "bucket": bucket.index, "ranks": ranks}
             raw = await self._api.read("POST", "/handles", body, timeout_s=ANSWER_S)
@@ -153,7 +162,7 @@ class RemotePart:
 
     async def differences(self, copy: int, report: ChecksumReport, timeout_s: float) -> list[str]:
         """Return the lines of ``Staging.differences`` for a copy, within ``timeout_s``."""
-        ours = tuple(one for one in report.parts if not self._names.isdisjoint(one.names))
+        ours = tuple(checksum for checksum in report.parts if not self._names.isdisjoint(checksum.names))
         body = {"copy": copy, "report": ChecksumReport(scheme=report.scheme, parts=ours).to_json()}
         answer = await self.ask("POST", "/differences", body, timeout_s)
         return [str(line) for line in answer["lines"]]
@@ -169,11 +178,11 @@ class RemotePart:
             raise PartLost(path, "asking", f"{self}: want a map, got {answer!r:.200}")
         return answer
 
-    def close_group(self, group: "RemoteGroup") -> None:
-        """Close a group, without waiting for the rank."""
-        closing = asyncio.create_task(group.close())
-        self._closings.add(closing)
-        closing.add_done_callback(self._closings.discard)
+    def run_beside(self, closing: Coroutine[object, None, None]) -> None:
+        """Run the end of a group, without waiting for the rank; ``close`` cancels it."""
+        task = asyncio.create_task(closing)
+        self._closings.add(task)
+        task.add_done_callback(self._closings.discard)
 
     async def close(self) -> None:
         """Close the connections; groups that are not closed yet are closed by their rank when it ends."""
@@ -192,11 +201,13 @@ class RemotePart:
         return PartLost(failed.path, "asking", f"{self}: {failed.reason}")
 
 
-class RemoteGroup:
+class RemoteSender:
     """A process group whose rank 0 is another rank of the learner. Calls come from one event loop."""
 
-    def __init__(self, part: RemotePart, id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float) -> None:
-        self.part, self._path, self._timeout_s = part, f"/groups/{id}", timeout_s
+    def __init__(
+        self, part: RemotePart, group_id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        self.part, self._path, self._timeout_s = part, f"/groups/{group_id}", timeout_s
         self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
 
     async def meet(self) -> None:
@@ -213,8 +224,12 @@ class RemoteGroup:
         }
         await self.part.ask("POST", f"{self._path}/send", body, timeout_s + GRACE_S)
 
-    async def close(self) -> None:
-        """Have the rank close its end, and ask again while it does not answer; a call under way there ends by its deadline."""
+    def close(self) -> None:
+        """Have the rank close its end, without waiting for it; a call under way there ends by its deadline."""
+        self.part.run_beside(self.delete())
+
+    async def delete(self) -> None:
+        """Have the rank close its end, and repeat the request while there is no answer."""
         for pause_s in (1.0, 5.0, 25.0, 0.0):
             try:
                 await self.part.ask("DELETE", self._path, {}, ANSWER_S)
@@ -225,7 +240,10 @@ class RemoteGroup:
 
 
 class PartTensors(Mapping[str, Tensor]):
-    """A set of tensors in another rank: each is read when it is asked for, and not kept. Blocking, in any thread; raises OSError."""
+    """A set of tensors in another rank: each is read when it is asked for, and not kept.
+
+    Blocking, in any thread; raises OSError.
+    """
 
     def __init__(self, place: PartPlace, name: str) -> None:
         """``name`` of the set, for example ``staged(0)``."""
@@ -257,7 +275,9 @@ def leave(place: PartPlace) -> None:
 
 
 def release(place: PartPlace, name: str, within_s: float = RELEASE_S) -> None:
-    """Release a set of tensors in another rank, which waits for it. Repeated while there is a way to it, for ``within_s`` seconds.
+    """Release a set of tensors in another rank, which waits for it.
+
+    Repeated while there is a way to it, for ``within_s`` seconds.
 
     Blocking. Raises OSError.
     """
@@ -277,8 +297,8 @@ def _asked(place: PartPlace, method: str, path: str, timeout_s: float = FETCH_S)
     request = urllib.request.Request(place.url + path, method=method, headers=Keys.of(place.key).headers)
     try:
         with direct_opener().open(request, timeout=timeout_s) as answer:
-            found: bytes = answer.read()
-            return found
+            body: bytes = answer.read()
+            return body
     except urllib.error.HTTPError as error:
         raise _Answered(f"{path}: rank {place.rank} of the learner: {error}: {error.read()[:500]!r}") from None
     except http.client.HTTPException as error:

@@ -1,10 +1,11 @@
 """The interface of an engine for the learner's pushes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from tidemill.bus.wire.messages import LiveRow
     from tidemill.weightstore.format.checksums import ChecksumReport
     from tidemill.weightstore.format.manifest import TensorSpec
     from tidemill.weightstore.transport.parts import Buckets, Payload
@@ -25,17 +26,21 @@ class Rendezvous:
 
 
 class WeightReceiver(Protocol):
-    """One engine. Verbs are called one at a time, in the order ``join (begin bucket* [checksums] end)* leave``; ``close`` at any time.
+    """One engine.
 
-    A colocated engine, which shares an accelerator with the learner, gets ``release`` before each step. Afterwards it needs
-    ``resume("weights")`` before ``begin``, and ``resume("kv_cache")`` after ``end``. Both may be repeated, and do nothing on an engine
-    that has all its memory.
+    Verbs are called one at a time, in the order ``join (begin bucket* [checksums] end)* leave``; ``close`` at any time.
 
-    A push is all or nothing: until ``end`` has answered, the engine serves the weights of before, and a new ``begin`` discards the
-    weights received so far. After ``end`` every token it starts to compute is of the new version; no request is aborted.
+    A colocated engine, which shares an accelerator with the learner, gets ``release`` before each step. Afterwards it
+    needs ``resume("weights")`` before ``begin``, and ``resume("kv_cache")`` after ``end``. Both may be repeated, and do
+    nothing on an engine that has all its memory.
 
-    Every verb answers within the deadline the adapter was made with, or raises: ``tidemill.weightstore.errors.ReceiverFailed`` when the
-    engine refuses, fails, is gone or is too slow, ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer learner.
+    A push is all or nothing: until ``end`` has answered, the engine serves the weights of before, and a new ``begin``
+    discards the weights received so far. After ``end`` every token it starts to compute is of the new version; no
+    request is aborted.
+
+    Every verb answers within the deadline the adapter was made with, or raises: ``tidemill.weightstore.errors.ReceiverFailed``
+    when the engine refuses, fails, is gone or is too slow, ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer
+    learner.
     """
 
     url: str
@@ -43,7 +48,9 @@ class WeightReceiver(Protocol):
     """It delivers the bytes of a bucket itself: no process group is opened, and no bucket is sent over one."""
 
     async def join(self, rendezvous: Rendezvous | None) -> None:
-        """Join the process group; answers when all members have joined. A group of the same name is left first. None if it ``carries``.
+        """Join the process group; answers when all members have joined. A group of the same name is left first.
+
+        None if it ``carries``.
 
         Called once for every rank of the learner that sends, with groups of other names.
         """
@@ -52,26 +59,32 @@ class WeightReceiver(Protocol):
         """Begin a push of this version."""
 
     async def bucket(self, specs: "Sequence[TensorSpec]", flat: "Payload") -> None:
-        """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it ``carries``).
+        """Receive one flat bucket over the process group; answers when it is stored, so send it meanwhile (unless it
+        ``carries``).
 
-        ``flat``: uint8 in this process, or a ``RemoteBucket``, which another rank of the learner sends in its own process group.
+        ``flat``: uint8 in this process, or a ``RemoteBucket``, which another rank of the learner sends in its own
+        process group.
 
-        After the answer, or an error, the served weights do not depend on ``flat``. A receiver that ``carries`` may get the next requests
-        before it has answered this one, in any order.
+        After the answer, or an error, the served weights do not depend on ``flat``. A receiver that ``carries`` may get
+        the next requests before it has answered this one, in any order.
         """
 
     async def checksums(self) -> "ChecksumReport | None":
         """Return the checksums of the weights received in the open push; None when this engine has no checksums."""
 
     async def end(self) -> float:
-        """Serve the new version. Returns seconds for which generation was paused. Refused unless every tensor came exactly once."""
+        """Serve the new version. Returns seconds for which generation was paused.
+
+        Refused unless every tensor came exactly once.
+        """
         raise NotImplementedError
 
     async def leave(self) -> None:
         """Leave the process groups."""
 
     async def release(self) -> None:
-        """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none is aborted."""
+        """Stop generating, and release the memory of weights, keys and values; requests are computed again later, none
+        is aborted."""
 
     async def resume(self, what: str) -> None:
         """Take memory back: ``weights`` (empty, for an update to fill), or ``kv_cache`` (and generate again)."""
@@ -80,19 +93,38 @@ class WeightReceiver(Protocol):
         """Free the resources of the adapter in this process; sends nothing."""
 
     async def load_snapshot(self, directory: str, version: int) -> float:
-        """Load the weights of a directory that the engine can read, whole or not at all. Returns seconds as ``end`` does."""
+        """Load the weights of a directory that the engine can read, whole or not at all.
+
+        Returns seconds as ``end`` does.
+        """
         raise NotImplementedError
 
 
 @runtime_checkable
 class PushReceiver(WeightReceiver, Protocol):
-    """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the ``end``, too."""
+    """Receiver of an engine with ``single_request_push``: ``receive`` replaces ``begin bucket*``, with ``serve`` the
+    ``end``, too."""
 
     async def receive(self, version: int, buckets: "Buckets", *, serve: bool) -> float | None:
-        """Begin a push and receive these flat buckets one after the other. With ``serve`` also end it, and return seconds as ``end`` does.
+        """Begin a push and receive these flat buckets one after the other.
+
+        With ``serve`` also end it, and return seconds as ``end`` does.
 
         None: it is not ended yet. One that ``carries`` never ends it: its engine may have read the buckets too late.
 
-        Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each bucket; one that
-        ``carries`` has no other deadline, and the request of any other has none: its answer is due when all buckets are sent.
+        Send the buckets meanwhile, unless it ``carries``. The engine applies the deadline of the adapter to each
+        bucket; one that ``carries`` has no other deadline, and the request of any other has none: its answer is due
+        when all buckets are sent.
         """
+
+
+OpenReceiver = Callable[["LiveRow"], WeightReceiver]
+"""Makes the receiver of a live engine."""
+Identity = tuple[str, str, int]
+"""Id, address and pid of an engine. With another one it is another process, which has joined no group, whatever its
+name."""
+
+
+def identity(row: "LiveRow") -> Identity:
+    """Return the identity of a live engine."""
+    return row.id, row.address, row.pid

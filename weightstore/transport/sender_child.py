@@ -1,4 +1,5 @@
-"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that it gets handles of.
+"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that it gets
+handles of.
 
 python -m tidemill.weightstore.transport.sender_child DESCRIPTOR PARENT
 """
@@ -42,7 +43,7 @@ class _Session:
             import torch
 
             from tidemill.weightstore.transport.cuda_handles import ordinal
-            from tidemill.weightstore.transport.pinning import PINNING
+            from tidemill.weightstore.transport.handles import PINNING
 
             torch.cuda.set_device(ordinal(request["gpu"]))
             self._mapped = Mapped(pinning=PINNING)

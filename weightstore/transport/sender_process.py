@@ -1,4 +1,5 @@
-"""The learner's end of a process group in a process of its own, which can be killed at any time: the end in the learner.
+"""The learner's end of a process group in a process of its own, which can be killed at any time: the end in the
+learner.
 
     channel's thread                          process (``sender_child``)
     host, meet     --- msgpack over a pipe -> BroadcastGroup
@@ -6,9 +7,9 @@
                    <------ done, or lost ----
     late, or closed: SIGKILL
 
-NCCL may end its process when a peer dies in a broadcast (its watchdog), or wait without end where nothing can interrupt it. Here that costs
-the group: the channel opens another one, with a new process, for the engines that are left. Each process has a CUDA context of its own,
-about 0.5 GB, and two buckets.
+NCCL may end its process when a peer dies in a broadcast (its watchdog), or wait without end where nothing can interrupt
+it. Here that costs the group: the channel opens another one, with a new process, for the engines that are left. Each
+process has a CUDA context of its own, about 0.5 GB, and two buckets.
 """
 
 import logging
@@ -25,11 +26,11 @@ import msgpack
 from torch import Tensor
 
 from tidemill.weightstore.errors import PeerLost
-from tidemill.weightstore.transport.handles import Memory
+from tidemill.weightstore.transport.handles import StagingMemory
 
 _log = logging.getLogger(__name__)
 
-CHILD = "tidemill.weightstore.transport.sender_child"
+CHILD = f"{__package__}.sender_child"
 START_S = 60.0
 """The process imports torch and makes a CUDA context before its first answer."""
 GRACE_S = 1.0
@@ -37,9 +38,12 @@ GRACE_S = 1.0
 
 
 class SenderProcess:
-    """``tidemill.weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it. Calls come from one thread."""
+    """``tidemill.weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it.
 
-    def __init__(self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: Memory, timeout_s: float) -> None:
+    Calls come from one thread.
+    """
+
+    def __init__(self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: StagingMemory, timeout_s: float) -> None:
         self._pipe, self._process, self._memory = pipe, process, memory
         self.timeout_s = timeout_s
         self.name, self.port, self.world_size, self.backend = "", 0, 0, ""
@@ -47,14 +51,19 @@ class SenderProcess:
         self._closed = False
 
     @classmethod
-    def host(cls, address: str, name: str, world_size: int, backend: str, timeout_s: float, *, memory: Memory, gpu: str = "") -> Self:
-        """Start the process and let it listen, as ``BroadcastGroup.host``. ``memory``: that of all tensors to be sent.
+    def host(
+        cls, address: str, name: str, world_size: int, backend: str, timeout_s: float, *, memory: StagingMemory, gpu: str = ""
+    ) -> Self:
+        """Start the process and let it listen, as ``BroadcastGroup.host``.
+
+        ``memory``: the memory of all tensors to be sent.
 
         ``gpu``: UUID of the GPU that it uses. Raises PeerLost.
         """
         ours, theirs = Pipe()
         command = [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
-        # No ``preexec_fn``, for which all page tables of this process would be copied: the child itself asks for its end with the parent.
+        # No ``preexec_fn``, for which all page tables of this process would be copied: the child itself asks for its
+        # end with the parent.
         process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
         theirs.close()
         sender = cls(ours, process, memory, timeout_s)
@@ -83,7 +92,7 @@ class SenderProcess:
     def send(self, flat: Tensor, timeout_s: float | None = None, following: Tensor | None = None) -> None:
         """Broadcast a part of the staging memory to all; returns when it may be written again."""
         within_s = self.timeout_s if timeout_s is None else timeout_s
-        handles = [None if one is None else self._memory.handle(one, 1) for one in (flat, following)]
+        handles = [None if tensor is None else self._memory.handle(tensor, 1) for tensor in (flat, following)]
         request: dict[str, object] = {"handle": handles[0], "following": handles[1], "timeout_s": within_s}
         self._ask("send", f"sending {flat.numel()} bytes", within_s, request)
 
@@ -99,7 +108,10 @@ class SenderProcess:
         threading.Thread(target=self._process.wait, name=f"end of {self._process.pid}", daemon=True).start()
 
     def _ask(self, verb: str, doing: str, within_s: float, request: dict[str, object]) -> dict[str, object]:
-        """Return the answer of the process. Raises PeerLost for its error, for its end, and at the deadline, when it is killed."""
+        """Return the answer of the process.
+
+        Raises PeerLost for its error, for its end, and at the deadline, when it is killed.
+        """
         try:
             if self._closed:
                 raise PeerLost(self.name, doing, "the group is closed")

@@ -1,7 +1,7 @@
 """Copies of the weights in flat buckets on the host, for pushes and for snapshots of the head.
 
-One copy may be the head, which engines that join need snapshots of, while the next one is filled and pushed: so there are two, and one
-user more waits. The trainer's thread fills, the publisher's thread reads.
+One copy may be the head, which engines that join need snapshots of, while the next one is filled and pushed: so there
+are two, and one user more waits. The trainer's thread fills, the publisher's thread reads.
 """
 
 import threading
@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest
-from tidemill.weightstore.format.checksums import ChecksumReport, Part, differences, sum_of
+from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum, differences, sum_of
 from tidemill.weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
-from tidemill.weightstore.transport.handles import PAGE, HostMemory, Memory
+from tidemill.weightstore.transport.handles import PAGE, HostMemory, StagingMemory
 from tidemill.weightstore.transport.nccl import DeviceEnd
 
 _ONCE = "every tensor of the manifest once"
@@ -25,7 +25,7 @@ class Staging:
     """One copy of the weights in memory that is reused. A reader holds it while it reads."""
 
     def __init__(
-        self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: Memory | None, *, number: int = 0
+        self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: StagingMemory | None, *, number: int = 0
     ) -> None:
         self.manifest, self.number = manifest, number
         """``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers."""
@@ -35,7 +35,7 @@ class Staging:
         buckets = manifest.buckets(bucket_bytes)
         self.buckets: list[tuple[Bucket, Tensor]] = list(zip(buckets, _flats(buckets, memory), strict=True))
         self._views: dict[str, Tensor] = dict(self.tensors())
-        self._sums = _Sums(self._views)
+        self._sums = _FillChecksums(self._views)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield views of the copy, by name."""
@@ -43,9 +43,12 @@ class Staging:
             yield from unflatten(bucket, flat)
 
     def fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy all tensors of the manifest, in any order. Raises BadManifest naming the first that is unknown, repeated or missing."""
+        """Copy all tensors of the manifest, in any order.
+
+        Raises BadManifest naming the first that is unknown, repeated or missing.
+        """
         missing = set(self._views)
-        self._sums = _Sums(self._views)
+        self._sums = _FillChecksums(self._views)
         for name, tensor in tensors:
             if name not in missing:
                 raise BadManifest(name, _ONCE, "it twice" if name in self._views else "one that is not in it")
@@ -61,9 +64,12 @@ class Staging:
 
     @property
     def differences(self) -> Callable[[ChecksumReport], list[str]]:
-        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal. Any thread.
+        """A function that compares an engine's checksum report with this copy: a line for each difference, [] = equal.
 
-        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect the next fill.
+        Any thread.
+
+        Get it while the copy is held. The result of a call that ends after the release is useless, but does not affect
+        the next fill.
         """
         return self._sums.differences
 
@@ -82,12 +88,12 @@ class Staging:
             self._changed.notify_all()
 
 
-class _Sums:
-    """Checksums of one fill; a late thread cannot mix them with those of the next."""
+class _FillChecksums:
+    """Checksums of one fill; a late thread cannot mix them with the checksums of the next fill."""
 
     def __init__(self, views: Mapping[str, Tensor]) -> None:
         self._views = views
-        self._known: dict[tuple[str, tuple[str, ...], str, int], str] = {}
+        self._computed: dict[tuple[str, tuple[str, ...], str, int], str] = {}
         self._summing = threading.Lock()
 
     def differences(self, report: ChecksumReport) -> list[str]:
@@ -95,17 +101,17 @@ class _Sums:
         with self._summing:  # engines with equal reports: computed once
             return differences(report, self._views, lambda part: self._sum(report.scheme, part))
 
-    def _sum(self, scheme: str, part: Part) -> str:
+    def _sum(self, scheme: str, part: TensorChecksum) -> str:
         key = (scheme, part.names, part.dtype, part.zeros)
-        if key not in self._known:
-            self._known[key] = sum_of(scheme, part, self._views)
-        return self._known[key]
+        if key not in self._computed:
+            self._computed[key] = sum_of(scheme, part, self._views)
+        return self._computed[key]
 
 
 class StagingPool:
     """A fixed number of copies, handed out and returned. Thread-safe."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: Memory | None = None) -> None:
+    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: StagingMemory | None = None) -> None:
         """``memory``: the memory of the copies; None = memory that only this process can read."""
         self.manifest = manifest
         self._bucket_bytes, self._size, self._memory = bucket_bytes, size, memory
@@ -137,12 +143,13 @@ class StagingPool:
         return next((staging for staging in self._all if not staging.users), None)
 
 
-def staging_memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
-    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of this process.
+def staging_memory(config: WeightsConfig, end: DeviceEnd) -> StagingMemory | None:
+    """Return the staging memory that other processes can read, for transport ``handles`` and for NCCL; None = memory of
+    this process.
 
-    ``own``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
+    ``end``: the GPU of this process. Raises ValueError for memory of a GPU where there is none.
     """
-    if config.transport != "handles" and (config.backend == "gloo" or not own.uuid):
+    if config.transport != "handles" and (config.backend == "gloo" or not end.uuid):
         return None
     if config.staging == "cuda":
         if not torch.cuda.is_available():
@@ -153,7 +160,7 @@ def staging_memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
     return HostMemory(pin=torch.cuda.is_available())
 
 
-def _flats(buckets: Sequence[Bucket], memory: Memory | None) -> list[Tensor]:
+def _flats(buckets: Sequence[Bucket], memory: StagingMemory | None) -> list[Tensor]:
     """Return flat uint8 for each bucket; in shared memory they are parts of one block."""
     if memory is None:
         return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]

@@ -25,7 +25,7 @@ from tidemill.actors.serving.builtin.scheduler import Scheduler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.update_checks import specs_in
-from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.port import COMMAND_S, Body, Result
 from tidemill.actors.text.text import beside_loop, size_of
@@ -41,7 +41,7 @@ class BuiltinBackend:
 
     def __init__(
         self,
-        host: EngineHost[WeightUpdates],
+        host: EngineHost[BuiltinUpdates],
         scheduler: Scheduler,
         shape: ModelShape,
         model: Model,

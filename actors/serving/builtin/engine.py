@@ -3,7 +3,7 @@
                  HTTP (server.py, backend.py; loop's thread)
     /generate |              | weight updates           | pause, abort, ...
               v              v                          v
-Sequence -> Scheduler    WeightUpdates: standby copy -> flip, between two steps
+Sequence -> Scheduler    BuiltinUpdates: standby copy -> flip, between two steps
             (decoding thread; owns batch, keys/values, served weights)
 """
 
@@ -22,7 +22,7 @@ from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
 from tidemill.actors.serving.builtin.sequence import Model
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.actors.serving.host import EngineHost
 from tidemill.bus.wire.messages import Capabilities
@@ -39,7 +39,7 @@ PROBE_S = 20.0
 """Time limit in seconds of a probe."""
 
 
-class BuiltinEngine(EngineHost[WeightUpdates]):
+class BuiltinEngine(EngineHost[BuiltinUpdates]):
     """An engine that decodes in this process."""
 
     scheduler: Scheduler
@@ -74,7 +74,7 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
             post=self._post,
         )
         self._history: deque[tuple[float, float]] = deque()
-        self._updates = WeightUpdates(weights, self.scheduler, on_update=self._updated)
+        self._updates = BuiltinUpdates(weights, self.scheduler, on_update=self._updated)
         self.peer_snapshots = PeerSnapshotServer(self._updates.served, self.model_dir)
         self.eos_ids = frozenset(shape.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tidemill.actors.errors import BadRequest, UpdateRefused
 from tidemill.actors.http_api import need
 from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.fenced_updates import require_all, require_new
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
@@ -30,23 +31,16 @@ class Update:
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was announced before."""
-        seen = set(self.announced)
+        require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
-            if spec.name not in sizes:
-                raise UpdateRefused(f"{spec.name}: the model has no tensor of this name")
             if spec.shape != sizes[spec.name]:
                 raise UpdateRefused(f"{spec.name}: want shape {sizes[spec.name]}, got {spec.shape}")
             if not getattr(torch, spec.dtype).is_floating_point:
                 raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
-            if spec.name in seen:
-                raise UpdateRefused(f"{spec.name}: received twice")
-            seen.add(spec.name)
 
     def check_complete(self, weights: Weights) -> None:
         """Raise UpdateRefused unless every tensor of ``weights`` was received."""
-        missing = weights.named.keys() - self.received.keys()
-        if missing:
-            raise UpdateRefused(f"{len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
+        require_all(weights.named.keys(), self.received.keys())
         if self.alias is not None and not torch.equal(self.alias.to(weights.device), weights.named[EMBEDDING]):
             raise UpdateRefused(f"{HEAD}: differs from {EMBEDDING}, to which the model's configuration ties it")
 

@@ -10,7 +10,6 @@ its resume brings them, and until then nothing is generated. Used in the loop's 
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -45,23 +44,19 @@ log = logging.getLogger(__name__)
 
 CLOSE_S = 5.0
 """Seconds that operations under way have to end when the engine is closed."""
-OPEN_S = 60.0
-"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
-POLL_S = 0.02
-"""Interval in seconds at which the end of an open update is checked."""
 
 
-class WeightUpdates(FencedUpdates):
+class BuiltinUpdates(FencedUpdates):
     """Owner of the standby copy and of the order of updates."""
 
     def __init__(self, served: Weights, scheduler: Scheduler, *, on_update: Callable[[int, int], None]) -> None:
-        super().__init__()
+        super().__init__(on_update)
         self._shape, self._dtype, self._device = served.shape, served.dtype, served.device
         self._sizes = served.shape.tensors()
         if served.shape.tied:
             self._sizes[HEAD] = self._sizes[EMBEDDING]
         self._served: Weights | None = served
-        self._scheduler, self._on_update = scheduler, on_update
+        self._scheduler = scheduler
         self._standby: Weights | None = None
         self._open: Update | None = None
         self._groups: dict[str, JoinedGroup] = {}
@@ -147,7 +142,7 @@ class WeightUpdates(FencedUpdates):
         log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again, and with that of keys and values end a pause."""
+        """Take released memory again; with the memory of keys and values, end a pause."""
         async with self._writing:
             await self._restore(tags)
 
@@ -155,15 +150,11 @@ class WeightUpdates(FencedUpdates):
         tokens = await asyncio.wrap_future(self._scheduler.restore(tags))
         log.info("memory resumed tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
 
-    async def arrived_meanwhile(self, version: int) -> bool:
-        """Wait up to ``OPEN_S`` seconds for an open update. Returns whether it brought ``version`` or a newer one."""
-        if self._open is None:
-            return False
-        deadline = time.monotonic() + OPEN_S
-        while self._open is not None and time.monotonic() < deadline:  # noqa: ASYNC110 - it ends in many ways
-            await asyncio.sleep(POLL_S)
-        async with self._writing:  # the flip may be under way
-            return self.whole and self._scheduler.version >= version
+    async def between_updates(self, timeout_s: float) -> None:
+        """Wait while an update is open, for ``timeout_s`` at most, and for the end of a flip."""
+        await super().between_updates(timeout_s)
+        async with self._writing:
+            pass
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
         """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
@@ -220,7 +211,7 @@ class WeightUpdates(FencedUpdates):
         update = self._current(version)
         # One by one is the same as buckets of one tensor each.
         messages = [[spec] for spec in specs] if load_format is None else [specs]
-        await self._receive_all(update, group_name, [bucket_of(each) for each in messages], timeout_s)
+        await self._receive_all(update, group_name, [bucket_of(message) for message in messages], timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""
@@ -352,6 +343,7 @@ class WeightUpdates(FencedUpdates):
 
     def _set_open(self, update: Update | None) -> None:
         self._open, self._scheduler.updating = update, update is not None
+        (self.settled.set if update is None else self.settled.clear)()
 
     def _discard(self, reason: str) -> None:
         log.warning("weight update discarded reason=%s served=%d", reason, self._scheduler.version)
@@ -444,13 +436,11 @@ class WeightUpdates(FencedUpdates):
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
         self._open = None  # not by _set_open: requests that end before the flip still count as ended while an update was open
+        self.settled.set()
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip
         self._served, self._standby = new, old
         if update.announced:
             self._order = tuple(update.received)
-        self.completed += 1
-        self.stall_s += stall_s
-        log.info("weights version=%d epoch=%d stall_s=%.6f", update.version, update.epoch, stall_s)
-        self._on_update(update.version, update.epoch)
+        self._record_update(update.version, update.epoch, stall_s)
         return stall_s

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from tidemill.actors.errors import EngineError
 from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.request_ids import RequestIds
-from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 """Finish reason of an abort in an answer's JSON; in a text the quotes would be escaped."""
@@ -30,7 +30,7 @@ BEFORE_PAUSE_S = 2.0
 class Aborts:
     """Aborts of one engine, counted in ``counters``: requests_aborted, and of them requests_aborted_by_pushes."""
 
-    def __init__(self, updates: WeightUpdates, counters: dict[str, float]) -> None:
+    def __init__(self, updates: SglangUpdates, counters: dict[str, float]) -> None:
         self._updates, self._counters = updates, counters
         self._watches: set[Watch] = set()
 
@@ -57,7 +57,7 @@ class Aborts:
 class Watch:
     """One request, and its answer, which is read part by part."""
 
-    def __init__(self, ids: RequestIds, updates: WeightUpdates) -> None:
+    def __init__(self, ids: RequestIds, updates: SglangUpdates) -> None:
         self.ids, self._updates = ids, updates
         self.aborted_by_client: set[str] = set()
         """The responses that a client has aborted."""

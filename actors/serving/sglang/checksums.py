@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.weightstore.format.checksums import ChecksumReport, Part
+from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's parameters that hold several tensors, one after the other."""
@@ -47,7 +47,8 @@ def report_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
     parts = (
-        Part(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0) for name, sum in sums.items()
+        TensorChecksum(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
+        for name, sum in sums.items()
     )
     return ChecksumReport(scheme="sha256", parts=tuple(parts))
 

@@ -20,7 +20,7 @@ from tidemill.actors.serving.sglang.checksums import layout_of
 from tidemill.actors.serving.sglang.proxy import Proxy
 from tidemill.actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
-from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.bus.wire.messages import Capabilities
 from tidemill.bus.wire.routed_experts import RoutedShape
 
@@ -30,7 +30,7 @@ PROBE_S = 60.0
 """Time limit in seconds of a probe."""
 
 
-class SglangEngine(EngineHost[WeightUpdates]):
+class SglangEngine(EngineHost[SglangUpdates]):
     """An engine that generates in a SGLang server."""
 
     api: Api
@@ -73,14 +73,14 @@ class SglangEngine(EngineHost[WeightUpdates]):
         self._watching = asyncio.create_task(watching, name="sglang health")
         return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
-    async def _updates_of(self, api: Api) -> WeightUpdates:
+    async def _updates_of(self, api: Api) -> SglangUpdates:
         """Return the updates of a server, as its release and its settings require. Raises EngineFailed for an unsupported release."""
         info = await api.call("GET", "/server_info", timeout_s=INFO_S)
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
         if release.version > NEWEST:
             log.warning("SGLang %s is newer than the newest release that was tested, %s", info.get("version"), written(NEWEST))
         self.ranks = int(info.get("tp_size") or 1)
-        updates = WeightUpdates(
+        updates = SglangUpdates(
             api,
             self._names,
             layout_of(info, vocab_size=self.limits.vocab_size, hidden_size=self._hidden_size, on_cpu=release.cpu_checksums),

@@ -21,7 +21,7 @@ from tidemill.actors.serving.sglang.api import Aborted, Api
 from tidemill.actors.serving.sglang.request_ids import RequestIds
 from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS
 from tidemill.actors.serving.sglang.validation import responses_in
-from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.routed_experts import RoutedShape
@@ -44,7 +44,7 @@ class Proxy:
 
     def __init__(
         self,
-        host: EngineHost[WeightUpdates],
+        host: EngineHost[SglangUpdates],
         api: Api,
         counters: dict[str, float],
         cache_prefix: str,

@@ -3,12 +3,13 @@
     begin = pause, open -> bucket, bucket, ... -> end = close, continue
                                     (refused unless every tensor was received exactly once)
 
-SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and continue with
-the new weights. A push that breaks off leaves weights of two versions: the server stays paused, ``version`` is -1, and only a
-complete update (the next push, or a snapshot) makes it serve again.
+SGLang receives directly into the weights it serves, so nothing is generated meanwhile: requests wait where they are and
+continue with the new weights. A push that breaks off leaves weights of two versions: the server stays paused,
+``version`` is -1, and only a complete update (the next push, or a snapshot) makes it serve again.
 
-A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory while it is not
-idle, or to resume memory that it has: so it is paused with ``retract`` first, and only changes are requested.
+A colocated server releases the memory of weights, keys and values in between. SGLang ends when it is to release memory
+while it is not idle, or to resume memory that it has: so it is paused with ``retract`` first, and only changes are
+requested.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.actors.errors import CannotTell, UpdateRefused
-from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
+from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates, require_all, require_new
 from tidemill.actors.serving.port import COMMAND_S, Body, Result
 from tidemill.actors.serving.sglang.api import Api
 from tidemill.actors.serving.sglang.checksums import HEAD, Layout, report_of
@@ -37,14 +38,15 @@ LOAD_S = 600.0
 """Time limit in seconds of reading all weights: a load from a directory, or checksums."""
 LISTENING_S = 5.0
 """Time limit in seconds of the check that a process listens at a group's address."""
-OPEN_S = 60.0
-"""Seconds that an engine that catches up waits for a push to end, before it loads a directory instead."""
 NO_BRACKET = "no weight-update session is open"
 """Part of SGLang's error when there is no update to end."""
 
 
-class WeightUpdates(FencedUpdates):
+class SglangUpdates(FencedUpdates):
     """Owner of the order of updates of one server."""
+
+    version = -1
+    """Version of the served weights; -1 = none are complete."""
 
     def __init__(
         self,
@@ -57,21 +59,16 @@ class WeightUpdates(FencedUpdates):
         unfinished: Callable[[], int],
         on_update: Callable[[int, int], None],
     ) -> None:
-        """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server; ``unfinished``: number
-        of requests that the server has."""
-        super().__init__()
-        self.version = -1
-        """Version of the served weights; -1 = none are complete."""
+        """``names``: every tensor of the model; ``pause``: in_place | retract; ``ranks``: processes of the server;
+        ``unfinished``: number of requests that the server has."""
+        super().__init__(on_update)
         self.pauses = Pauses(api)
-        self._api, self._names, self._layout, self._pause, self._on_update = api, names, layout, pause, on_update
+        self._api, self._names, self._layout, self._pause = api, names, layout, pause
         self._unfinished, self._ranks, self._shared = unfinished, ranks, SharedBucket()
         self._flush = pause == "retract"  # otherwise retracted requests would find older weights' results in the cache
         self._open: int | None = None
         self._received: set[str] = set()
         self._receiving = False
-        self.settled = asyncio.Event()
-        """Set while no update is under way, or after one has broken off."""
-        self.settled.set()
         self.released: frozenset[str] = frozenset()
         """Kinds of memory that are released: some of ``weights`` and ``kv_cache``."""
         self._bracket = False
@@ -83,7 +80,8 @@ class WeightUpdates(FencedUpdates):
         """Seconds without an operation after which an open update counts as abandoned."""
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it has not begun."""
+        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it
+        has not begun."""
 
         async def exclusive() -> Result:
             """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
@@ -114,11 +112,6 @@ class WeightUpdates(FencedUpdates):
         return self.version >= 0
 
     @property
-    def under_way(self) -> bool:
-        """True while new weights are received, for which generation waits."""
-        return not self.settled.is_set()
-
-    @property
     def keeps_cache(self) -> bool:
         """True when cached results of older weights stay after an update."""
         return not self._flush
@@ -137,7 +130,8 @@ class WeightUpdates(FencedUpdates):
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop waiting for its end."""
+        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop
+        waiting for its end."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)
@@ -151,7 +145,10 @@ class WeightUpdates(FencedUpdates):
         await self.pauses.pause(mode)
 
     async def continue_generation(self, body: Body) -> None:
-        """Continue after a pause. Raises UpdateRefused while weights are not complete, memory is released, or an update is open."""
+        """Continue after a pause.
+
+        Raises UpdateRefused while weights are not complete, memory is released, or an update is open.
+        """
         if self.version < 0 or self.released:
             raise UpdateRefused("continue_generation: " + ("memory is released" if self.released else "the weights are not complete"))
         if self._open is not None:
@@ -216,7 +213,9 @@ class WeightUpdates(FencedUpdates):
             await self.pauses.resume()
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``.
+
+        Raises UpdateRefused.
 
         Returns None when a push has begun since ``begun`` was read.
         """
@@ -227,21 +226,11 @@ class WeightUpdates(FencedUpdates):
         await self.resume(frozenset({KV_CACHE}))
         return stall_s
 
-    async def between_updates(self, timeout_s: float) -> None:
-        """Wait while an update is under way, for ``timeout_s`` at most."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self.settled.wait()
-
-    async def arrived_meanwhile(self, version: int) -> bool:
-        """Wait up to ``OPEN_S`` seconds for an open update. Returns whether it brought ``version`` or a newer one."""
-        if not self.under_way:
-            return False
-        await self.between_updates(OPEN_S)
-        return self.whole and self.version >= version
-
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Pause, and open an update; an unfinished one is replaced. Raises UpdateRefused without a version or the memory of the weights."""
+        """Pause, and open an update; an unfinished one is replaced.
+
+        Raises UpdateRefused without a version or the memory of the weights.
+        """
         if version is None:
             raise UpdateRefused("begin: want weight_version")
         self._require_weight_memory(self.released)
@@ -253,7 +242,10 @@ class WeightUpdates(FencedUpdates):
         self._open, self._received = version, set()
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Make the server receive tensors over a process group into the weights, which are of two versions then. Raises UpdateRefused."""
+        """Make the server receive tensors over a process group into the weights, which are of two versions then.
+
+        Raises UpdateRefused.
+        """
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
         await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
@@ -275,10 +267,7 @@ class WeightUpdates(FencedUpdates):
         if version is not None and version != self._open:
             raise UpdateRefused(f"the open update is of version {self._open}, this bucket of version {version}")
         # The output projection may be sent, or left out, where it is tied to the embedding.
-        strange = [name for name in names if name not in self._names and name != HEAD]
-        again = [name for name in names if name in self._received]
-        if strange or again or len(set(names)) != len(names):
-            raise UpdateRefused(f"{(strange or again or names)[0]}: " + ("the model has no such tensor" if strange else "received twice"))
+        require_new(names, self._names | {HEAD}, self._received)
 
     async def _write(self, path: str, names: Sequence[str], body: JsonMapping, timeout_s: float) -> None:
         self.version = -1  # from here on the weights are of two versions, until the end
@@ -286,7 +275,10 @@ class WeightUpdates(FencedUpdates):
         self._received.update(names)
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
+        """Serve the received weights. Returns the seconds for which generation was held up.
+
+        Raises UpdateRefused if a tensor is missing.
+        """
         if self._open is None:
             raise UpdateRefused("end: there is no open update")
         if version is not None and version != self._open:
@@ -296,7 +288,10 @@ class WeightUpdates(FencedUpdates):
         return await self._served(self._open)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Make the server load a directory. Returns seconds as ``end``. Raises UpdateRefused; then no weights are served."""
+        """Make the server load a directory. Returns seconds as ``end``.
+
+        Raises UpdateRefused; then no weights are served.
+        """
         if version is None:
             raise UpdateRefused("load: want weight_version")
         self._require_weight_memory(self.released)
@@ -313,7 +308,7 @@ class WeightUpdates(FencedUpdates):
         return dict(answer["ranks"][0]["checksums"])
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int, ChecksumReport]:
-        """Return (version, checksums) of the served weights, or of those of the open update, which must be complete.
+        """Return (version, checksums) of the served weights, or of the open update, which must be complete.
 
         Raises CannotTell for checksums that cannot be compared, UpdateRefused.
         """
@@ -330,8 +325,7 @@ class WeightUpdates(FencedUpdates):
         return version, report
 
     def _check_whole(self, what: str) -> None:
-        if missing := self._names - self._received - {HEAD}:
-            raise UpdateRefused(f"{what}: {len(missing)} of {len(self._names)} tensors are missing, among them {min(missing)}")
+        require_all(self._names - {HEAD}, self._received, f"{what}: ")
 
     async def close(self) -> None:
         """Cancel the operations under way and free the shared memory."""
@@ -373,15 +367,17 @@ class WeightUpdates(FencedUpdates):
             self._bracket = False
 
     async def _served(self, version: int) -> float:
-        """Continue with complete weights, if the server has all its memory. Returns the seconds for which generation was held up."""
+        """Continue with complete weights, if the server has all its memory.
+
+        Returns the seconds for which generation was held up.
+        """
         if not self.released:
             await self.pauses.resume()
         stall_s = time.perf_counter() - self.pauses.began_s
         self._open = None
-        self.version, self.completed, self.stall_s = version, self.completed + 1, self.stall_s + stall_s
-        log.info("weights updated version=%d stall_s=%.4f", version, stall_s)
+        self.version = version
         self._resumed()
-        self._on_update(version, self.epoch)
+        self._record_update(version, self.epoch, stall_s)
         return stall_s
 
 

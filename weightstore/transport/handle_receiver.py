@@ -1,6 +1,7 @@
 """An engine on the learner's host, over ZMQ: it gets handles of the staged buckets instead of their bytes.
 
-A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a ``status``, as in HTTP.
+A request is a msgpack map with ``verb``, ``id``, ``epoch`` and ``timeout_s``; its answer has the ``id`` and a
+``status``, as in HTTP.
 """
 
 import asyncio
@@ -20,14 +21,12 @@ from tidemill.bus.wire.messages import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
-from tidemill.weightstore.push.eviction import Opener
-from tidemill.weightstore.push.member import identity
 from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.handles import Memory, shared_memory_domain
+from tidemill.weightstore.transport.handles import StagingMemory, shared_memory_domain
 from tidemill.weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
 from tidemill.weightstore.transport.nccl import no_cuda_handles
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemotePart
-from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,8 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 class HandleReceiver:
     """``tidemill.weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the caller.
 
-    Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no such requests.
+    Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no
+    such requests.
     """
 
     carries = True
@@ -51,12 +51,14 @@ class HandleReceiver:
         *,
         epoch: int,
         deadlines: Deadlines,
-        memory: Memory,
+        memory: StagingMemory,
         control: WeightReceiver | None = None,
         ranks: int = 1,
         refused: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """``ranks``: processes of the engine that read the weights. ``refused`` is called with the reason when the engine cannot read them.
+        """``ranks``: processes of the engine that read the weights.
+
+        ``refused`` is called with the reason when the engine cannot read them.
 
         Raises ZMQError for an invalid URL.
         """
@@ -91,9 +93,12 @@ class HandleReceiver:
         await self._offer("bucket", version=self._version, handle=await self._handle(flat), specs=packed)
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
-        """Send the handles of all buckets in one request. Its deadline begins anew with each bucket that the engine has copied.
+        """Send the handles of all buckets in one request.
 
-        Returns None: the push is not ended with it. An engine that was stopped meanwhile would serve what it finds in the memory by then.
+        Its deadline begins anew with each bucket that the engine has copied.
+
+        Returns None: the push is not ended with it. An engine that was stopped meanwhile would serve what it finds in
+        the memory by then.
         """
         self._version = version
         sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
@@ -166,10 +171,11 @@ class HandleReceiver:
     async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0) -> dict[str, object]:
         """Send a request and return the answer. All foreign errors are translated here.
 
-        The deadline begins anew with each message that the engine is at work on the request, of which at most ``messages`` count.
+        The deadline begins anew with each message that the engine is at work on the request; at most ``messages`` of
+        them count.
         """
-        id = self._last_id = self._last_id + 1
-        request = {"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
+        request_id = self._last_id = self._last_id + 1
+        request = {"verb": verb, "id": request_id, "epoch": self._epoch, "timeout_s": deadline_s, **fields}
         try:
             async with asyncio.timeout(deadline_s) as limit:
                 extensions = iter(range(messages))
@@ -181,7 +187,7 @@ class HandleReceiver:
                         limit.reschedule(asyncio.get_running_loop().time() + deadline_s)
 
                 await self._socket.send(msgpack.packb(request))
-                answer = await self._answer(verb, id, under_way)
+                answer = await self._answer(verb, request_id, under_way)
         except TimeoutError:
             raise ReceiverFailed(self.url, verb, f"no answer within {deadline_s:g} s") from None
         except (zmq.ZMQError, ValueError, msgpack.UnpackException) as error:
@@ -197,23 +203,25 @@ class HandleReceiver:
             raise ReceiverFailed(self.url, verb, reason, answered=True)
         return answer
 
-    async def _answer(self, verb: str, id: int, under_way: Callable[[], None]) -> dict[str, object]:
-        """Return the answer to this request; one waiter reads for all of them. Raises ReceiverFailed when the engine is gone.
+    async def _answer(self, verb: str, request_id: int, under_way: Callable[[], None]) -> dict[str, object]:
+        """Return the answer to this request; one waiter reads for all of them.
+
+        Raises ReceiverFailed when the engine is gone.
 
         ``under_way`` is called when the engine says that it is at work on the request.
         """
         answer = asyncio.get_running_loop().create_future()
-        self._waiters[id] = _Waiter(answer, under_way)
+        self._waiters[request_id] = _Waiter(answer, under_way)
         try:
             while not answer.done():
-                # Requests may be under way at the same time, but a socket has one reader: the waiter with the lock reads one answer, of any
-                # of them.
+                # Requests may be under way at the same time, but a socket has one reader: the waiter with the lock
+                # reads one answer, of any of them.
                 async with self._reading:
                     if not answer.done():
                         await self._read(verb)
             return answer.result()
         finally:
-            del self._waiters[id]
+            del self._waiters[request_id]
 
     async def _read(self, verb: str) -> None:
         """Read one answer and give it to its waiter; an answer that comes too late is ignored."""
@@ -244,18 +252,30 @@ class _Waiter:
 
 
 class HandleReceivers:
-    """Opens the receivers of engines: by handles if the engine can read this process' memory, otherwise those of ``otherwise``."""
+    """Opens the receivers of engines: by handles if the engine can read this process' memory, else a receiver of
+    ``otherwise``."""
 
     def __init__(
-        self, memory: Memory, otherwise: Opener, *, epoch: int, deadlines: Deadlines, gpu: str = "", parts: Sequence[RemotePart] = ()
+        self,
+        memory: StagingMemory,
+        otherwise: OpenReceiver,
+        *,
+        epoch: int,
+        deadlines: Deadlines,
+        gpu: str = "",
+        parts: Sequence[RemotePart] = (),
     ) -> None:
-        """``gpu``: UUID of the GPU that has the memory; empty = host memory. ``parts``: those in the memory of other ranks."""
+        """``gpu``: UUID of the GPU that has the memory; empty = host memory.
+
+        ``parts``: those in the memory of other ranks.
+        """
         self._gpu, self._parts = gpu, parts
         self._memory, self._otherwise, self._epoch, self._deadlines = memory, otherwise, epoch, deadlines
         self._context, self._place = zmq.asyncio.Context(), shared_memory_domain()
         self._logged: set[str] = set()
-        self._refused: dict[tuple[str, str, int], str] = {}
-        """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried again."""
+        self._refused: dict[Identity, str] = {}
+        """Engine -> why it gets no handles (perhaps it sees other GPUs). Another process of the same name is tried
+        again."""
 
     def open(self, row: LiveRow) -> WeightReceiver:
         """Return a receiver for an engine; one that gets no handles is logged once."""

@@ -1,0 +1,438 @@
+"""One push: a version on its way to the engines of all groups, and its outcome.
+
+    open channel -> begin -> bucket, bucket, ...  -> verify, end: each engine by itself
+                      | an engine fails: channel closed, failed engine found | fails: that engine alone
+                      <- the others begin again over a new channel <--------'
+
+Engines with ``single_request_push`` get begin and all buckets in one request, and the end as well if the engine is
+alone and is not verified. All others, and a group that has one of the others, get one request for each.
+
+An engine has failed when it answers nothing any more, or fails with no other engine on its channel. An engine that is
+only suspected is retried alone on a new channel, within the same push. Each round ends within its deadlines and leaves
+fewer engines together than before.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from tidemill.weightstore.errors import PartLost, PeerLost, PublisherClosed, ReceiverFailed
+from tidemill.weightstore.push.member import Check, Member, Updated
+from tidemill.weightstore.push.push_groups import Channel, PushGroup, PushGroups, all_of
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.parts import Buckets, Payload
+
+_log = logging.getLogger(__name__)
+
+HOST_HANDLES, CUDA_HANDLES = "host_handles", "cuda_handles"
+"""Transports by handles, of host memory and of a GPU's; the others are the backends of process groups."""
+_BUCKETS_AHEAD = 3
+"""Buckets requested at once from an engine that reads them itself: the next requests wait there."""
+_JOIN_S = 2.0
+"""SGLang usually joins a group within this time. If the learner has gone by then, SGLang retries for minutes without
+answering."""
+
+Outcome = dict[Member, Updated | ReceiverFailed]
+"""The times of a member that took the version, or the reason that it did not."""
+CheckOf = Callable[[Member], Check | None]
+"""Returns the comparison of a member's checksums if it is due, else None."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PushReport:
+    """The outcome and the cost of a push."""
+
+    version: int
+    step: int
+    engines: tuple[str, ...]
+    """Engines that serve the version now."""
+    evicted: dict[str, str]
+    """Engine -> why it does not."""
+    prepare_s: float
+    """Seconds of copying into the staging memory, in the trainer's thread."""
+    transfer_s: float
+    """From the first begin to the last end."""
+    stall_s: dict[str, float]
+    """Engine -> seconds for which the flip paused its generation."""
+    verified: tuple[str, ...]
+    """Engines of ``engines`` whose checksums were compared with the sent weights before they served the version."""
+    verify_s: dict[str, float]
+    """Engine -> seconds that the comparison took."""
+    seconds: float
+    """The whole push without preparation: reserve, join, transfer, head."""
+    num_bytes: int
+    """Size of the weights; each engine receives as many bytes."""
+    gb_per_s: Mapping[str, float]
+    """Transport -> bytes delivered to its engines in a second, in 10^9; from the first begin to the last end."""
+
+
+class PushHandle:
+    """A push under way."""
+
+    def __init__(self, future: "Future[PushReport]") -> None:
+        self._future = future
+
+    @property
+    def done(self) -> bool:
+        """True once the push has ended, with success or failure."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Wait until the push has ended, with success or failure; each of its phases has a deadline."""
+        try:
+            self._future.exception()
+        except CancelledError:
+            return
+
+    def result(self, timeout: float | None = None) -> PushReport:
+        """Wait for the end of the push. Returns its report.
+
+        Raises PushFailed, Fenced, PublisherClosed; TimeoutError when it is still under way.
+        """
+        try:
+            return self._future.result(timeout)
+        except CancelledError:
+            raise PublisherClosed("publisher: closed during the push") from None
+
+
+class Throughput:
+    """Engines that took a version, by transport, and the time until the last of them had it."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+
+    def add(self, transport: str, engines: int, seconds: float) -> None:
+        """Count a push group with an update of ``seconds``; the groups of a push are updated at the same time."""
+        if engines:
+            self._engines[transport] = self._engines.get(transport, 0) + engines
+            self._seconds[transport] = max(self._seconds.get(transport, 0.0), seconds)
+
+    def gb_per_s(self, num_bytes: int) -> Mapping[str, float]:
+        """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for a transport without
+        engines."""
+        rates = ((transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items())
+        return {transport: gigabytes / seconds for transport, gigabytes, seconds in rates if seconds > 0}
+
+
+class Push:
+    """One version: ``send`` it to all groups; ``updated`` and ``evicted`` are the outcome."""
+
+    def __init__(self, version: int, buckets: Buckets, check_of: CheckOf, *, handles: str = HOST_HANDLES) -> None:
+        """``handles``: the name of the transport of engines that read the buckets themselves."""
+        self._version, self._buckets, self._check_of, self._handles = version, buckets, check_of, handles
+        self.updated: dict[str, Updated] = {}
+        """Engines that serve the version now."""
+        self.evicted: dict[str, str] = {}
+        """Engine -> why it does not."""
+        self.transfer_s = 0.0
+        """From the first begin to the last end."""
+        self.throughput = Throughput()
+
+    def report(self, copy: StagedModel, *, prepare_s: float, seconds: float) -> PushReport:
+        """Return the report of a push that has succeeded, and log it."""
+        verify_s = {engine: times.verify_s for engine, times in self.updated.items() if times.verify_s is not None}
+        report = PushReport(
+            version=copy.version,
+            step=copy.step,
+            engines=tuple(sorted(self.updated)),
+            evicted=self.evicted,
+            prepare_s=prepare_s,
+            transfer_s=self.transfer_s,
+            stall_s={engine: times.stall_s for engine, times in self.updated.items()},
+            verified=tuple(sorted(verify_s)),
+            verify_s=verify_s,
+            seconds=seconds,
+            num_bytes=copy.manifest.num_bytes,
+            gb_per_s=self.throughput.gb_per_s(copy.manifest.num_bytes),
+        )
+        _log.info(
+            "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
+            report.version,
+            report.step,
+            len(report.engines),
+            len(report.verified),
+            len(report.evicted),
+            report.prepare_s,
+            report.transfer_s,
+            report.seconds,
+            max(report.stall_s.values(), default=0.0),
+        )
+        return report
+
+    async def send(self, groups: Sequence[PushGroup], roster: PushGroups) -> None:
+        """Push to these groups of ``roster`` at once, and evict the engines that fail.
+
+        Raises Fenced, and PartLost as ``update`` does.
+        """
+        since = time.perf_counter()
+        # All groups end before an error is raised: none may go on with a copy that the caller then releases.
+        await all_of([self._send_to(group, roster) for group in groups])
+        self.transfer_s = time.perf_counter() - since
+
+    async def _send_to(self, group: PushGroup, roster: PushGroups) -> None:
+        since, transport = time.perf_counter(), group.transport or self._handles
+        outcome = await self.update(group)
+        updated = {member: times for member, times in outcome.items() if isinstance(times, Updated)}
+        errors = {member: error for member, error in outcome.items() if isinstance(error, ReceiverFailed)}
+        self.throughput.add(transport, len(updated), time.perf_counter() - since)
+        self.updated |= {member.id: times for member, times in updated.items()}
+        self.evicted |= {member.id: f"{error.phase}: {error.reason}" for member, error in errors.items()}
+        await asyncio.gather(*[roster.evict(member, str(error)) for member, error in errors.items()])
+        for member in updated:
+            roster.succeeded(member)
+
+    async def update(self, group: PushGroup) -> Outcome:
+        """Push to all engines of one group. Returns how each took the version, or why it did not.
+
+        Raises Fenced, and PartLost where another rank of the learner cannot send its part: no engine has failed then.
+        """
+        together, apart, outcome = list(group.members), list[Member](), Outcome()
+        # Decided once for all rounds of this push.
+        checks = {member: self._check_of(member) for member in together}
+        served_s: dict[Member, float | None] = {}
+        while together:
+            try:
+                served_s = await self._transfer(group, together, serve=len(together) == 1 and checks[together[0]] is None)
+                break
+            except _GroupBroken as broken:
+                await _check_parts(group, broken)
+                await _let_join(group, together, broken)
+                group.close()
+                failed = await _failed(together, broken)
+                _log.warning(
+                    "push broke off version=%d phase=%s engines=%d failed=%s", self._version, broken.phase, len(together), _ids(failed)
+                )
+                outcome |= failed
+                # Where no engine has certainly failed, the engines that reported an error are retried alone, or all of
+                # them if none did: the error of one reaches the others as a lost peer
+                # (docs/decisions/013-pairs-unless-asked.md).
+                suspects = [] if failed else list(broken.errors) or together
+                apart += suspects
+                together = [member for member in together if member not in failed and member not in suspects]
+        ends = [self._finish(member, checks[member], served_s.get(member)) for member in together]
+        for part in await all_of([*ends, *(self._retry(group, member) for member in apart)]):
+            outcome |= part
+        return outcome
+
+    async def _retry(self, group: PushGroup, member: Member) -> Outcome:
+        """Push to a suspected engine alone, over a channel of its own."""
+        alone = PushGroup(group.rules, [member])
+        try:
+            return await self.update(alone)
+        finally:
+            alone.close()
+
+    async def _finish(self, member: Member, check: Check | None, served_s: float | None) -> Outcome:
+        try:
+            return {member: await member.finish(self._version, check, served_s)}
+        except ReceiverFailed as error:
+            return {member: error}
+
+    async def _transfer(self, group: PushGroup, members: list[Member], *, serve: bool) -> dict[Member, float | None]:
+        """Send all buckets to all members.
+
+        With ``serve``, returns the seconds for which each that serves them already paused generation.
+
+        Raises _GroupBroken, Fenced.
+        """
+        channel = group.channel_of(members) or await _open(group, members)
+        if all(member.single_request for member in members):
+            async with _PushRound() as round_:
+                return await self._send_in_one_request(round_, channel, serve, group.rules.deadlines.of("bucket"))
+        async with _PushRound() as round_:
+            # A round of its own, in which the answer of every member is awaited: a member that fails here has failed by
+            # itself.
+            await round_.each("begin", [(member, member.begin(self._version)) for member in members])
+        async with _PushRound() as round_:
+            await self._send_in_turn(round_, channel)
+        return {}
+
+    async def _send_in_one_request(
+        self, round_: "_PushRound", channel: Channel, serve: bool, deadline_s: float
+    ) -> dict[Member, float | None]:
+        """Send one request for all buckets. The deadline holds for each bucket, and then for the answers.
+
+        A receiver that reads the buckets itself has both deadlines of its own.
+        """
+        # All sends are queued at once: the channel keeps them in order.
+        sends = [round_.start(phase, None, channel.send(payload, following)) for phase, payload, following in self._messages()]
+        requests = {
+            member: round_.start("transfer", member, member.receive(self._version, self._buckets, serve=serve))
+            for member in channel.members
+        }
+        await round_.until(sends)
+        try:
+            async with asyncio.timeout(None if all(member.receiver.carries for member in requests) else deadline_s):
+                await round_.until(round_.under_way)
+        except TimeoutError:
+            raise _GroupBroken("transfer", {}, None) from None
+        return {member: task.result() for member, task in requests.items()}
+
+    async def _send_in_turn(self, round_: "_PushRound", channel: Channel) -> None:
+        """Send a request for every bucket.
+
+        An engine that reads them itself has the next requests before it has stored this bucket.
+        """
+        max_ahead = _BUCKETS_AHEAD if all(member.receiver.carries for member in channel.members) else 1
+        under_way: deque[list[asyncio.Task[None]]] = deque()
+        for (bucket, _), (phase, payload, following) in zip(self._buckets, self._messages(), strict=True):
+            if len(under_way) == max_ahead:
+                await round_.until(under_way.popleft())
+            requests = [
+                round_.start(phase, member, _in_phase(member, phase, member.receiver.bucket(bucket.specs, payload)))
+                for member in channel.members
+            ]
+            under_way.append([*requests, round_.start(phase, None, channel.send(payload, following))])
+        await round_.until(round_.under_way)
+
+    def _messages(self) -> list[tuple[str, Payload, Payload | None]]:
+        """Return the phase of each bucket, its bytes, and the bytes of the next one."""
+        payloads: list[Payload] = [payload for _, payload in self._buckets]
+        phases = [f"bucket {number} of {len(payloads)}" for number in range(1, len(payloads) + 1)]
+        return list(zip(phases, payloads, [*payloads[1:], None], strict=True))
+
+
+async def _open(group: PushGroup, members: list[Member]) -> Channel:
+    """Open a channel to these members, and have them join its groups. Raises _GroupBroken."""
+    async with _PushRound() as round_:
+        try:
+            channel = await group.open(members)
+        except PeerLost as error:
+            raise _GroupBroken("join", {}, error) from None
+        deadline_s = group.rules.deadlines.of("join")
+        if not channel.senders:
+            await round_.until([round_.start("join", member, member.join(None)) for member in members])
+        # One group after the other: an engine that is blocked while it joins one answers no request to join another.
+        for sender in channel.senders:
+            round_.start("join", None, sender.meet(), deadline_s)
+            for member in members:
+                round_.start("join", member, member.join(channel.rendezvous(member, sender)))
+            await round_.until(round_.under_way)
+        return channel
+
+
+async def _check_parts(group: PushGroup, broken: "_GroupBroken") -> None:
+    """Raise PartLost if another rank of the learner is the reason: its end of a group fails the engines' ends, too."""
+    try:
+        if isinstance(broken.ours, PartLost):
+            raise broken.ours
+        for part in group.rules.parts:
+            await part.check()
+    except PartLost:
+        group.close()
+        raise
+
+
+async def _let_join(group: PushGroup, members: Iterable[Member], broken: "_GroupBroken") -> None:
+    """Give an engine that did not fail, and may still be joining, the time to end that: see ``_JOIN_S``."""
+    if broken.phase == "join" and any(not member.single_request for member in members if member not in broken.errors):
+        await asyncio.sleep(min(_JOIN_S, group.rules.deadlines.phase_s / 4))
+
+
+async def _in_phase(member: Member, phase: str, work: Coroutine[object, None, None]) -> None:
+    async with member.phase(phase):
+        await work
+
+
+async def _failed(members: Sequence[Member], broken: "_GroupBroken") -> dict[Member, ReceiverFailed]:
+    """Return the engines that have certainly failed: they do not answer, or failed alone or in a phase that shares
+    nothing."""
+    if broken.phase == "begin" or len(members) == 1:
+        return {member: broken.error(member) for member in members if member in broken.errors or len(members) == 1}
+    alive = await all_of([member.answers() for member in members])
+    return {member: broken.error(member) for member, answered in zip(members, alive, strict=True) if not answered}
+
+
+class _GroupBroken(Exception):
+    """A round that cannot go on: the errors of the engines that reported one, and the error of the learner's own
+    part."""
+
+    def __init__(self, phase: str, errors: Mapping[Member, ReceiverFailed], ours: Exception | None) -> None:
+        super().__init__(phase, errors, ours)
+        self.phase, self.errors, self.ours = phase, dict(errors), ours
+
+    def error(self, member: Member) -> ReceiverFailed:
+        """Return the error of one engine: its own, else the error of the learner's part."""
+        reason = "gives no answer any more" if self.ours is None else str(self.ours)
+        return self.errors.get(member) or ReceiverFailed(member.receiver.url, self.phase, reason)
+
+
+class _PushRound:
+    """The tasks of one round with several engines: the first error of any cancels all of them."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[asyncio.Task[object], tuple[str, Member | None]] = {}
+
+    async def __aenter__(self) -> "_PushRound":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def under_way(self) -> list[asyncio.Task[object]]:
+        """Tasks of the round that have not been waited for to their end."""
+        return list(self._tasks)
+
+    def start(self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None) -> asyncio.Task[T]:
+        """Start and return a task of ``member``; None = of the learner itself.
+
+        With ``timeout_s`` a late one fails as PeerLost.
+        """
+        task = asyncio.create_task(work if timeout_s is None else _bounded(work, timeout_s))
+        self._tasks[task] = phase, member
+        return task
+
+    async def until(self, tasks: Iterable[asyncio.Task[object]]) -> None:
+        """Wait for these tasks. Raises _GroupBroken as soon as any task of the round has failed."""
+        waited = set(tasks)
+        while waited & self._tasks.keys():
+            done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+            self._raise_errors(done)
+
+    async def each(self, phase: str, work: Iterable[tuple[Member, Coroutine[object, None, None]]]) -> None:
+        """Wait for all, also after an error: nothing is shared. Raises _GroupBroken naming all that failed."""
+        for member, verb in work:
+            self.start(phase, member, verb)
+        done, _ = await asyncio.wait(self._tasks)
+        self._raise_errors(done)
+
+    def _raise_errors(self, done: set[asyncio.Task[object]]) -> None:
+        errors: dict[Member, ReceiverFailed] = {}
+        ours: Exception | None = None
+        first_phase = ""
+        for task in [task for task in self._tasks if task in done]:  # the task that was started first names the phase
+            phase, member = self._tasks.pop(task)
+            error = task.exception()
+            if error is None:
+                continue
+            first_phase = first_phase or phase
+            if isinstance(error, ReceiverFailed) and member is not None:
+                errors.setdefault(member, error)
+            elif isinstance(error, PeerLost):
+                ours = error
+            else:
+                raise error
+        if first_phase:
+            raise _GroupBroken(first_phase, errors, ours)
+
+
+async def _bounded(work: Coroutine[object, None, T], timeout_s: float) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await work
+    except TimeoutError:
+        raise PeerLost("tidemill", "waiting for the engines", f"not done within {timeout_s:g} s") from None
+
+
+def _ids(members: Iterable[Member]) -> str:
+    return ",".join(sorted(member.id for member in members))

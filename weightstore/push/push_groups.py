@@ -1,0 +1,386 @@
+"""The engines that take part in pushes, in groups that share process groups with the learner. A pair is a group of one
+engine.
+
+    live rows -> PushGroups.reconcile -> PushGroup (members, channel)
+
+    rank 0 of the learner  -- tidemill   --> e1, e2        a channel: the process groups of all ranks that send,
+    rank 2 of the learner  -- tidemill-1 --> e1, e2        one bucket at a time, in the order of the requests
+
+An engine that fails is evicted: it misses the rest of that push, and has left its group. It is tried again in the next
+push, and after each further failure only after a longer pause, because each attempt may cost a deadline.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import aiohttp
+from torch import Tensor
+
+from tidemill.bus.client.reach import Reach
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import make_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PeerLost, ReceiverFailed
+from tidemill.weightstore.push.member import Member
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import StagingMemory
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.nccl import DeviceEnd, no_nccl, share
+from tidemill.weightstore.transport.parts import Payload, RemoteBucket, RemotePart, RemoteSender
+from tidemill.weightstore.transport.port import Identity, OpenReceiver, Rendezvous, WeightReceiver, identity
+from tidemill.weightstore.transport.sender_process import START_S
+from tidemill.weightstore.transport.senders import APART, Sender
+
+_log = logging.getLogger(__name__)
+
+PHASES = ("joining", "catching up", "serving", "stale")
+"""An engine in one of these phases takes part."""
+GROUP = "tidemill"
+"""Name of rank 0's process groups, and the beginning of the names of the others: an engine that still has a group of
+that name leaves it first."""
+_MAX_PAUSE_S = 600.0
+"""Bound of the pause between two attempts with an engine that keeps failing."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupRules:
+    """Rules by which push groups are formed and their channels opened."""
+
+    max_engines: int
+    """Maximum number of engines in a group."""
+    at: Reach
+    """Address at which the learner serves the rendezvous."""
+    backend: str
+    """auto | gloo | nccl; auto = nccl to engines that can, else gloo."""
+    deadlines: Deadlines
+    end: DeviceEnd = field(default_factory=DeviceEnd)
+    """The learner's GPU."""
+    memory: StagingMemory | None = None
+    """The staging memory, if other processes can read it; NCCL needs that."""
+    apart: tuple[str, ...] = APART
+    """Backends with the learner's end in a process of its own."""
+    parts: tuple[RemotePart, ...] = ()
+    """Parts of the weights that other ranks send."""
+
+    def backend_of(self, row: LiveRow) -> tuple[str, str]:
+        """Return the backend to an engine (empty: it is refused), and why it is not NCCL: one backend for all ranks
+        that send."""
+        ends = () if self.backend == "gloo" else (self.end, *(part.place.end for part in self.parts))
+        reason = next(filter(None, (no_nccl(end, row.capabilities) for end in ends)), "")
+        if self.backend == "gloo" or (reason and self.backend == "auto"):
+            return "gloo", reason
+        return ("" if reason else "nccl"), reason
+
+
+class Channel:
+    """The process groups of some members; none for an engine that reads the buckets itself.
+
+    The errors of one member are ReceiverFailed, the errors of the channel PeerLost.
+    """
+
+    def __init__(self, senders: Sequence[Sender | RemoteSender], members: Sequence[Member], deadline_s: float) -> None:
+        """``senders``: rank 0's, then the other parts' in their order. ``deadline_s``: of a bucket."""
+        self.senders, self.members, self._deadline_s = list(senders), list(members), deadline_s
+        self._sending = asyncio.Lock()
+        """Senders take turns: the members receive one bucket after the other."""
+        self._lost: PeerLost | None = None
+
+    @classmethod
+    async def open(cls, members: Sequence[Member], rules: GroupRules) -> "Channel":
+        """Have all ranks that send listen, and return the channel; the members have not joined yet. Raises PeerLost."""
+        if members[0].receiver.carries:  # and is alone
+            return cls([], members, 0.0)
+        deadline_s, backend = rules.deadlines.of("bucket"), members[0].backend
+        size = 1 + sum(member.ranks for member in members)
+        local = await Sender.open(GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart)
+        start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
+        hosting = [part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s) for number, part in enumerate(rules.parts, 1)]
+        opened = await asyncio.gather(*hosting, return_exceptions=True)
+        channel = cls([local, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
+        for error in opened:
+            if isinstance(error, BaseException):
+                channel.close()
+                raise error
+        return channel
+
+    def rendezvous(self, member: Member, sender: Sender | RemoteSender) -> Rendezvous:
+        """Return where the engine joins a group; its processes take as many ranks, one engine after the other."""
+        first = 1 + sum(earlier.ranks for earlier in self.members[: self.members.index(member)])
+        return Rendezvous(
+            host=sender.host, port=sender.port, rank=first, world_size=sender.world_size, name=sender.name, backend=sender.backend
+        )
+
+    async def send(self, payload: Payload, following: Payload | None = None) -> None:
+        """Broadcast a bucket to all members from the rank that has it, in the order in which they are requested to
+        receive the buckets.
+
+        ``following``: the next bucket; None = not known, or there is none. After one failed no other is tried: each
+        could block.
+        """
+        if not self.senders:
+            return
+        async with self._sending:
+            if self._lost is not None:
+                raise type(self._lost)(self.senders[0].name, "sending", f"an earlier message was lost: {self._lost.reason}")
+            try:
+                await self._broadcast(payload, following)
+            except PeerLost as error:
+                self._lost = error
+                raise
+
+    async def _broadcast(self, payload: Payload, following: Payload | None) -> None:
+        own_sender, *remote_senders = self.senders
+        if isinstance(payload, Tensor):
+            assert isinstance(own_sender, Sender)
+            await own_sender.send(payload, following if isinstance(following, Tensor) else None, self._deadline_s)
+            return
+        ahead = following if isinstance(following, RemoteBucket) and following.part is payload.part else None
+        [group] = [group for group in remote_senders if isinstance(group, RemoteSender) and group.part is payload.part]
+        await group.send(payload, ahead, self._deadline_s)
+
+    def close(self) -> None:
+        """Close all groups, without waiting for a call under way, which ends by the deadline of its group."""
+        for sender in self.senders:
+            sender.close()
+
+
+class PushGroup:
+    """Some engines, and the channel they had at the last push, if it is still good."""
+
+    def __init__(self, rules: GroupRules, members: Iterable[Member] = ()) -> None:
+        self.rules, self.members = rules, list(members)
+        self._channel: Channel | None = None
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if its engines share the learner's accelerator: all, or none of them."""
+        return any(member.colocated for member in self.members)
+
+    @property
+    def transport(self) -> str:
+        """The backend of its process group; empty = its engine reads the buckets itself."""
+        return "" if self.members[0].receiver.carries else self.members[0].backend
+
+    def has_room(self, member: Member) -> bool:
+        """Return whether an engine may be added.
+
+        Engines of one group are all colocated or none, and have one backend, over NCCL on different GPUs; one that
+        reads the buckets itself has a group of its own.
+        """
+        if any(present.receiver.carries or present.backend != member.backend for present in (member, *self.members)):
+            return False
+        if member.backend == "nccl" and any(share(present.devices, member.devices) for present in self.members):
+            return False
+        return member.colocated == self.is_colocated and len(self.members) < self.rules.max_engines
+
+    def channel_of(self, members: Sequence[Member]) -> Channel | None:
+        """Return the open channel, if these are its members."""
+        return self._channel if self._channel is not None and self._channel.members == members else None
+
+    async def open(self, members: Sequence[Member]) -> Channel:
+        """Open another channel, for these members, in place of the present one. Raises PeerLost."""
+        self.close()
+        self._channel = await Channel.open(members, self.rules)
+        return self._channel
+
+    def close(self) -> None:
+        """Close the channel; the next push opens another one."""
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = None
+
+
+@dataclass(slots=True)
+class _Backoff:
+    failures: int = 0
+    until_s: float = 0.0
+
+
+class PushGroups:
+    """The groups and their members, reconciled with the live rows before every push."""
+
+    def __init__(self, view: LiveView, open_receiver: OpenReceiver, rules: GroupRules) -> None:
+        self._view, self._open_receiver, self._rules = view, open_receiver, rules
+        self._members: dict[str, Member] = {}
+        self._groups: list[PushGroup] = []
+        self._backoffs: dict[Identity, _Backoff] = {}
+        self._without_nccl: dict[Identity, str] = {}
+        """Engine -> why it gets no weights over NCCL, as logged."""
+        self.evicted: dict[str, str] = {}
+        """Live engine -> why it was evicted; removed when it has taken a version or another process has its name."""
+        self._recorded: dict[str, str] | None = None
+        """``evicted`` as recorded on the bus; None = as an earlier learner recorded it."""
+
+    async def reconcile(self) -> list[PushGroup]:
+        """Drop the engines that have gone, add the new ones (they join when they are first updated).
+
+        Returns the groups. Raises BusUnavailable.
+        """
+        alive = {row.id: row for row in await self._view.alive("engine")}
+        rows = {row.id: row for row in alive.values() if row.phase in PHASES and row.address}
+        failed_ids = {engine_id for engine_id, *_ in {identity(row) for row in rows.values()} & self._backoffs.keys()}
+        self.evicted = {engine_id: reason for engine_id, reason in self.evicted.items() if engine_id in failed_ids}
+        for member in list(self._members.values()):
+            row = rows.get(member.id)
+            if row is None or identity(row) != member.identity:
+                _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
+                # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no
+                # group left.
+                await self._drop(member, leave=row is None and member.id in alive)
+        for row in rows.values():
+            # A colocated engine is never left out: the learner needs its memory.
+            if row.id not in self._members and (row.capabilities.colocated or self._is_due(row)) and self._add(row):
+                _log.info("push group: new engine=%s url=%s", row.id, row.address)
+        return list(self._groups)
+
+    async def evict(self, member: Member, reason: str) -> None:
+        """Leave the engine out of this push; it is stale until an update is completed."""
+        backoff = self._backoffs.setdefault(member.identity, _Backoff())
+        backoff.failures += 1
+        self.evicted[member.id] = reason
+        pause_s = min(self._rules.deadlines.phase_s * 2 ** (backoff.failures - 2), _MAX_PAUSE_S) if backoff.failures > 1 else 0.0
+        backoff.until_s = time.monotonic() + pause_s
+        _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
+        await self._drop(member, leave=True)
+
+    def succeeded(self, member: Member) -> None:
+        """Record that the engine has taken a version: it is no longer evicted, and its failures are forgotten."""
+        self._backoffs.pop(member.identity, None)
+        self.evicted.pop(member.id, None)
+
+    async def succeeding(self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]) -> tuple[str, ...]:
+        """Run ``work`` for all members at once.
+
+        Returns the ids of the members that succeeded; the other members are evicted.
+        """
+
+        async def run_for(member: Member) -> str:
+            """Run ``work`` for one member. Returns its id; "" if it failed and was evicted."""
+            try:
+                await work(member)
+            except ReceiverFailed as error:
+                await self.evict(member, str(error))
+                return ""
+            return member.id
+
+        return tuple(sorted(filter(None, await all_of(map(run_for, members)))))
+
+    async def record_evicted(self, registry: VersionRegistry) -> None:
+        """Record which engines are not pushed to, and why, for `tidemill status`."""
+        evicted = dict(self.evicted)
+        if evicted == self._recorded:
+            return
+        try:
+            await registry.set_evicted(evicted)
+            self._recorded = evicted
+        except BusError as error:  # the version is published all the same
+            _log.warning("evicted engines not recorded error=%s", error)
+
+    async def close(self) -> None:
+        """Ask all engines to leave their groups, and release their receivers."""
+        await asyncio.gather(*[self._drop(member, leave=True) for member in list(self._members.values())])
+
+    def _add(self, row: LiveRow) -> bool:
+        """Add the engine to the first group that has room; the channel of that group is opened anew at the next push.
+
+        Returns False for an engine that is refused: it cannot have NCCL, and nothing else is allowed.
+        """
+        receiver = self._open_receiver(row)
+        backend, reason = ("", "") if receiver.carries else self._rules.backend_of(row)
+        if reason:
+            self._log_without_nccl(row, backend, reason)
+            if not backend:
+                receiver.close()
+                self.evicted[row.id] = f"weights.backend: nccl is not possible: {reason}"
+                return False
+        member = Member(row, receiver, deadlines=self._rules.deadlines, backend=backend)
+        group = next((group for group in self._groups if group.has_room(member)), None)
+        if group is None:
+            group = PushGroup(self._rules)
+            self._groups.append(group)
+        group.members.append(member)
+        self._members[row.id] = member
+        return True
+
+    def _log_without_nccl(self, row: LiveRow, backend: str, reason: str) -> None:
+        """Log once why an engine gets no weights over NCCL, unless learner and engine are both on CPUs, where none is
+        expected."""
+        is_logged = self._without_nccl.get(identity(row)) == reason
+        self._without_nccl[identity(row)] = reason
+        if is_logged or (backend and not self._rules.end.uuid and not row.capabilities.devices):
+            return
+        if backend:
+            _log.warning("weights go over %s engine=%s reason=%s", backend, row.id, reason)
+        else:
+            _log.error("push group: refused engine=%s weights.backend=nccl reason=%s", row.id, reason)
+
+    async def _drop(self, member: Member, *, leave: bool) -> None:
+        if self._members.get(member.id) is member:
+            del self._members[member.id]
+        await member.close(leave=leave)
+        for group in [group for group in self._groups if member in group.members]:
+            group.members.remove(member)
+            if not group.members:
+                group.close()
+                self._groups.remove(group)
+
+    def _is_due(self, row: LiveRow) -> bool:
+        backoff = self._backoffs.get(identity(row))
+        return backoff is None or time.monotonic() >= backoff.until_s
+
+
+async def all_of(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
+    """Wait for all, then raise the first error, if there is one."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return cast("list[T]", results)
+
+
+async def open_groups(
+    stack: AsyncExitStack,
+    bus: Bus,
+    config: WeightsConfig,
+    *,
+    epoch: int,
+    rules: GroupRules,
+    view: LiveView,
+) -> PushGroups:
+    """Return groups without members, with the receivers of the configured transport. ``stack`` closes them.
+
+    Raises BusUnavailable.
+    """
+    keys = await make_keys(bus)
+    # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
+    # its deadline.
+    connector = aiohttp.TCPConnector(limit=0)
+    session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
+    for part in rules.parts:
+        stack.push_async_callback(part.close)
+
+    def open_receiver(row: LiveRow) -> WeightReceiver:
+        """Make the HTTP receiver of a live engine."""
+        return HttpReceiver(session, row.address, epoch=epoch, deadlines=rules.deadlines)
+
+    if config.transport == "handles":
+        from tidemill.weightstore.transport.handle_receiver import HandleReceivers
+
+        gpu = rules.end.uuid if config.staging == "cuda" else ""
+        assert rules.memory is not None, "weights.transport: handles is staged in memory that engines can read"
+        receivers = HandleReceivers(rules.memory, open_receiver, epoch=epoch, deadlines=rules.deadlines, gpu=gpu, parts=rules.parts)
+        stack.callback(receivers.close)
+        open_receiver = receivers.open
+    groups = PushGroups(view, open_receiver, rules)
+    stack.push_async_callback(groups.close)
+    return groups
