@@ -99,7 +99,7 @@ def test_the_table_of_presets_is_what_they_expand_to() -> None:
             wanted |= yaml.safe_load(quote)
         for name, said in zip(head[1:-1], row[1:-1], strict=True):
             is_clip = name.startswith("clip")
-            if said != "—":
+            if said:
                 wanted[name] = float(said) if re.match(r"\d", said) else said
             else:
                 assert getattr(config, name) == 0 if is_clip else config.weight == "none", (config.correction, name)
