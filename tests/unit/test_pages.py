@@ -203,10 +203,11 @@ def test_code_can_be_compiled(block: str) -> None:
     assert compile(block, "page", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
 
 
-def test_the_list_of_decisions_is_complete() -> None:
-    folder = ROOT / "docs/decisions"
-    listed = re.findall(r"\]\(([^)]+)\)", (folder / "index.md").read_text())
-    assert listed == sorted(path.name for path in folder.glob("0*.md"))
+def test_the_navigation_has_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    folder = ROOT / "docs"
+    pages = sorted(str(path.relative_to(folder)) for path in (*folder.glob("*.md"), *folder.glob("decisions/*.md")))
+    assert sorted(re.findall(r"[\w/-]+\.md", nav)) == pages
 
 
 def quoted_symptoms() -> list[str]:
