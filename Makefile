@@ -214,7 +214,7 @@ collected: setup
 # The documentation site, in site/. A link without a target, a page that no section names, and a request to elsewhere are errors.
 .PHONY: docs
 docs: $(DOCS)/.ready
-	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --quiet --clean
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
 	@! grep --recursive --only-matching --extended-regexp --include='*.html' '<(script|link|img|iframe)[^>]*(src|href)="https?:' site
 
 $(DOCS)/.ready: pyproject.toml

@@ -177,8 +177,10 @@ def test_commands_in_sentences_have_the_options_that_are_named(page: str, line: 
 
 def _below(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser | None:
     """Return the parser of a command below another one."""
-    groups = parser._subparsers._group_actions if parser._subparsers else []
-    return next((action.choices[name] for action in groups if name in (action.choices or {})), None)  # type: ignore[call-overload,no-any-return]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction) and name in action.choices:
+            return action.choices[name]  # type: ignore[no-any-return]
+    return None
 
 
 def test_every_example_of_extending_is_shown_or_named() -> None:
