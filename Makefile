@@ -13,6 +13,7 @@ SGLANG ?= .venv-sglang
 OPENENV ?= .venv-openenv
 VERIFIERS ?= .venv-verifiers
 GYMS   ?= .venv-gyms
+DOCS   ?= .venv-docs
 ON_SGLANG := tests/sglang tests/contract/test_engine_both.py tests/contract/test_engine_both_http.py tests/contract/test_engine_joined.py \
 	tests/contract/test_engine_bfloat16.py -k "not builtin"
 
@@ -220,6 +221,17 @@ check-imports: as-installed
 collected: setup
 	@out=$$($(BIN)/python -m pytest --collect-only --quiet --quiet $(TESTS) tests/chaos) || { echo "$$out"; exit 1; }
 
+# The documentation site, in site/. A link without a target, a page that no section names, and a request to elsewhere are errors.
+.PHONY: docs
+docs: $(DOCS)/.ready
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict --clean
+	@! grep --recursive --only-matching --extended-regexp --include='*.html' '<(script|link|img|iframe)[^>]*(src|href)="https?:' site
+
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/python $(INSTALL) "$$(grep --only-matching 'mkdocs-material==[0-9.]*' pyproject.toml)"
+	touch $@
+
 bench: setup
 	$(BIN)/python -m tests.bench
 
@@ -233,4 +245,4 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) runs .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG) $(OPENENV) $(VERIFIERS) $(DOCS) site runs .pytest_cache .mypy_cache .ruff_cache

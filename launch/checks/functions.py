@@ -266,7 +266,7 @@ def check_bridge(report: Report, config: RunConfig) -> None:
 
 
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
-    """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.16."""
+    """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.11."""
     algorithm, name = config.learner.algorithm, "learner.algorithm"
     assert algorithm.clip_high is not None
     if algorithm.loss not in ("gspo", "gspo_token"):

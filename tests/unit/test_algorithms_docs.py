@@ -99,7 +99,7 @@ def test_the_table_of_presets_is_what_they_expand_to() -> None:
             wanted |= yaml.safe_load(quote)
         for name, said in zip(head[1:-1], row[1:-1], strict=True):
             is_clip = name.startswith("clip")
-            if said != "—":
+            if said:
                 wanted[name] = float(said) if re.match(r"\d", said) else said
             else:
                 assert getattr(config, name) == 0 if is_clip else config.weight == "none", (config.correction, name)
@@ -115,7 +115,7 @@ def test_a_setting_that_is_named_exists() -> None:
 
 def test_a_row_begins_with_a_setting_of_ours() -> None:
     rows = [row for table in tables() if table[0][0] == "here" for row in table[1:]]
-    assert len(rows) > 60
+    assert len(rows) > 40
     for row in rows:
         for quote in re.findall(r"`([^`]+)`", row[0]):
             ((name, value),) = yaml.safe_load(quote).items() if ": " in quote else ((quote, None),)

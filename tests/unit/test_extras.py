@@ -37,7 +37,7 @@ def test_the_table_of_extras_is_that_of_pyproject() -> None:
     declared = {
         extra: {IMPORT_NAMES.get(name, name) for name in (re.split(r"[^\w-]", line)[0] for line in lines)}
         for extra, lines in PYPROJECT["optional-dependencies"].items()
-        if extra not in ("all", "gpu", "test")
+        if extra not in ("all", "docs", "gpu", "test")
     }
     assert {extra: set(packages) for extra, packages in extras.EXTRAS.items()} == declared
 
