@@ -47,7 +47,7 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     return found
 
 
-TABLE = {"relative_length": "rewards.group:relative_length", "remote": "rewards.http.remote:RemoteGroup"}
+TABLE = {"relative_length": "rewards.group:relative_length", "remote": "rewards.http.remote:RemoteGroupReward"}
 """Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
 """Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""

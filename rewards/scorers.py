@@ -16,7 +16,7 @@ from rewards.errors import RewardFailed
 from rewards.group import ASKING as ASKING_OF_GROUPS
 from rewards.group import GROUP, GroupRequest, Reward
 from rewards.group import TABLE as TABLE_OF_GROUPS
-from rewards.part_settings import SCORE, Part
+from rewards.part_settings import SCORE, RewardPart
 from rewards.port import RewardRequest, Scorer
 from rewards.processes.pool import FunctionProcesses
 from rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
@@ -49,13 +49,13 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 
 
 @asynccontextmanager
-async def opened_parts(parts: Sequence[Part], limits: ProcessLimits) -> AsyncIterator[Scorer]:
+async def opened_parts(parts: Sequence[RewardPart], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
         yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
 
 
-def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
+def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
     """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are ``part.name``.
 
     It fails when one part fails, and when no part applies.
@@ -84,7 +84,7 @@ def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
     return score
 
 
-async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
+async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
     """Score one part; a failure names the part."""
     try:
         return await scorer(request)

@@ -58,7 +58,7 @@ class PolicyFault(Exception):
         self.reward = reward
 
 
-class Output(io.FileIO):
+class LossyOutput(io.FileIO):
     """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program that prints it."""
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class Output(io.FileIO):
 
 def text_file(descriptor: int, report_lost: Callable[[str], None]) -> io.TextIOWrapper:
     """Return a text file on an open descriptor: a line is written at once, or lost."""
-    file = io.BufferedWriter(Output(descriptor, report_lost))
+    file = io.BufferedWriter(LossyOutput(descriptor, report_lost))
     return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
@@ -140,7 +140,7 @@ def imported(module: str) -> Any:
     return found
 
 
-class Loaded(NamedTuple):
+class LoadedProgram(NamedTuple):
     """A program."""
 
     run: Callable[..., Any]
@@ -151,7 +151,7 @@ class Loaded(NamedTuple):
     tools: list[str]
 
 
-def load(request: dict[str, Any]) -> Loaded:
+def load(request: dict[str, Any]) -> LoadedProgram:
     """Return the program. Raises whatever the user's module raises."""
     limit_memory(request["memory_mb"])
     limit_others(request["limits"])
@@ -171,10 +171,10 @@ def load(request: dict[str, Any]) -> Loaded:
         resume = getattr(program, "resume", None) if request["resumes"] else None
         if request["resumes"] and not callable(resume):
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
-        return Loaded(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
+        return LoadedProgram(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
     if request["resumes"] or not callable(found):
         raise TypeError(f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got {type(found).__name__}")
-    return Loaded(found, None, options, [])
+    return LoadedProgram(found, None, options, [])
 
 
 def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def reason_of(error: BaseException) -> str:
     return text.encode("utf-8", "replace").decode()[:MAX_REASON]
 
 
-class Child:
+class EpisodeServer:
     """The episodes of this process."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -390,7 +390,7 @@ async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str
 async def serve(connection: socket.socket) -> None:
     """Take messages until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    child = Child(writer)
+    child = EpisodeServer(writer)
     sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
     if sys.stdout is not None:  # None: its descriptor is closed, and print does nothing
         sys.stdout = text_file(1, child.report_lost)

@@ -23,11 +23,9 @@ from typing import Any
 from aiohttp import BasicAuth, web
 
 from actors.engines.responses import GenerationFailed, Interrupted, Responses
-from actors.episodes import inference_api
-from actors.episodes.calls import Called, answer_of
-from actors.episodes.episode import Episode, Spent
+from actors.episodes.calls import INFERENCE_PATH, AnsweredCall, answer_of, inference_answer
+from actors.episodes.episode import Episode, Spent, messages_of
 from actors.episodes.model_calls import ModelCalls
-from actors.episodes.transcript import messages_of
 from actors.episodes.turn_log import StoredTurn
 from actors.errors import BadRequest
 from actors.events import DATA
@@ -63,7 +61,7 @@ _PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {p
 
 
 @dataclass(slots=True)
-class _Made:
+class _WholeAnswer:
     """A whole answer, and the turns of which it was made."""
 
     status: int
@@ -83,8 +81,8 @@ class _Open:
     """Beginning of the ids of its answers."""
     answers: int = 0
     """Answers so far."""
-    running: set[asyncio.Task[_Made]] = field(default_factory=set)
-    left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
+    running: set[asyncio.Task[_WholeAnswer]] = field(default_factory=set)
+    left: dict[bytes, list[asyncio.Task[_WholeAnswer]]] = field(default_factory=dict)
     """Answers to clients that have gone, by request."""
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
@@ -221,7 +219,7 @@ class Gateway:
             calls.held.close()
         return response
 
-    async def _made(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+    async def _made(self, open: _Open, given: web.Request, path: str, body: bytes) -> _WholeAnswer:
         """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
         digest = hashlib.blake2b(repr((path, given.headers.get(SESSION_HEADERS[0], ""))).encode() + body).digest()
         left = open.left.get(digest, [])
@@ -243,17 +241,17 @@ class Gateway:
             raise
         return made
 
-    async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+    async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _WholeAnswer:
         """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
         request, calls = self._asked(open, given, path, body, streams=False)
         try:
             async with open.slots:
-                if path == inference_api.PATH:
-                    answer = await inference_api.answered(request, calls)
+                if path == INFERENCE_PATH:
+                    answer = await inference_answer(request, calls)
                 else:
                     answer = await open.history(request, calls)
                 async with answer:
-                    return _Made(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
+                    return _WholeAnswer(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
         except BaseException:
             calls.held.close()
             raise
@@ -337,7 +335,7 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
 
 def _streams(episode: Episode, path: str, body: bytes) -> bool:
     """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be stored before."""
-    if b'"stream"' not in body or path == inference_api.PATH or episode.log.stores or episode.log.pending:
+    if b'"stream"' not in body or path == INFERENCE_PATH or episode.log.stores or episode.log.pending:
         return False
     return json_map(body).get("stream") is True
 
@@ -348,7 +346,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
         streaming.cancel()
 
 
-async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
+async def _deliver(episode: Episode, made: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
     for called in made.calls.outputs:
@@ -368,7 +366,7 @@ def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[S
         pieces, rest = _begun(turn.prompt.tolist(), known[made.agent])
         if rest:
             pieces.append(Piece(text=model.text.decode(rest, skip_special=False), tokens=tuple(rest)))
-        called = Called(turn.prompt, turn.output(made.id), turn.response(), turn)
+        called = AnsweredCall(turn.prompt, turn.output(made.id), turn.response(), turn)
         known[made.agent].append(history.remember(pieces, answer_of(called, made.id), made.agent))
 
 

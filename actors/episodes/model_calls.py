@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.responses import Prompt, Response, Responses
-from actors.episodes.calls import Called, answer_of
-from actors.episodes.episode import Call, Episode
-from actors.episodes.recorder import Output
+from actors.episodes.calls import AnsweredCall, answer_of
+from actors.episodes.episode import Episode, ReservedCall
+from actors.episodes.recorder import TurnOutput
 from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from actors.errors import BadRequest
 from actors.request import check_temperature
@@ -67,7 +67,7 @@ class ModelCalls:
         self._episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
         self.held = ExitStack()
-        self.outputs: list[Called] = []
+        self.outputs: list[AnsweredCall] = []
         """Each call, by place; none of a stream."""
         self.stream: StreamedCalls | None = None
         """The calls of a request that is streamed; they record their turns themselves."""
@@ -96,7 +96,7 @@ class ModelCalls:
             return Answer.of_states(HTTPStatus.OK, _whole(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
 
-    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[Called]:
+    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[AnsweredCall]:
         """Make the calls together. Raises as a call does: of several errors the first."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -111,19 +111,19 @@ class ModelCalls:
         one = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
         return {"object": "list", "data": [one]}
 
-    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> Called:
+    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> AnsweredCall:
         episode = self._episode
         call, sampling = self._begun(prompt, given, self.held)
         stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
         if stored is not None:
             output = replace(stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0)  # of this attempt, as its tools
-            called = Called(prompt, output, stored.response(), stored)
+            called = AnsweredCall(prompt, output, stored.response(), stored)
         else:
             called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
         self._note_spent(call, called)
         return called
 
-    async def _grown(self, prompt: NDArray[np.int32], given: JsonMapping, turn: StreamedTurn) -> Called:
+    async def _grown(self, prompt: NDArray[np.int32], given: JsonMapping, turn: StreamedTurn) -> AnsweredCall:
         """Make the call of a streamed turn."""
         call, sampling = self._begun(prompt, given, turn.room)
         turn.cut = partial(self._cut, call, prompt, turn.place)
@@ -131,14 +131,14 @@ class ModelCalls:
         self._note_spent(call, called)
         return called
 
-    def _begun(self, prompt: NDArray[np.int32], given: JsonMapping, room: ExitStack) -> tuple[Call, Sampling]:
+    def _begun(self, prompt: NDArray[np.int32], given: JsonMapping, room: ExitStack) -> tuple[ReservedCall, Sampling]:
         """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
         sampling = _sampling(self._episode.sampling, given, self._own if self._trained else None)
         call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generated(
-        self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
+        self, call: ReservedCall, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
     ) -> Response:
         episode = self._episode
         asked = Prompt(
@@ -150,15 +150,15 @@ class ModelCalls:
         )
         return await self._responses.generate(asked, _accept, episode.clock.stopped, grown)
 
-    def _note_spent(self, call: Call, called: Called) -> None:
+    def _note_spent(self, call: ReservedCall, called: AnsweredCall) -> None:
         """Note a budget that has cut a response short."""
         if call.limit and called.response.generation.finish == "length":
             self._episode.spent = self._episode.spent or call.limit
 
-    async def _record(self, called: Called) -> None:
+    async def _record(self, called: AnsweredCall) -> None:
         await self._episode.record(called.prompt, called.output, called.response)
 
-    def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response) -> Called:
+    def _cut(self, call: ReservedCall, prompt: NDArray[np.int32], place: int, response: Response) -> AnsweredCall:
         """Return an unfinished response as a turn."""
         seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
         return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
@@ -172,11 +172,18 @@ class ModelCalls:
         self._episode.overridden[name] += 1
 
     def _called(
-        self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, *, finish: str = "", seconds: float | None = None
-    ) -> Called:
+        self,
+        call: ReservedCall,
+        prompt: NDArray[np.int32],
+        place: int,
+        response: Response,
+        *,
+        finish: str = "",
+        seconds: float | None = None,
+    ) -> AnsweredCall:
         """Return a response as a turn. ``seconds``: of its call; None = it ends now."""
         made = response.generation
-        output = Output(
+        output = TurnOutput(
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
@@ -188,7 +195,7 @@ class ModelCalls:
             trained=self._trained,
             routed_experts=made.routed_experts if self._episode.task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
         )
-        return Called(prompt, output, response, None)
+        return AnsweredCall(prompt, output, response, None)
 
 
 async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]:

@@ -3,15 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from actors.engines.responses import GenerationFailed
+from actors.config import GatewayConfig
+from actors.engines.responses import GenerationFailed, Responses
+from actors.episodes.children import ChildBounds, Children
 from actors.episodes.episode import LENGTH, Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
+from actors.episodes.turn_log import MOST_IDS, RESTART, RESUME, TurnLog
+from actors.errors import BadRow, NoRenderer
+from actors.rollout_settings import RolloutConfig, RolloutPrograms
+from actors.router.token_history import ModelText
+from actors.text.rendering import Renderer
+from bus.client.reach import HERE, Reach
 from bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.messages import Partial, Sample, Status, Task, Timings
@@ -245,3 +254,81 @@ def _remarks(episode: Episode) -> dict[str, object]:
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
     }
+
+
+@asynccontextmanager
+async def open_rollouts(
+    programs: RolloutPrograms,
+    responses: Responses,
+    turns: TurnStream | None = None,
+    at: Reach = HERE,
+    gateway_config: GatewayConfig | None = None,
+    note_hung: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator[dict[str, ProgramRollout]]:
+    """Give the rollouts by name. Every program is loaded once, in a child that stays.
+
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls that are context;
+    ``note_hung``: called for each call of a tool that hangs.
+
+    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
+    renderer that cannot be used.
+    """
+    try:
+        text = ModelText.read(programs.model, "model.path")
+    except ValueError as error:
+        raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
+    async with AsyncExitStack() as stack:
+        config = gateway_config or GatewayConfig()
+        gateway = Gateway(text, responses, await _renderer(config, programs.model, text), config.untrained_models)
+        try:
+            await gateway.start(at)
+        except OSError as error:
+            raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
+        stack.push_async_callback(gateway.close)
+        found = {}
+        for name, rollout in programs.programs.items():
+            children = await stack.enter_async_context(_children(name, rollout, programs.model, gateway.url, note_hung))
+            try:
+                await children.load()
+            except ProgramFailed as error:
+                raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
+            found[name] = ProgramRollout(
+                gateway,
+                children,
+                max_calls_in_flight=rollout.max_calls_in_flight,
+                turns=turns,
+                again=rollout.again,
+                needs_log=rollout.needs_log,
+                drain_s=rollout.drain_s,
+            )
+        yield found
+
+
+def _children(name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]) -> Children:
+    bounds = ChildBounds(
+        processes=config.processes,
+        episodes_per_child=config.episodes_per_child,
+        memory_mb=config.memory_mb,
+        cpu_s=config.cpu_s,
+        open_files=config.open_files,
+        file_mb=config.file_mb,
+    )
+    return Children(
+        config.program,
+        options=config.arguments(model),
+        python=config.python,
+        bounds=bounds,
+        resumes=config.again == RESUME,
+        gateway_host=urlsplit(gateway_url).hostname or "",
+        note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
+    )
+
+
+async def _renderer(config: GatewayConfig, model: str, text: ModelText) -> Renderer | None:
+    """Return the gateway's renderer; None = the model's chat template. Raises BadRow."""
+    if not config.renderer:
+        return None
+    try:
+        return await asyncio.to_thread(Renderer.read, config.renderer, config.renderer_options, Path(model), text.text)
+    except NoRenderer as error:
+        raise BadRow(f"actor.gateway.{error}") from None

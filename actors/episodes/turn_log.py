@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from actors.engines.port import Generation
 from actors.engines.responses import Response
-from actors.episodes.recorder import Output
+from actors.episodes.recorder import TurnOutput
 from actors.rollout_settings import AGAIN
 from bus.streams.episode_turns import EpisodeLog
 from bus.wire.json_object import JsonObject
@@ -38,10 +38,10 @@ class StoredTurn:
     """[P]."""
     record: TurnRecord
 
-    def output(self, id: str) -> Output:
+    def output(self, id: str) -> TurnOutput:
         """Return its answer, under the name of the turn."""
         made = self.record
-        return Output(
+        return TurnOutput(
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
@@ -145,7 +145,7 @@ class TurnLog:
         """Note that a stored turn has this number in the recorder."""
         self._numbers[number] = turn.record.number
 
-    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: Output, response: Response) -> None:
+    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: Response) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
         if self._log is None or not self.stores:
             return

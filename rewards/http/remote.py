@@ -37,7 +37,7 @@ class Remote:
         return answer
 
 
-class RemoteGroup:
+class RemoteGroupReward:
     """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...], rewards: [...]}``.
 
     The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a reason. Options as those

@@ -70,7 +70,7 @@ def main() -> None:
         _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]})
         return
     forks = len(os.listdir("/proc/self/task")) == 1
-    keeper = _Keeper(control, function, start, forks=forks)
+    keeper = _ForkServer(control, function, start, forks=forks)
     limits.outlive_parent()  # from here on the end of the control socket ends it, after its workers
     _send(control, {"ready": True, "async": function.is_async, "forks": forks})
     keeper.run()
@@ -81,7 +81,7 @@ def _send(control: socket.socket, message: JsonObject) -> None:
         control.send(json.dumps(message).encode())
 
 
-class _Keeper:
+class _ForkServer:
     def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.ProcessLimits(**start["limits"])

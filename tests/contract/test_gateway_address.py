@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from actors.config import GatewayConfig
-from actors.episodes.opened import opened_rollouts
+from actors.episodes.rollouts import open_rollouts
 from actors.errors import BadRow
 from actors.rollout.actor_process import reach_of_gateway
 from actors.rollout_settings import RolloutPrograms
@@ -74,7 +74,7 @@ async def test_an_address_of_another_machine_is_refused(model_dir: Path) -> None
 
     async with stage(model_dir, none) as scene:
         with pytest.raises(BadRow, match=r"actor.gateway.host: want an address of this machine, got 203.0.113.9"):
-            async with opened_rollouts(
+            async with open_rollouts(
                 RolloutPrograms(rollouts={}, model=str(model_dir)), scene.responses, at=Reach("203.0.113.9", "203.0.113.9")
             ):
                 pass

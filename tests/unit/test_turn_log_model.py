@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actors.engines.port import Generation
 from actors.engines.responses import Response
 from actors.episodes.episode import Episode
-from actors.episodes.recorder import Output
+from actors.episodes.recorder import TurnOutput
 from actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
 from bus.client.jetstream import Message
 from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
@@ -237,7 +237,7 @@ class Actor:
                 assert digest(prompt) not in stored, "a stored turn is generated again"
                 response = await self.world.generate(id)
                 made = response.generation
-                output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
+                output = TurnOutput(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
             else:
                 assert digest(prompt) in stored, "an answer of before the last failure, or of nobody"
                 self.world.happened["given again"] += 1

@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import aiohttp
+
 from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
-from actors.episodes.programs.gem_environment import Gem
-from actors.episodes.programs.model import BudgetSpent, Policy
+from actors.episodes.programs.gyms import Gem, SkyRL
 from actors.episodes.programs.openenv import OpenEnv
-from actors.episodes.programs.skyrl_environment import SkyRL
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
 from bus.system.coroutines import to_the_end
 from bus.system.functions import find_object
@@ -34,6 +34,60 @@ PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
 """A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the text."""
 RESULT = "<result>{result}</result>"
+
+
+class BudgetSpent(Exception):
+    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
+
+
+class PolicyClient:
+    """The model of one episode. Close it at the end."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url
+        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
+        )
+
+    async def __aenter__(self) -> "PolicyClient":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **more: Any) -> dict[str, Any]:
+        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **more}
+        return await self._choice("/chat/completions", body)
+
+    async def complete(self, prompt: str, **more: Any) -> dict[str, Any]:
+        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
+        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **more})
+
+    async def save(self, state: object) -> None:
+        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
+        await self._post("/state", {"state": state})
+
+    async def truncated(self, limit: str) -> None:
+        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
+        await self._post("/truncated", {"limit": limit})
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}")
+
+    async def _choice(self, path: str, body: object) -> dict[str, Any]:
+        async with self._session.post(self._base_url + path, json=body) as response:
+            content = await response.read()
+            if response.status != 200:
+                text = content[:1000].decode(errors="replace")
+                if response.status == 400 and "context_length_exceeded" in text:
+                    raise BudgetSpent(text)
+                raise RuntimeError(f"the model answered {response.status}: {text}")
+        answer = json.loads(content)
+        return {**answer["choices"][0], "id": answer["id"]}
 
 
 @dataclass(slots=True)
@@ -161,7 +215,7 @@ class MultiTurn:
                 played.messages = _messages(data["prompt"], "prompt", self.system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
-        async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
+        async with PolicyClient(base_url, api_key) as policy, self._turns(data, played) as turn:
             try:
                 while not played.done:
                     await turn(policy, played)
@@ -193,7 +247,7 @@ class MultiTurn:
             found[name] = replace(self._tools[name], schema=schema)
         return found
 
-    async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
+    async def _chat_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more)
         message = _noted(played, choice)
         calls = message.get("tool_calls") or []
@@ -210,7 +264,7 @@ class MultiTurn:
                 return
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
-    async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
+    async def _text_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await _completed(policy, played, self._more)
         said = played.answers[-1]
         found = self._call.search(said) if tools else None
@@ -226,7 +280,7 @@ class MultiTurn:
         played.text += said + self.result.replace("{result}", result)
 
     @asynccontextmanager
-    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
+    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[PolicyClient, Played], Awaitable[None]]]:
         """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
         if self._environment is None:
             yield partial(self._text_turn if self.protocol == "text" else self._chat_turn, self._offered(data))
@@ -239,7 +293,7 @@ class MultiTurn:
             if hasattr(game, "close"):
                 await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
-    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
+    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[PolicyClient, Played], Awaitable[None]]:
         """Begin a game, or go on with it, and return the function that plays a turn of it."""
         if played.place is not None:
             await _awaited(game.restore(played.place))
@@ -250,7 +304,7 @@ class MultiTurn:
             else:
                 played.text = _text(observation)
 
-        async def turn(policy: Policy, played: Played) -> None:
+        async def turn(policy: PolicyClient, played: Played) -> None:
             """Ask once, and play the answer."""
             if self.protocol == "chat":
                 message = _noted(played, await policy.chat(played.messages, **self._more))
@@ -291,7 +345,7 @@ def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
     return {} if first is None else {first: text}
 
 
-async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> Mapping[str, Any]:
+async def _completed(policy: PolicyClient, played: Played, more: Mapping[str, Any]) -> Mapping[str, Any]:
     choice = await policy.complete(played.text, **more)
     played.ids.append(choice["id"])
     played.answers.append(str(choice["text"]))

@@ -245,7 +245,7 @@ class Python:
         return f"{output}\n{FAILED} {reason}".strip() if reason else output
 
 
-class Search:
+class TextSearch:
     """Searches a file of texts, JSONL with ``text`` and, if there is one, ``title``: those that share the rarest words with the query."""
 
     def __init__(self, path: str, results: int = 3) -> None:
@@ -268,5 +268,5 @@ def _words(text: str) -> list[str]:
 
 
 _HERE = "actors.episodes.programs.tools"
-TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:Search"}
+TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:TextSearch"}
 """Built-in tools."""
