@@ -65,21 +65,21 @@ def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
         """Score all parts that apply, at the same time."""
         applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
         if not applying:
-            wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
-            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {wanted}"[:2000])
+            conditions = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
+            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000])
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        found: dict[str, float] = {SCORE: 0.0}
+        values: dict[str, float] = {SCORE: 0.0}
         for (part, _), task in zip(applying, tasks, strict=True):
             value = task.result()
-            found[part.name] = score_of(value)
-            found[SCORE] += part.weight * found[part.name]
+            values[part.name] = score_of(value)
+            values[SCORE] += part.weight * values[part.name]
             if isinstance(value, dict):
-                found |= {f"{part.name}.{key}": number for key, number in value.items() if key != SCORE}
-        return checked("reward_parts", found)
+                values |= {f"{part.name}.{key}": number for key, number in value.items() if key != SCORE}
+        return checked("reward_parts", values)
 
     return score
 
@@ -119,10 +119,10 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Process
 
 def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
     async def score(request: GroupRequest) -> list[Reward]:
-        """Score, and compare the number of rewards with that of the samples."""
-        found = await call(request)
-        if len(found) != len(request.samples):
-            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
-        return found
+        """Score, and compare the number of rewards with the number of samples."""
+        rewards = await call(request)
+        if len(rewards) != len(request.samples):
+            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word)
+        return rewards
 
     return score

@@ -51,13 +51,13 @@ def answer_of(called: AnsweredCall, id: str, place: int = 0) -> JsonObject:
 
 def _versions(made: Generation) -> list[JsonObject]:
     """Return the spans of a response with their places in it."""
-    found: list[JsonObject] = []
+    versions: list[JsonObject] = []
     begin = 0
     for span in made.spans:
         end = begin + span.num_tokens
-        found.append({"version": str(span.version), "start": begin, "end": end})
+        versions.append({"version": str(span.version), "start": begin, "end": end})
         begin = end
-    return found
+    return versions
 
 
 INFERENCE_PATH = "/inference/v1/generate"
@@ -71,16 +71,16 @@ async def inference_answer(request: Request, handler: Handler) -> Answer:
     body = json_map(request.body)
     if body.get("stream"):
         raise BadRequest("stream: not supported at this path; want false")
-    given = body.get("sampling_params") or {}
-    if not isinstance(given, dict):
-        raise BadRequest(f"sampling_params: want a map, got {given!r}")
-    params = {name: given[name] for name in _PASSED if name in given}
-    params |= {theirs: given[name] for name, theirs in _RENAMED.items() if name in given}
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise BadRequest(f"sampling_params: want a map, got {sampling!r}")
+    params = {name: sampling[name] for name in _PASSED if name in sampling}
+    params |= {theirs: sampling[name] for name, theirs in _RENAMED.items() if name in sampling}
     prompt = body.get("token_ids")
     async with await handler(request.with_body({"input_ids": prompt, "sampling_params": params}, "/generate")) as answer:
-        found = await answer.json()
-        answers = found if isinstance(found, list) else [found]
-        choices = [_choice(each, place) for place, each in enumerate(answers)]
+        decoded = await answer.json()
+        answers = decoded if isinstance(decoded, list) else [decoded]
+        choices = [_choice(response, place) for place, response in enumerate(answers)]
         return Answer.of(answer.status, {"request_id": request.id, "prompt_token_ids": prompt, "choices": choices})
 
 

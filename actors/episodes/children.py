@@ -107,7 +107,7 @@ class Children:
         gateway_host: str = "",
         note_hung: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
+        """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = this process's.
 
         ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as loopback is.
 
@@ -307,7 +307,7 @@ def _result(message: object) -> EpisodeResult:
     if value is None:
         return EpisodeResult()
     if isinstance(value, dict):
-        return EpisodeResult(value={str(name): _number(each, f"result[{name!r}]") for name, each in value.items()})
+        return EpisodeResult(value={str(name): _number(number, f"result[{name!r}]") for name, number in value.items()})
     return EpisodeResult(value=_number(value, "result"))
 
 

@@ -65,17 +65,17 @@ class Clock:
 
 
 MAX_BYTES = 256_000
-"""Most bytes of a transcript as JSON. A longer one is cut in the middle."""
+"""Size limit of a transcript as JSON, in bytes. A longer one is cut in the middle."""
 
 
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
     """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
-    given: JsonMapping = json_map(body) if body else {}
+    request: JsonMapping = json_map(body) if body else {}
     if path in DIALECTS:
-        given = DIALECTS[path].chat_of(given)
-    messages = given.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
+        request = DIALECTS[path].chat_of(request)
+    messages = request.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
     if not isinstance(messages, list):
-        prompt = next((given[name] for name in ("prompt", "text", "input") if isinstance(given.get(name), str)), None)
+        prompt = next((request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)), None)
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]
     return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
 
@@ -157,13 +157,13 @@ class Episode:
     engine: str = ""
     """Engine of the last turn."""
     text: str = ""
-    """Text of the last answer; those of untrained calls do not count behind a trained one."""
+    """Text of the last answer; untrained calls do not count behind a trained one."""
     answered: bool = False
     """True if a turn that is trained is recorded."""
     cut_by_length: bool = False
     """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the call that gave ``text``, its answer included. Called once: only those of the last call are wanted."""
+    """Returns the messages of the call that gave ``text``, its answer included. Called once, as only the last call is shown."""
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class Episode:
     def call(self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT) -> Iterator[ReservedCall]:
         """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there is none.
 
-        The room is kept for the block, at the end of which the output must have been recorded. ``max_context``: the model's.
+        The room is kept for the block. The output must have been recorded at its end. ``max_context``: the model's.
         """
         limits = replace(self.budget, context=min(self.budget.context or NO_LIMIT, max_context))
         if limits.turns and len(self.recorder) + self._reserved.calls >= limits.turns:

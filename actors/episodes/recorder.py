@@ -103,7 +103,7 @@ class TurnRecorder:
         self.untrained = dict.fromkeys(UNTRAINED, 0)
         """Recorded turns that are context only, by reason."""
         self.total_tokens = 0
-        """Most tokens that the sequences of all turns can have, L."""
+        """Maximum number of tokens that the sequences of all turns can have, L."""
         self.sampled_tokens = 0
         """Tokens of all outputs."""
 
@@ -167,7 +167,7 @@ class TurnRecorder:
 
         A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of the turns that the
         finished life of the episode has been given, of which alone sequences are made; None = all. A turn whose parent is not among them is
-        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for those of tools behind the last turn.
+        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for the time of tools behind the last turn.
         Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
         """
         numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
@@ -181,17 +181,17 @@ class TurnRecorder:
         they belong to the turn that ended last. ``ended_s``: seconds of the episode at its end.
         """
         outputs = [node.output for node in self._nodes if node.output is not None]
-        found = [0.0] * len(outputs)
+        seconds = [0.0] * len(outputs)
         last, busy_to_s = -1, 0.0
         for number in sorted(range(len(outputs)), key=lambda number: outputs[number].begin_s):
             output = outputs[number]
             if last >= 0:
-                found[last] += max(0.0, output.begin_s - busy_to_s)
+                seconds[last] += max(0.0, output.begin_s - busy_to_s)
             if last < 0 or output.begin_s + output.seconds >= busy_to_s:
                 last, busy_to_s = number, output.begin_s + output.seconds
         if last >= 0:
-            found[last] += max(0.0, ended_s - busy_to_s)
-        return min((output.begin_s for output in outputs), default=ended_s), found
+            seconds[last] += max(0.0, ended_s - busy_to_s)
+        return min((output.begin_s for output in outputs), default=ended_s), seconds
 
 
 class _Export:
@@ -327,7 +327,7 @@ def _down_to(node: _TurnNode) -> list[_TurnNode]:
 
 
 def _reader(path: list[_TurnNode]) -> int:
-    """Return the version that read the context of the first turn of a path: that of its first output that has a token."""
+    """Return the version that read the context of the first turn of a path, which is the version of its first output with a token."""
     return next(node.output.spans[0].version for node in path if node.output is not None and node.output.spans)
 
 

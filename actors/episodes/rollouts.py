@@ -15,7 +15,7 @@ from actors.episodes.children import ChildBounds, Children
 from actors.episodes.episode import LENGTH, Episode
 from actors.episodes.gateway import KEY_PATH, Gateway
 from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.turn_log import MOST_IDS, RESTART, RESUME, TurnLog
+from actors.episodes.turn_log import MAX_IDS, RESTART, RESUME, TurnLog
 from actors.errors import BadRow, NoRenderer
 from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from actors.router.token_history import ModelText
@@ -99,15 +99,15 @@ class ProgramRollout:
             if error.lasting:
                 raise GenerationFailed(str(error)) from None
             raise Unfinished(str(error)) from None
-        found = TurnLog(log, records, again=self._again)
-        if self._needs_log and not found.whole:
-            raise GenerationFailed(f"the episode's log (TURNS): want at most {MOST_IDS} token ids of all turns with their contexts")
-        if records and not found.sample_seq:
+        turn_log = TurnLog(log, records, again=self._again)
+        if self._needs_log and not turn_log.whole:
+            raise GenerationFailed(f"the episode's log (TURNS): want at most {MAX_IDS} token ids of all turns with their contexts")
+        if records and not turn_log.sample_seq:
             logger.info(
                 "episode goes on task=%d index=%d again=%s turns=%d behind=%d",
-                *(task.id, index, self._again, found.pending, len(found.restored)),
+                *(task.id, index, self._again, turn_log.pending, len(turn_log.restored)),
             )
-        return found
+        return turn_log
 
     async def _run(self, episode: Episode, key: str) -> EpisodeResult:
         """Return the program's result. Raises GenerationFailed, Unfinished."""
@@ -170,16 +170,16 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
     try:
         ended_s = time.monotonic() - episode.began_s
-        found = episode.recorder.export(ended_s=ended_s)
+        exported = episode.recorder.export(ended_s=ended_s)
     except ValueError as error:
         raise GenerationFailed(str(error)) from error
     before_s, behind_s = episode.recorder.tools_s(ended_s)
     reward, turn_rewards = _rewards(episode, result)
-    by_number = {number: place for place, number in enumerate(found.numbers)}
+    by_number = {number: place for place, number in enumerate(exported.numbers)}
     lost = [turn for turn in turn_rewards if turn not in by_number]
     if lost:
         raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
-    turns = replace(found.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
+    turns = replace(exported.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
     task, finish_reason = episode.task, _finish_reason(episode, result)
     scored = reward is not None
     sample = Sample(
@@ -189,12 +189,12 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         group_size=task.group_size,
         attempt=episode.attempt,
         prompt=task.prompt,
-        tokens=found.tokens,
-        response_length=found.response_length,
+        tokens=exported.tokens,
+        response_length=exported.response_length,
         response=episode.text,
-        rollout_log_probs=found.rollout_log_probs,
-        loss_mask=found.loss_mask,
-        spans=found.spans,
+        rollout_log_probs=exported.rollout_log_probs,
+        loss_mask=exported.loss_mask,
+        spans=exported.spans,
         reward=reward if reward is not None else 0.0,
         status=Status.COMPLETED if finish_reason == "stop" else Status.TRUNCATED,
         sampling=task.sampling,
@@ -205,10 +205,10 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=before_s + sum(behind_s)),
         finish_reason=finish_reason,
         rollout=task.rollout,
-        sequences=found.sequences if len(found.sequences) > 1 else (),
+        sequences=exported.sequences if len(exported.sequences) > 1 else (),
         turns=turns,
         transcript=episode.show(),
-        routed_experts=found.routed_experts,
+        routed_experts=exported.routed_experts,
     )
     return Made(sample=sample, scored=scored)
 
@@ -222,7 +222,7 @@ def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
-    """Return the reward of the episode, None = the actor's reward gives it, and those of turns by number. Raises GenerationFailed."""
+    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises GenerationFailed."""
     turns, value = dict(episode.turn_rewards), result.value
     if result.fault is not None:
         return result.fault, turns
@@ -285,14 +285,14 @@ async def open_rollouts(
         except OSError as error:
             raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
         stack.push_async_callback(gateway.close)
-        found = {}
+        rollouts = {}
         for name, rollout in programs.programs.items():
             children = await stack.enter_async_context(_children(name, rollout, programs.model, gateway.url, note_hung))
             try:
                 await children.load()
             except ProgramFailed as error:
                 raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
-            found[name] = ProgramRollout(
+            rollouts[name] = ProgramRollout(
                 gateway,
                 children,
                 max_calls_in_flight=rollout.max_calls_in_flight,
@@ -301,7 +301,7 @@ async def open_rollouts(
                 needs_log=rollout.needs_log,
                 drain_s=rollout.drain_s,
             )
-        yield found
+        yield rollouts
 
 
 def _children(name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]) -> Children:

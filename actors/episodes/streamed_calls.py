@@ -54,7 +54,7 @@ class StreamedCalls:
     """The calls of one request. ``begin``, then ``states`` to the end or not, and always ``end``."""
 
     def __init__(self, calls: Sequence[Call], record: Callable[[AnsweredCall], Awaitable[None]], id: str) -> None:
-        """``record`` records a turn. ``id``: that of the answer."""
+        """``record`` records a turn. ``id``: the answer's."""
         self._calls, self._record, self._id = calls, record, id
         self._changed = asyncio.Event()
         self._turns = [StreamedTurn(place, self._changed.set) for place in range(len(calls))]

@@ -1,4 +1,4 @@
-"""An episode's log: turns stored before they are delivered, and those of an earlier attempt, given out again.
+"""An episode's log: turns stored before they are delivered, and turns of an earlier attempt, given out again.
 
 ::
 
@@ -26,8 +26,8 @@ from bus.wire.messages import Timings
 from bus.wire.turn_records import TurnKind, TurnRecord
 
 RESTART, REPLAY, RESUME = AGAIN
-MOST_IDS = 1 << 26
-"""Most token ids of all sequences that are read from a log; an episode begins anew behind those."""
+MAX_IDS = 1 << 26
+"""Maximum number of token ids of all sequences that are read from a log; an episode begins anew behind those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class TurnLog:
         self._numbers: dict[int, int] = {}
         """Number of a turn in the log, by its number in the recorder."""
         self.whole = True
-        """False if the log has more than ``MOST_IDS``, and its last turns are not given out."""
+        """False if the log has more than ``MAX_IDS``, and its last turns are not given out."""
         self.restored: list[StoredTurn] = []
         """Turns in front of the state, in order."""
         self.state: TurnRecord | None = None
@@ -114,7 +114,7 @@ class TurnLog:
         for record in records:
             if record.kind is TurnKind.TURN and record.parent in whole:
                 ids += len(whole[record.parent]) + len(record.context) + len(record.tokens)
-                if ids > MOST_IDS:
+                if ids > MAX_IDS:
                     self.whole = False
                     break
                 self._count = max(self._count, record.number + 1)

@@ -61,7 +61,7 @@ class ChildConnection:
         self._reading: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return the number of calls that run, those that were cancelled and have not ended included."""
+        """Return the number of running calls; a cancelled call runs until it has ended."""
         return len(self._calls)
 
     async def open(self, connection: socket.socket) -> None:
@@ -108,7 +108,7 @@ class ChildConnection:
         self._reading.add_done_callback(read)
 
     def end(self, reason: str) -> None:
-        """Take no more calls, and fail those that run."""
+        """Take no more calls, and fail the running ones."""
         if self.ended:
             return
         self.ended = reason

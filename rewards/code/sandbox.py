@@ -175,24 +175,26 @@ def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Calla
     if not result.startswith(jail.CONFINED):
         raise RewardFailed("code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}")
     try:
-        found = json.loads(result.removeprefix(jail.CONFINED))
+        report = json.loads(result.removeprefix(jail.CONFINED))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        report = None
+    if not isinstance(report, dict):
         return ProgramOutcome(output=text, reason=_ended(code))
-    if isinstance(found.get("error"), str):
-        return ProgramOutcome(output=text, reason=f"{found['error']}: {found['text'] if isinstance(found.get('text'), str) else ''}"[:400])
-    passed = passes(found)
+    if isinstance(report.get("error"), str):
+        return ProgramOutcome(
+            output=text, reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400]
+        )
+    passed = passes(report)
     return ProgramOutcome(
-        output=text, passed=passed, value=found.get("value"), reason="" if passed else f"exit code {found.get('code')}"[:40]
+        output=text, passed=passed, value=report.get("value"), reason="" if passed else f"exit code {report.get('code')}"[:40]
     )
 
 
-def _passes(found: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:
-    """Return whether a result is that of a run which ended well: of its tests, its call or its end, whichever there was."""
+def _passes(report: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:
+    """Return whether a run ended well: its tests, its call or its end, whichever there was."""
     if tests:
-        return bool(found.get("passed") == word)
-    return "value" in found if call else found.get("ended") is True
+        return bool(report.get("passed") == word)
+    return "value" in report if call else report.get("ended") is True
 
 
 def _ended(code: int) -> str:

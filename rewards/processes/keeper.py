@@ -101,8 +101,8 @@ class _ForkServer:
     def run(self) -> None:
         """Serve the actor until the control socket ends; then end everything below this process."""
         poll = select.poll()  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
-        for one in (self._control, self._woken):
-            poll.register(one, select.POLLIN)
+        for end in (self._control, self._woken):
+            poll.register(end, select.POLLIN)
         try:
             while True:
                 ready = {descriptor for descriptor, _ in poll.poll()}
@@ -167,8 +167,8 @@ class _ForkServer:
 
     def _reap(self) -> None:
         for pid in list(self._workers):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
                 self._ended(pid, status)
 
     def _ended(self, pid: int, status: int) -> None:

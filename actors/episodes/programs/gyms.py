@@ -40,12 +40,12 @@ def only_text(observation: object) -> str:
     return observation
 
 
-def messages_in(given: object, where: str) -> list[dict[str, Any]]:
+def messages_in(messages: object, where: str) -> list[dict[str, Any]]:
     """Return messages. Raises RuntimeError for anything else."""
-    if isinstance(given, list | tuple) and not given:  # behind the last answer
+    if isinstance(messages, list | tuple) and not messages:  # behind the last answer
         return []
     try:
-        return chat_messages(given, where)
+        return chat_messages(messages, where)
     except WireError as error:
         raise RuntimeError(str(error)) from None
 
@@ -85,8 +85,8 @@ class SkyRL:
         extras = {**self._extras, **extras}
         if data.get("label") is not None and "reward_spec" not in extras:
             extras["reward_spec"] = {"method": "rule", "ground_truth": data["label"]}
-        given = data.get("prompt")
-        prompt = [{"role": "user", "content": given}] if isinstance(given, str) else messages_in(given, "prompt")
+        written_prompt = data.get("prompt")
+        prompt = [{"role": "user", "content": written_prompt}] if isinstance(written_prompt, str) else messages_in(written_prompt, "prompt")
         self._env = await self._threads.run(self._gym.make, id, env_config=self._config, extras=extras)
         messages, _ = await self._threads.run(self._env.init, prompt)
         return messages_in(messages, "the environment's prompt")

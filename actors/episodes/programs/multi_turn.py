@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
+from actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
 from actors.episodes.programs.gyms import Gem, SkyRL
 from actors.episodes.programs.openenv import OpenEnv
 from actors.episodes.programs.tools import FAILED, Tool, tools_of
@@ -56,14 +56,16 @@ class PolicyClient:
     async def __aexit__(self, *error: object) -> None:
         await self._session.close()
 
-    async def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **more: Any) -> dict[str, Any]:
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
+    ) -> dict[str, Any]:
         """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
-        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **more}
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **parameters}
         return await self._choice("/chat/completions", body)
 
-    async def complete(self, prompt: str, **more: Any) -> dict[str, Any]:
+    async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
         """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
-        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **more})
+        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
 
     async def save(self, state: object) -> None:
         """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
@@ -135,7 +137,7 @@ class MultiTurn:
     """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a move is whole."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
-    max_hung_calls: int = MOST_HUNG
+    max_hung_calls: int = MAX_HUNG
     """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process is."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
@@ -189,7 +191,7 @@ class MultiTurn:
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
+        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -199,7 +201,7 @@ class MultiTurn:
         return self.reward(data, await self.play(data, base_url, api_key, played=Played(**state), saves=True))
 
     def reward(self, data: Mapping[str, Any], played: Played) -> float | dict[str, float] | None:
-        """Return the reward of an episode: those of an environment by turn, else None. Subclasses have others."""
+        """Return the reward of an episode: an environment's rewards by turn, else None. Subclasses have others."""
         return dict(zip(played.ids, played.rewards, strict=True)) if played.rewards else None
 
     async def play(
@@ -237,15 +239,15 @@ class MultiTurn:
         Raises ValueError for one that the rollout does not have.
         """
         named = (data.get("metadata") or {}).get("tools")
-        if not isinstance(named, list) or not all(isinstance(one, Mapping) for one in named):
+        if not isinstance(named, list) or not all(isinstance(tool, Mapping) for tool in named):
             return self._tools
-        found = {}
+        offered = {}
         for schema in chat_tools(named, "tools of the data row"):
             name = schema["function"]["name"]
             if name not in self._tools:
                 raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
-            found[name] = replace(self._tools[name], schema=schema)
-        return found
+            offered[name] = replace(self._tools[name], schema=schema)
+        return offered
 
     async def _chat_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more)
@@ -267,14 +269,14 @@ class MultiTurn:
     async def _text_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await _completed(policy, played, self._more)
         said = played.answers[-1]
-        found = self._call.search(said) if tools else None
-        played.done = found is None
+        call_match = self._call.search(said) if tools else None
+        played.done = call_match is None
         played.cut = self._cut(choice, played)
-        if found is None or len(played.ids) == self.max_turns:
+        if call_match is None or len(played.ids) == self.max_turns:
             return
-        groups = found.groupdict()
+        groups = call_match.groupdict()
         name = groups.get("tool") or next(iter(tools))
-        argument = groups.get("argument") if "argument" in groups else found[1]
+        argument = groups.get("argument") if "argument" in groups else call_match[1]
         result = await self._called(tools, name, _argument_of(tools, name, argument or ""), played)
         played.done = self.errors == "end" and result.startswith(FAILED)
         played.text += said + self.result.replace("{result}", result)
@@ -338,15 +340,15 @@ class MultiTurn:
 
 def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
     """Return a text argument as a map: JSON if it is one, else the value of the tool's first parameter."""
-    found = _arguments(text)
-    if isinstance(found, Mapping) or name not in tools:
-        return found
+    arguments = _arguments(text)
+    if isinstance(arguments, Mapping) or name not in tools:
+        return arguments
     first = next(iter(tools[name].parameters), None)
     return {} if first is None else {first: text}
 
 
-async def _completed(policy: PolicyClient, played: Played, more: Mapping[str, Any]) -> Mapping[str, Any]:
-    choice = await policy.complete(played.text, **more)
+async def _completed(policy: PolicyClient, played: Played, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    choice = await policy.complete(played.text, **parameters)
     played.ids.append(choice["id"])
     played.answers.append(str(choice["text"]))
     return choice
@@ -366,9 +368,9 @@ def _arguments(text: object) -> object:
         return text
 
 
-def _messages(given: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
+def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
     """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything else."""
-    messages = chat_messages(given, where) if isinstance(given, list) else [{"role": "user", "content": _text(given)}]
+    messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
