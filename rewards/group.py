@@ -7,11 +7,11 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import score_of
-from rewards.errors import RewardFailed
-from rewards.port import Contract, Parts, RewardRequest, fields_of, to_request
-from rewards.registry import checked
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Contract, Parts, RewardRequest, fields_of, to_request
+from tidemill.rewards.registry import checked
 
 Reward = float | dict[str, float]
 
@@ -47,7 +47,7 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     return rewards
 
 
-TABLE = {"relative_length": "rewards.group:relative_length", "remote": "rewards.http.remote:RemoteGroupReward"}
+TABLE = {"relative_length": "tidemill.rewards.group:relative_length", "remote": "tidemill.rewards.http.remote:RemoteGroupReward"}
 """Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
 """Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""
@@ -79,7 +79,7 @@ GROUP = Contract(
     word="group reward",
     options="group_reward_options",
     argument="GroupRequest",
-    path="rewards.group:GROUP",
+    path="tidemill.rewards.group:GROUP",
     table=TABLE,
     encode=_encode,
     decode=_decode,

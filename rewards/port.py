@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.system.functions import find_object
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Status
+from tidemill.bus.system.functions import find_object
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
 """A number, or named numbers; ``score`` is trained on."""
@@ -52,7 +52,7 @@ may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as an actor calls it: options bound, always awaitable, result validated.
 
-Raises TimeoutError after its time limit (``rewards.scorers.opened``), and RewardFailed for everything else."""
+Raises TimeoutError after its time limit (``tidemill.rewards.scorers.opened``), and RewardFailed for everything else."""
 
 
 def from_request(request: RewardRequest) -> bytes:

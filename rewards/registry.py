@@ -12,37 +12,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bus.errors import WireError
-from bus.system.foreign import described, errors_as, repr_at
-from bus.system.functions import Defect, FunctionRefused, find_function, nearest
-from bus.wire.invariants import check_reward
-from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
-from rewards.part_settings import BY_ROLLOUT
-from rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.foreign import described, errors_as, repr_at
+from tidemill.bus.system.functions import Defect, FunctionRefused, find_function, nearest
+from tidemill.bus.wire.invariants import check_reward
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
+from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
 
 TABLE = {
-    "by_rollout": "rewards.registry:by_rollout",
-    "code": "rewards.code.tests_passed:code",
-    "dapo": "rewards.builtin.math_rewards:dapo",
-    "deepscaler": "rewards.builtin.math_rewards:deepscaler",
-    "digits": "rewards.builtin.text:digits",
-    "exact": "rewards.builtin.text:exact",
-    "f1": "rewards.builtin.text:f1",
-    "format": "rewards.builtin.text:format_tags",
-    "gpqa": "rewards.builtin.gpqa:gpqa",
-    "gsm8k": "rewards.builtin.math_rewards:gsm8k",
-    "ifeval": "rewards.builtin.ifeval:ifeval",
-    "judge": "rewards.http.judge:Judge",
-    "length": "rewards.builtin.lengths:length",
-    "math": "rewards.builtin.math_rewards:math",
-    "math_answer": "rewards.builtin.math_answer:math_answer",
-    "overlong": "rewards.builtin.lengths:overlong",
-    "math_verify": "rewards.builtin.math_symbolic:math_verify",
-    "regex": "rewards.builtin.text:regex",
-    "remote": "rewards.http.remote:Remote",
-    "repetition": "rewards.builtin.lengths:repetition",
-    "reward_model": "rewards.http.reward_model:RewardModel",
+    "by_rollout": "tidemill.rewards.registry:by_rollout",
+    "code": "tidemill.rewards.code.tests_passed:code",
+    "dapo": "tidemill.rewards.builtin.math_rewards:dapo",
+    "deepscaler": "tidemill.rewards.builtin.math_rewards:deepscaler",
+    "digits": "tidemill.rewards.builtin.text:digits",
+    "exact": "tidemill.rewards.builtin.text:exact",
+    "f1": "tidemill.rewards.builtin.text:f1",
+    "format": "tidemill.rewards.builtin.text:format_tags",
+    "gpqa": "tidemill.rewards.builtin.gpqa:gpqa",
+    "gsm8k": "tidemill.rewards.builtin.math_rewards:gsm8k",
+    "ifeval": "tidemill.rewards.builtin.ifeval:ifeval",
+    "judge": "tidemill.rewards.http.judge:Judge",
+    "length": "tidemill.rewards.builtin.lengths:length",
+    "math": "tidemill.rewards.builtin.math_rewards:math",
+    "math_answer": "tidemill.rewards.builtin.math_answer:math_answer",
+    "overlong": "tidemill.rewards.builtin.lengths:overlong",
+    "math_verify": "tidemill.rewards.builtin.math_symbolic:math_verify",
+    "regex": "tidemill.rewards.builtin.text:regex",
+    "remote": "tidemill.rewards.http.remote:Remote",
+    "repetition": "tidemill.rewards.builtin.lengths:repetition",
+    "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
@@ -259,7 +259,7 @@ REWARD = Contract(
     word="reward",
     options="reward_options",
     argument="RewardRequest",
-    path="rewards.registry:REWARD",
+    path="tidemill.rewards.registry:REWARD",
     table=TABLE,
     encode=from_request,
     decode=to_request,

@@ -9,17 +9,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from bus.processes.limits import ProcessLimits
-from bus.system.coroutines import first_error
-from bus.wire.messages import score_of
-from rewards.errors import RewardFailed
-from rewards.group import ASKING as ASKING_OF_GROUPS
-from rewards.group import GROUP, GroupRequest, Reward
-from rewards.group import TABLE as TABLE_OF_GROUPS
-from rewards.part_settings import SCORE, RewardPart
-from rewards.port import RewardRequest, Scorer
-from rewards.processes.pool import FunctionProcesses
-from rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS
+from tidemill.rewards.group import GROUP, GroupRequest, Reward
+from tidemill.rewards.group import TABLE as TABLE_OF_GROUPS
+from tidemill.rewards.part_settings import SCORE, RewardPart
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.processes.pool import FunctionProcesses
+from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
 
 
 @asynccontextmanager

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.port import Generation
-from actors.engines.responses import Response
-from actors.episodes.recorder import TurnOutput
-from actors.episodes.turn_log import StoredTurn
-from actors.errors import BadRequest
-from actors.http_api import json_map
-from actors.router.exchange import Answer, Handler, Request
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import Response
+from tidemill.actors.episodes.recorder import TurnOutput
+from tidemill.actors.episodes.turn_log import StoredTurn
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.exchange import Answer, Handler, Request
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from actors.episodes.port import EpisodeResult, ProgramFailed
-from bus.client.repeated import Repeated
-from bus.client.waiter import Waiter
-from bus.processes.connection import START_S, ChildCallFailed, ChildConnection
-from bus.processes.limits import environment, kill_tree
-from bus.system.proxies import without_proxy
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.bus.client.repeated import Repeated
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
+from tidemill.bus.processes.limits import environment, kill_tree
+from tidemill.bus.system.proxies import without_proxy
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 

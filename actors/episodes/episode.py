@@ -13,18 +13,18 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import Response, seeded
-from actors.episodes.recorder import TurnOutput, TurnRecorder
-from actors.episodes.turn_log import StoredTurn, TurnLog, digest
-from actors.errors import BadRequest
-from actors.http_api import json_map
-from actors.router.dialects import DIALECTS
-from bus.config import RUN_NAME
-from bus.wire.budget import Budget
-from bus.wire.chat_messages import chat_messages
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Sampling, Task
+from tidemill.actors.engines.responses import Response, seeded
+from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
+from tidemill.actors.episodes.turn_log import StoredTurn, TurnLog, digest
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.dialects import DIALECTS
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Sampling, Task
 
 
 class Clock:

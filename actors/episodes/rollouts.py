@@ -9,21 +9,21 @@ from dataclasses import replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.config import GatewayConfig
-from actors.engines.responses import GenerationFailed, Responses
-from actors.episodes.children import ChildBounds, Children
-from actors.episodes.episode import LENGTH, Episode
-from actors.episodes.gateway import KEY_PATH, Gateway
-from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.turn_log import MAX_IDS, RESTART, RESUME, TurnLog
-from actors.errors import BadRow, NoRenderer
-from actors.rollout_settings import RolloutConfig, RolloutPrograms
-from actors.router.token_history import ModelText
-from actors.text.rendering import Renderer
-from bus.client.reach import HERE, Reach
-from bus.streams.episode_turns import NotStored, Superseded, TurnStream
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.messages import Partial, Sample, Status, Task, Timings
+from tidemill.actors.config import GatewayConfig
+from tidemill.actors.engines.responses import GenerationFailed, Responses
+from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.episode import LENGTH, Episode
+from tidemill.actors.episodes.gateway import KEY_PATH, Gateway
+from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from tidemill.actors.episodes.turn_log import MAX_IDS, RESTART, RESUME, TurnLog
+from tidemill.actors.errors import BadRow, NoRenderer
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
+from tidemill.actors.router.token_history import ModelText
+from tidemill.actors.text.rendering import Renderer
+from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.messages import Partial, Sample, Status, Task, Timings
 
 logger = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from contextlib import AsyncExitStack
 
-from actors.config import ActorConfig
-from bus.processes.limits import ProcessLimits
-from rewards.part_settings import read_parts
-from rewards.port import Scorer
-from rewards.scorers import GroupScorer, opened, opened_group, opened_parts
+from tidemill.actors.config import ActorConfig
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.port import Scorer
+from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 
 
 async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:

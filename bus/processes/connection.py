@@ -14,8 +14,8 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from bus.processes import frames
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.processes import frames
+from tidemill.bus.wire.json_object import JsonMapping
 
 START_S = 120.0
 """Seconds for the import of a user's module, with the packages that it needs."""

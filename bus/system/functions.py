@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from bus import exit_codes
-from bus.system.foreign import described, errors_as
+from tidemill.bus import exit_codes
+from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
 """Form of an import path in messages."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.system.functions import FunctionRefused, check_call, find_function
+from tidemill.bus.system.functions import FunctionRefused, check_call, find_function
 
 _FOLLOWED = 8
 """Imports that are followed from one module to the next."""

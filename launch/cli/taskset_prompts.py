@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
-from bus.processes.limits import environment
-from learner.errors import PromptError
+from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from tidemill.bus.processes.limits import environment
+from tidemill.learner.errors import PromptError
 
 PROGRAM = VERIFIERS.rpartition(":")[0]
 

@@ -1,4 +1,4 @@
-"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``rewards.builtin.ifbench``).
+"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``tidemill.rewards.builtin.ifbench``).
 
 Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
 unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
-from rewards.builtin import ifbench
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.builtin import ifbench
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
 _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
@@ -186,7 +186,7 @@ INSTRUCTIONS: dict[str, Check] = {
     "startend:end_checker": lambda text, arguments: text.strip().strip('"').lower().endswith(str(arguments["end_phrase"]).strip().lower()),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; IFBench has its own in ``rewards.builtin.ifbench``."""
+"""Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
 
 
 # ---- the language of a text

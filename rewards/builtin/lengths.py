@@ -5,7 +5,7 @@ Sources: ``overlong`` soft overlong punishment of DAPO (Yu et al. 2025, arXiv 25
 "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def length(request: RewardRequest, *, target: int, slope: float = 1.0, shorter: bool = False) -> float:

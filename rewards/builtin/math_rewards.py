@@ -9,10 +9,10 @@ its scoring of the last 300 characters; a label that is not a number is compared
 import re
 from typing import Literal
 
-from rewards.builtin.math_answer import MARKER, find_gold, is_right, last_boxed, to_number
-from rewards.builtin.math_equality import plain, same_math
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.rewards.builtin.math_answer import MARKER, find_gold, is_right, last_boxed, to_number
+from tidemill.rewards.builtin.math_equality import plain, same_math
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 
 def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
@@ -44,7 +44,7 @@ def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> fl
         return 1.0
     if not rest:
         return 0.0
-    from rewards.builtin.math_symbolic import same_by_library  # it loads sympy, which a run without the option does not need
+    from tidemill.rewards.builtin.math_symbolic import same_by_library  # it loads sympy, which a run without the option does not need
 
     undecided = [gold for gold in golds if not (_is_number(answer) and _is_number(gold))]
     return float(bool(undecided) and same_by_library(answer, undecided))

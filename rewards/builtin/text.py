@@ -9,9 +9,9 @@ import re
 import string
 from collections import Counter
 
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 
 def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = True) -> float:

@@ -20,13 +20,13 @@ import socket
 import subprocess
 import sys
 
-from bus.processes import limits
-from bus.system.output import lossy_standard_files
-from bus.wire.json_object import JsonObject
-from rewards.errors import BadRewardOption, UnknownReward
-from rewards.port import contract_at
-from rewards.processes import worker
-from rewards.registry import Bound, bind
+from tidemill.bus.processes import limits
+from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.rewards.errors import BadRewardOption, UnknownReward
+from tidemill.rewards.port import contract_at
+from tidemill.rewards.processes import worker
+from tidemill.rewards.registry import Bound, bind
 
 BOOT = "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[2]); importlib.import_module(sys.argv[3]).main()"
 """Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.

@@ -1,6 +1,6 @@
 """The actor's side of a keeper and its workers: starts, calls, kills. Nothing here blocks the event loop.
 
-Knows no policy: ``rewards.processes.pool`` decides which worker gets a call, and how it goes on after one that fails.
+Knows no policy: ``tidemill.rewards.processes.pool`` decides which worker gets a call, and how it goes on after one that fails.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from bus.processes.connection import START_S, ChildCallFailed, ChildConnection
-from bus.processes.limits import ProcessLimits, environment
-from bus.wire.json_object import JsonMapping, JsonObject
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import Contract
-from rewards.processes import keeper as keeper_program
-from rewards.processes.keeper import command, settings_file
+from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
+from tidemill.bus.processes.limits import ProcessLimits, environment
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import Contract
+from tidemill.rewards.processes import keeper as keeper_program
+from tidemill.rewards.processes.keeper import command, settings_file
 
 logger = logging.getLogger(__name__)
 

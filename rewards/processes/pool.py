@@ -14,12 +14,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from bus.processes import frames
-from bus.processes.connection import ChildCallFailed, ChildConnection
-from bus.processes.limits import ProcessLimits
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import Contract
-from rewards.processes.keeper_process import KeeperProcess
+from tidemill.bus.processes import frames
+from tidemill.bus.processes.connection import ChildCallFailed, ChildConnection
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import Contract
+from tidemill.rewards.processes.keeper_process import KeeperProcess
 
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""

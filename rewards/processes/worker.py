@@ -15,13 +15,13 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from bus.processes import frames, limits
-from bus.system.foreign import repr_at
-from bus.system.output import lossy_standard_files
-from bus.wire.json_object import JsonMapping
-from rewards.errors import RewardFailed
-from rewards.port import contract_at
-from rewards.registry import Bound, bind
+from tidemill.bus.processes import frames, limits
+from tidemill.bus.system.foreign import repr_at
+from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import contract_at
+from tidemill.rewards.registry import Bound, bind
 
 MAX_REASON = 2000
 """Characters of the text of an error that are sent."""

@@ -2,11 +2,11 @@
 
 import asyncio
 
-from rewards.builtin.text import digits
-from rewards.port import RewardRequest
+from tidemill.rewards.builtin.text import digits
+from tidemill.rewards.port import RewardRequest
 
 
 async def judged(request: RewardRequest, *, seconds: float) -> float:
-    """Return the reward of ``rewards.builtin.text`` after ``seconds``."""
+    """Return the reward of ``tidemill.rewards.builtin.text`` after ``seconds``."""
     await asyncio.sleep(seconds)
     return digits(request)

@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actors.episodes.children import Children
-from bus.processes.limits import environment
-from bus.system.processes import Child
-from bus.system.proxies import direct_opener, without_proxy
+from tidemill.actors.episodes.children import Children
+from tidemill.bus.processes.limits import environment
+from tidemill.bus.system.processes import Child
+from tidemill.bus.system.proxies import direct_opener, without_proxy
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bus", "weightstore", "rewards", "actors", "learner", "launch")

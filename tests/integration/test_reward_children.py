@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.processes.limits import ProcessLimits, children_of
-from bus.wire.messages import Status
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import RewardRequest, Scorer
-from rewards.processes import pool
-from rewards.processes.keeper_process import KeeperProcess
-from rewards.registry import REWARD
-from rewards.scorers import opened
 from tests.conftest import waited_for_a_core_s
+from tidemill.bus.processes.limits import ProcessLimits, children_of
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.processes import pool
+from tidemill.rewards.processes.keeper_process import KeeperProcess
+from tidemill.rewards.registry import REWARD
+from tidemill.rewards.scorers import opened
 
 HERE = "tests.child_rewards"
 LIMITS = ProcessLimits(timeout_s=30.0, workers=3)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bus.processes.limits import ProcessLimits
-from rewards.scorers import opened
 from tests.engine_kinds import sglang_server
 from tests.tiny_models import tiny_config, write_tiny_tokenizer
 from tests.unit.test_rewards_http import request
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.rewards.scorers import opened
 
 
 def write_reward_model(directory: Path, family: str) -> Path:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.episodes.episode import Clock, Episode, Spent, bounded, messages_of
-from actors.episodes.recorder import TurnOutput, TurnRecorder
-from bus.wire.budget import Budget
-from bus.wire.messages import Span
 from tests.episode_kit import task
+from tidemill.actors.episodes.episode import Clock, Episode, Spent, bounded, messages_of
+from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.messages import Span
 
 
 def output(*tokens: int, id: str = "") -> TurnOutput:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from bus import exit_codes
-from bus.system.functions import Defect, FunctionRefused, check_call, find_function, find_object
+from tidemill.bus import exit_codes
+from tidemill.bus.system.functions import Defect, FunctionRefused, check_call, find_function, find_object
 
 
 async def later(a: int) -> int:

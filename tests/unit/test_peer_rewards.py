@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.processes.limits import ProcessLimits
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed, UnknownReward
-from rewards.port import RewardRequest
-from rewards.registry import load
-from rewards.scorers import opened
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
+from tidemill.rewards.scorers import opened
 
 HERE = "tests.peer_rewards"
 REQUEST = RewardRequest(

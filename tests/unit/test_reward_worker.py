@@ -4,10 +4,10 @@ import asyncio
 import socket
 from typing import Any
 
-from bus.processes import frames
-from bus.processes.limits import ProcessLimits
-from rewards.processes import worker
-from rewards.registry import REWARD, Bound
+from tidemill.bus.processes import frames
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.rewards.processes import worker
+from tidemill.rewards.registry import REWARD, Bound
 
 
 async def _never(request: Any) -> float:

@@ -21,19 +21,19 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.processes.limits import ProcessLimits
-from bus.wire.messages import Status
-from rewards import group
-from rewards.builtin import ifbench
-from rewards.builtin.ifeval import INSTRUCTIONS, follows
-from rewards.code.tests_passed import cases_in, program_in, same_output, same_value
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
-from rewards.registry import ASKING, TABLE, bind, checked
-from rewards.scorers import opened
 from tests.examples import examples
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards import group
+from tidemill.rewards.builtin import ifbench
+from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
+from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output, same_value
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import ASKING, TABLE, bind, checked
+from tidemill.rewards.scorers import opened
 
 IN_CHILDREN = {"math_verify", "regex"}
 """Rewards without a bound of their own: a formula or a pattern may take any time."""

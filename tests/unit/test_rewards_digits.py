@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Status
-from rewards.builtin.text import digits, exact
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.text import digits, exact
+from tidemill.rewards.port import RewardRequest
 
 
 def request(response: str, label: object, status: Status = Status.COMPLETED) -> RewardRequest:

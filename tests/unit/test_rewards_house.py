@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-import launch
-from bus.wire.messages import Status
-from rewards.builtin.gpqa import gpqa
-from rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
-from rewards.builtin.lengths import overlong, repetition
-from rewards.builtin.math_equality import same_math
-from rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from rewards.builtin.text import f1, format_tags, regex
-from rewards.errors import RewardFailed
-from rewards.part_settings import BY_ROLLOUT
-from rewards.port import RewardRequest
-from rewards.registry import TABLE, UNBOUNDED, bind
+from tidemill import launch
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.gpqa import gpqa
+from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows, ifeval
+from tidemill.rewards.builtin.lengths import overlong, repetition
+from tidemill.rewards.builtin.math_equality import same_math
+from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from tidemill.rewards.builtin.text import f1, format_tags, regex
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import TABLE, UNBOUNDED, bind
 
 
 def request(response: str, label: Any = None, *, length: int = 0, **metadata: Any) -> RewardRequest:
@@ -263,7 +263,7 @@ def test_a_language_is_detected_the_same_each_time_or_refused_with_the_cure() ->
 
 def test_without_the_library_of_languages_the_cure_is_named() -> None:
     """A fresh interpreter in which it is blocked."""
-    code = "import sys; sys.modules['langdetect'] = None\nfrom rewards.builtin.ifeval import follows\n"
+    code = "import sys; sys.modules['langdetect'] = None\nfrom tidemill.rewards.builtin.ifeval import follows\n"
     code += "follows('language:response_language', {'language': 'de'}, 'Das')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RewardFailed" in ended.stderr and "pip install 'tidemill[language]'" in ended.stderr, ended.stderr

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
-from bus.processes.limits import ProcessLimits
-from bus.wire.messages import Status
-from rewards.builtin.ifeval import INSTRUCTIONS, follows
-from rewards.port import RewardRequest
-from rewards.registry import UNBOUNDED
-from rewards.scorers import opened
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.ifeval import INSTRUCTIONS, follows
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import UNBOUNDED
+from tidemill.rewards.scorers import opened
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifeval_reference.json").read_text(encoding="utf-8"))
 OF_CASE = ("change_case:english_capital", "change_case:english_lowercase")

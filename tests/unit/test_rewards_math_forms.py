@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.builtin.math_answer import math_answer, to_number
-from rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from rewards.builtin.math_symbolic import math_verify
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.math_answer import math_answer, to_number
+from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from tidemill.rewards.builtin.math_symbolic import math_verify
+from tidemill.rewards.port import RewardRequest
 
 WHOLE = ("18", "7", "9", "4", "-3", "120")
 LARGE = ("1234", "10236", "1000000", "-4321")

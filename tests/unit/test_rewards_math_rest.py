@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from bus.processes.limits import ProcessLimits
-from bus.wire.messages import Status
-from rewards.builtin.math_rewards import math
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.port import RewardRequest
-from rewards.registry import bind, is_unbounded
-from rewards.scorers import opened
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
+from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.math_rewards import math
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind, is_unbounded
+from tidemill.rewards.scorers import opened
 
 
 def asked(response: str, label: Any) -> RewardRequest:

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.builtin.gpqa import gpqa
-from rewards.builtin.lengths import overlong, repetition
-from rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
-from rewards.builtin.text import f1
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.builtin.gpqa import gpqa
+from tidemill.rewards.builtin.lengths import overlong, repetition
+from tidemill.rewards.builtin.math_rewards import dapo, deepscaler, gsm8k, math
+from tidemill.rewards.builtin.text import f1
+from tidemill.rewards.port import RewardRequest
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
 SHAPING = [json.loads(line) for line in (Path(__file__).parents[1] / "data/shaping_references.jsonl").read_text().splitlines()]

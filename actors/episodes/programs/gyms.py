@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, SupportsFloat
 
-from actors.episodes.programs.call_threads import CallThreads
-from bus.errors import WireError
-from bus.wire.chat_messages import chat_messages
+from tidemill.actors.episodes.programs.call_threads import CallThreads
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_messages
 
 
 def own(data: Mapping[str, Any], id: str) -> tuple[str, dict[str, Any]]:

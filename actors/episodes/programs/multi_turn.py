@@ -20,13 +20,13 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
-from actors.episodes.programs.gyms import Gem, SkyRL
-from actors.episodes.programs.openenv import OpenEnv
-from actors.episodes.programs.tools import FAILED, Tool, tools_of
-from bus.system.coroutines import to_the_end
-from bus.system.functions import find_object
-from bus.wire.chat_messages import chat_messages, chat_tools
+from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
+from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
+from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
+from tidemill.bus.system.coroutines import to_the_end
+from tidemill.bus.system.functions import find_object
+from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""
