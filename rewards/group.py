@@ -38,16 +38,16 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
         raise RewardFailed("relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word)
     lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
-    found = []
+    rewards = []
     for length, reward in zip(lengths, request.rewards, strict=True):
         score = score_of(reward)
         bonus = 0.5 - (length - shortest) / spread if spread else 0.0
         bonus = bonus if score >= right_at else min(0.0, bonus)
-        found.append({"score": score + weight * bonus, "reward": score, "length": bonus})
-    return found
+        rewards.append({"score": score + weight * bonus, "reward": score, "length": bonus})
+    return rewards
 
 
-TABLE = {"relative_length": "tidemill.rewards.group:relative_length", "remote": "tidemill.rewards.http.remote:RemoteGroup"}
+TABLE = {"relative_length": "tidemill.rewards.group:relative_length", "remote": "tidemill.rewards.http.remote:RemoteGroupReward"}
 """Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
 """Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""
@@ -59,20 +59,20 @@ ASKING = frozenset({"remote"})
 def _checked(name: str, result: object) -> list[Reward]:
     if isinstance(result, str | bytes | Mapping) or not isinstance(result, Sequence):
         raise RewardFailed(name, f"want a list with a reward for each sample, got {result!r}"[:500], "group reward")
-    return [checked(f"{name}[{place}]", one) for place, one in enumerate(result)]
+    return [checked(f"{name}[{place}]", reward) for place, reward in enumerate(result)]
 
 
 def group_fields(request: GroupRequest) -> JsonObject:
     """Return the map that a request's JSON is."""
-    return {"samples": [fields_of(one) for one in request.samples], "rewards": list(request.rewards)}
+    return {"samples": [fields_of(sample) for sample in request.samples], "rewards": list(request.rewards)}
 
 
 def _encode(request: GroupRequest) -> bytes:
     return json.dumps(group_fields(request)).encode()
 
 
-def _decode(found: JsonMapping) -> GroupRequest:
-    return GroupRequest(samples=tuple(to_request(one) for one in found["samples"]), rewards=tuple(found["rewards"]))
+def _decode(fields: JsonMapping) -> GroupRequest:
+    return GroupRequest(samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"]))
 
 
 GROUP = Contract(

@@ -55,7 +55,7 @@ def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
 def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
 
-    ``data_source`` is that of the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
+    ``data_source`` is taken from the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
     """
     extra = dict(request.metadata)
     named = {"solution_str": request.response, "ground_truth": request.label, "extra_info": extra}
@@ -112,10 +112,10 @@ class PeerReward:
             result = result[0]
         if not isinstance(result, Mapping):
             return result  # type: ignore[return-value]  # the caller checks it
-        found = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
-        if "score" not in found:
+        parts = {str(name): number for name, value in result.items() if (number := _number(value)) is not None}
+        if "score" not in parts:
             raise RewardFailed(self._name, f"want a number, or a map with a number under score, got {result!r}"[:300])
-        return found
+        return parts
 
 
 class AsyncPeerReward(PeerReward):

@@ -12,7 +12,7 @@ BY_ROLLOUT = "by_rollout"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class RewardPart:
     """One reward of a sum."""
 
     name: str
@@ -34,12 +34,12 @@ def fits(when: JsonMapping, metadata: JsonMapping) -> bool:
     return all(metadata.get(key) == value for key, value in when.items())
 
 
-def read_parts(values: JsonMapping) -> list[Part]:
+def read_parts(values: JsonMapping) -> list[RewardPart]:
     """Return the parts of the setting ``reward_parts``. Raises ValueError naming the field."""
     return [_part(name, value) for name, value in values.items()]
 
 
-def _part(name: str, value: Any) -> Part:
+def _part(name: str, value: Any) -> RewardPart:
     where = f"reward_parts.{name}"
     if name == SCORE:
         raise ValueError(f"{where}: want another name; the sum has this one")
@@ -55,6 +55,6 @@ def _part(name: str, value: Any) -> Part:
     for key in ("options", "when"):
         if not isinstance(value.get(key, {}), Mapping):
             raise ValueError(f"{where}.{key}: want a map, got {value[key]!r}")
-    return Part(
+    return RewardPart(
         name=name, reward=value["reward"], weight=float(weight), options=dict(value.get("options", {})), when=dict(value.get("when", {}))
     )

@@ -18,7 +18,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
-"""A number, or named numbers of which ``score`` is the one to train on."""
+"""A number, or named numbers; ``score`` is trained on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class RewardRequest:
     metadata: JsonMapping = field(default_factory=dict)
     """Metadata of the task."""
     response_length: int = 0
-    """Tokens of the response, those of tools and observations included."""
+    """Tokens of the response, with the tokens of tools and observations."""
     sampled_length: int = 0
     """Tokens of the response that the model has sampled."""
     num_turns: int = 1
@@ -76,19 +76,19 @@ def fields_of(request: RewardRequest) -> JsonObject:
     }
 
 
-def to_request(found: JsonMapping) -> RewardRequest:
+def to_request(fields: JsonMapping) -> RewardRequest:
     """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one call."""
     return RewardRequest(
-        prompt=found["prompt"],
-        response=found["response"],
-        label=found["label"],
-        status=Status(found["status"]),
-        tokens=np.frombuffer(base64.b64decode(found["tokens"], validate=True), "<i4").astype(np.int32),
-        metadata=found["metadata"],
-        response_length=found["response_length"],
-        sampled_length=found.get("sampled_length", found["response_length"]),
-        num_turns=found.get("num_turns", 1),
-        transcript=tuple(found.get("transcript", ())),
+        prompt=fields["prompt"],
+        response=fields["response"],
+        label=fields["label"],
+        status=Status(fields["status"]),
+        tokens=np.frombuffer(base64.b64decode(fields["tokens"], validate=True), "<i4").astype(np.int32),
+        metadata=fields["metadata"],
+        response_length=fields["response_length"],
+        sampled_length=fields.get("sampled_length", fields["response_length"]),
+        num_turns=fields.get("num_turns", 1),
+        transcript=tuple(fields.get("transcript", ())),
     )
 
 

@@ -142,20 +142,22 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     contract = contract or REWARD
     if contract is REWARD and name in SANDBOXED and (reason := _obstacle(name)):
         raise UnknownReward(name, reason)
-    own = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
+    own_options = {option: value for option, value in (options or {}).items() if option != IN_THREAD}
     if contract is REWARD and (path := path_in(name)):
-        found = _find(path, contract)
-        return Bound(name, (AsyncPeerReward if _is_async(found) else PeerReward)(name, found, own), {}, contract)
+        function_of_system = _find(path, contract)
+        return Bound(
+            name, (AsyncPeerReward if _is_async(function_of_system) else PeerReward)(name, function_of_system, own_options), {}, contract
+        )
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
         raise UnknownReward(name, f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so")
     if not inspect.isclass(function):
-        _check_options(name, function, own, contract)
-        return Bound(name, function, own, contract)
+        _check_options(name, function, own_options, contract)
+        return Bound(name, function, own_options, contract)
     # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
-    _check_options(name, function.__init__, own, contract)
+    _check_options(name, function.__init__, own_options, contract)
     with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
-        made = function(**own)
+        made = function(**own_options)
     if not callable(made):
         raise UnknownReward(name, f"want a class whose instances can be called with the {contract.argument}", contract.word)
     return Bound(name, made, {}, contract)
@@ -205,8 +207,8 @@ def _check_options(name: str, function: Callable[..., object], options: Mapping[
         if parameter.default is parameter.empty and option not in options:
             raise refused(option, "missing, and it has no default")
     for option, kind in _hints(function).items():
-        if option in options and (wanted := _wanted_instead(options[option], kind)):
-            raise refused(option, f"want {wanted}, got {options[option]!r}")
+        if option in options and (want := _wanted_instead(options[option], kind)):
+            raise refused(option, f"want {want}, got {options[option]!r}")
 
 
 def _hints(function: Callable[..., object]) -> dict[str, Any]:

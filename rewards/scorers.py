@@ -16,7 +16,7 @@ from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import ASKING as ASKING_OF_GROUPS
 from tidemill.rewards.group import GROUP, GroupRequest, Reward
 from tidemill.rewards.group import TABLE as TABLE_OF_GROUPS
-from tidemill.rewards.part_settings import SCORE, Part
+from tidemill.rewards.part_settings import SCORE, RewardPart
 from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.processes.pool import FunctionProcesses
 from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, is_unbounded, load
@@ -49,13 +49,13 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 
 
 @asynccontextmanager
-async def opened_parts(parts: Sequence[Part], limits: ProcessLimits) -> AsyncIterator[Scorer]:
+async def opened_parts(parts: Sequence[RewardPart], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
         yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
 
 
-def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
+def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
     """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are ``part.name``.
 
     It fails when one part fails, and when no part applies.
@@ -65,26 +65,26 @@ def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
         """Score all parts that apply, at the same time."""
         applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
         if not applying:
-            wanted = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
-            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {wanted}"[:2000])
+            conditions = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
+            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000])
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
-        found: dict[str, float] = {SCORE: 0.0}
+        values: dict[str, float] = {SCORE: 0.0}
         for (part, _), task in zip(applying, tasks, strict=True):
             value = task.result()
-            found[part.name] = score_of(value)
-            found[SCORE] += part.weight * found[part.name]
+            values[part.name] = score_of(value)
+            values[SCORE] += part.weight * values[part.name]
             if isinstance(value, dict):
-                found |= {f"{part.name}.{key}": number for key, number in value.items() if key != SCORE}
-        return checked("reward_parts", found)
+                values |= {f"{part.name}.{key}": number for key, number in value.items() if key != SCORE}
+        return checked("reward_parts", values)
 
     return score
 
 
-async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
+async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
     """Score one part; a failure names the part."""
     try:
         return await scorer(request)
@@ -119,10 +119,10 @@ async def opened_group(name: str, options: Mapping[str, object], limits: Process
 
 def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) -> GroupScorer:
     async def score(request: GroupRequest) -> list[Reward]:
-        """Score, and compare the number of rewards with that of the samples."""
-        found = await call(request)
-        if len(found) != len(request.samples):
-            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
-        return found
+        """Score, and compare the number of rewards with the number of samples."""
+        rewards = await call(request)
+        if len(rewards) != len(request.samples):
+            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word)
+        return rewards
 
     return score

@@ -1,4 +1,4 @@
-"""A model call with its answer, and SGLang's JSON of it."""
+"""A model call with its answer, and that answer as JSON: SGLang's, and of ``/inference/v1/generate``, by which training clients ask."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,27 @@ from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import Response
-from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.turn_log import StoredTurn
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.exchange import Answer, Handler, Request
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True, slots=True)
-class Called:
+class AnsweredCall:
     """A model call with its answer. P = tokens of its prompt."""
 
     prompt: NDArray[np.int32]
     """[P]."""
-    output: Output
+    output: TurnOutput
     response: Response
     stored: StoredTurn | None
     """The answer of an earlier attempt that it was given; None = it is new."""
 
 
-def answer_of(called: Called, id: str, place: int = 0) -> JsonObject:
+def answer_of(called: AnsweredCall, id: str, place: int = 0) -> JsonObject:
     """Return SGLang's JSON of a response, whole or unfinished."""
     made = called.response.generation
     tokens = made.tokens.tolist()
@@ -48,10 +51,45 @@ def answer_of(called: Called, id: str, place: int = 0) -> JsonObject:
 
 def _versions(made: Generation) -> list[JsonObject]:
     """Return the spans of a response with their places in it."""
-    found: list[JsonObject] = []
+    versions: list[JsonObject] = []
     begin = 0
     for span in made.spans:
         end = begin + span.num_tokens
-        found.append({"version": str(span.version), "start": begin, "end": end})
+        versions.append({"version": str(span.version), "start": begin, "end": end})
         begin = end
-    return found
+    return versions
+
+
+INFERENCE_PATH = "/inference/v1/generate"
+_PASSED = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias")
+"""Sampling parameters with the same name for both."""
+_RENAMED = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
+
+
+async def inference_answer(request: Request, handler: Handler) -> Answer:
+    """Return the answer to a request of this path; ``handler`` answers /generate. Raises BadRequest."""
+    body = json_map(request.body)
+    if body.get("stream"):
+        raise BadRequest("stream: not supported at this path; want false")
+    sampling = body.get("sampling_params") or {}
+    if not isinstance(sampling, dict):
+        raise BadRequest(f"sampling_params: want a map, got {sampling!r}")
+    params = {name: sampling[name] for name in _PASSED if name in sampling}
+    params |= {theirs: sampling[name] for name, theirs in _RENAMED.items() if name in sampling}
+    prompt = body.get("token_ids")
+    async with await handler(request.with_body({"input_ids": prompt, "sampling_params": params}, "/generate")) as answer:
+        decoded = await answer.json()
+        answers = decoded if isinstance(decoded, list) else [decoded]
+        choices = [_choice(response, place) for place, response in enumerate(answers)]
+        return Answer.of(answer.status, {"request_id": request.id, "prompt_token_ids": prompt, "choices": choices})
+
+
+def _choice(answer: JsonMapping, place: int) -> JsonObject:
+    meta = answer["meta_info"]
+    content = [{"token": f"token_id:{entry[1]}", "logprob": entry[0]} for entry in meta["output_token_logprobs"]]
+    return {
+        "index": place,
+        "token_ids": answer["output_ids"],
+        "finish_reason": meta["finish_reason"]["type"],
+        "logprobs": {"content": content},
+    }

@@ -58,7 +58,7 @@ class PolicyFault(Exception):
         self.reward = reward
 
 
-class Output(io.FileIO):
+class LossyOutput(io.FileIO):
     """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program that prints it."""
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
@@ -76,7 +76,7 @@ class Output(io.FileIO):
 
 def text_file(descriptor: int, report_lost: Callable[[str], None]) -> io.TextIOWrapper:
     """Return a text file on an open descriptor: a line is written at once, or lost."""
-    file = io.BufferedWriter(Output(descriptor, report_lost))
+    file = io.BufferedWriter(LossyOutput(descriptor, report_lost))
     return io.TextIOWrapper(file, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
@@ -94,19 +94,19 @@ def limit_memory(memory_mb: int) -> None:
     """Limit the private memory of this process, and of each that it starts; 0 = no limit. Raises OSError where no limit is held."""
     if not memory_mb:
         return
-    wanted = "rollouts.NAME.memory_mb: want 0 (no limit) on this machine"
+    want = "rollouts.NAME.memory_mb: want 0 (no limit) on this machine"
     try:
         resource = importlib.import_module("resource")
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
         most = min([memory_mb << 20, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     except (ImportError, AttributeError, OSError, ValueError) as error:
-        raise OSError(f"{wanted}, which refuses the limit {memory_mb}: {error}") from None
+        raise OSError(f"{want}, which refuses the limit {memory_mb}: {error}") from None
     try:
         mmap.mmap(-1, memory_mb << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError, OverflowError):
         return
-    raise OSError(f"{wanted}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7")
+    raise OSError(f"{want}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7")
 
 
 def limit_others(limits: dict[str, int]) -> None:
@@ -115,16 +115,16 @@ def limit_others(limits: dict[str, int]) -> None:
     The kernel ends the process at its processor time; at the others a call fails.
     """
     for name, value in limits.items():
-        kind, unit, more = _LIMITS[name]
+        kind, unit, slack = _LIMITS[name]
         try:
             resource = importlib.import_module("resource")
             number = getattr(resource, kind)
             _, hard = resource.getrlimit(number)
             most = value * unit if hard == resource.RLIM_INFINITY else min(value * unit, hard)
-            resource.setrlimit(number, (most, most + more if hard == resource.RLIM_INFINITY else min(most + more, hard)))
+            resource.setrlimit(number, (most, most + slack if hard == resource.RLIM_INFINITY else min(most + slack, hard)))
         except (ImportError, AttributeError, OSError, ValueError) as error:
-            wanted = f"rollouts.NAME.{name}: want 0 (no limit) on this machine"
-            raise OSError(f"{wanted}, which refuses the limit {value}: {error}") from None
+            want = f"rollouts.NAME.{name}: want 0 (no limit) on this machine"
+            raise OSError(f"{want}, which refuses the limit {value}: {error}") from None
 
 
 def imported(module: str) -> Any:
@@ -135,12 +135,12 @@ def imported(module: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, module)
     if spec is None or spec.loader is None:
         raise ImportError(f"want a Python file, got {module!r}")
-    found = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    file_module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(file_module)
+    return file_module
 
 
-class Loaded(NamedTuple):
+class LoadedProgram(NamedTuple):
     """A program."""
 
     run: Callable[..., Any]
@@ -151,7 +151,7 @@ class Loaded(NamedTuple):
     tools: list[str]
 
 
-def load(request: dict[str, Any]) -> Loaded:
+def load(request: dict[str, Any]) -> LoadedProgram:
     """Return the program. Raises whatever the user's module raises."""
     limit_memory(request["memory_mb"])
     limit_others(request["limits"])
@@ -159,26 +159,26 @@ def load(request: dict[str, Any]) -> Loaded:
         if entry not in sys.path:
             sys.path.append(entry)
     module, _, name = request["use"].rpartition(":")
-    found = imported(module)
+    target = imported(module)
     for part in name.split("."):
-        found = getattr(found, part)
+        target = getattr(target, part)
     options = request["options"]
-    if inspect.isclass(found):
-        program = found(**options)
+    if inspect.isclass(target):
+        program = target(**options)
         run = getattr(program, "run", None)
         if not callable(run):
             raise TypeError("want a class with a method run(data, **extra)")
         resume = getattr(program, "resume", None) if request["resumes"] else None
         if request["resumes"] and not callable(resume):
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
-        return Loaded(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
-    if request["resumes"] or not callable(found):
-        raise TypeError(f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got {type(found).__name__}")
-    return Loaded(found, None, options, [])
+        return LoadedProgram(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
+    if request["resumes"] or not callable(target):
+        raise TypeError(f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got {type(target).__name__}")
+    return LoadedProgram(target, None, options, [])
 
 
 def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, Any]:
-    """Return those of the extra arguments that a function takes."""
+    """Return the extra arguments that a function takes."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -210,24 +210,24 @@ def result_of(value: Any) -> float | dict[str, float] | None:
         for name in value:
             if not isinstance(name, str):
                 raise TypeError(f"result: want texts as names of rewards, got {name!r}")
-        return {name: number(each, f"result[{name!r}]") for name, each in value.items()}
+        return {name: number(part, f"result[{name!r}]") for name, part in value.items()}
     return number(value, "result")
 
 
 def reason_of(error: BaseException) -> str:
     """Return the type and text of an error, and the place of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if os.path.abspath(frame.filename) != os.path.abspath(__file__)]
+    user_frames = [frame for frame in frames if os.path.abspath(frame.filename) != os.path.abspath(__file__)]
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
         text = type(error).__name__
-    if own:
-        text += f" ({os.path.basename(own[-1].filename)}, line {own[-1].lineno})"
+    if user_frames:
+        text += f" ({os.path.basename(user_frames[-1].filename)}, line {user_frames[-1].lineno})"
     return text.encode("utf-8", "replace").decode()[:MAX_REASON]
 
 
-class Child:
+class EpisodeServer:
     """The episodes of this process."""
 
     def __init__(self, writer: asyncio.StreamWriter) -> None:
@@ -332,8 +332,8 @@ class Child:
         arguments = {**self.options, **accepted(run, extra)}
         if inspect.iscoroutinefunction(run):
             return await run(data, **arguments)
-        found = await in_thread(run, data, arguments)
-        return await found if inspect.isawaitable(found) else found
+        result = await in_thread(run, data, arguments)
+        return await result if inspect.isawaitable(result) else result
 
     def client(self) -> Any:
         """Return the HTTP client of this process, where httpx is installed."""
@@ -390,7 +390,7 @@ async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str
 async def serve(connection: socket.socket) -> None:
     """Take messages until the connection ends."""
     reader, writer = await asyncio.open_unix_connection(sock=connection)
-    child = Child(writer)
+    child = EpisodeServer(writer)
     sys.modules["tidemill_rollout"].__dict__["report_hung"] = child.report_hung
     if sys.stdout is not None:  # None: its descriptor is closed, and print does nothing
         sys.stdout = text_file(1, child.report_lost)

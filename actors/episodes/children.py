@@ -28,7 +28,7 @@ from typing import Self
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.client.waiter import Waiter
-from tidemill.bus.processes.connection import START_S, CallFailed, Connection
+from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import environment, kill_tree
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
@@ -82,12 +82,12 @@ class ChildCounters:
     """Calls of tools that had no result in time, and still ran."""
 
 
-class _Child:
+class _ProgramProcess:
     """A process with the program."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
-        self.calls: Connection
+        self.calls: ChildConnection
         """Its load, then its episodes."""
         self.ending = False
         """True once it takes no more episodes."""
@@ -107,7 +107,7 @@ class Children:
         gateway_host: str = "",
         note_hung: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = that of this process.
+        """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = this process's.
 
         ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as loopback is.
 
@@ -119,7 +119,7 @@ class Children:
         self.counters = ChildCounters()
         self.chat_tools: tuple[str, ...] = ()
         """Tools that the loaded program offers in chats, which the model's chat template must write."""
-        self._children: list[_Child] = []
+        self._children: list[_ProgramProcess] = []
         self._ends: set[asyncio.Task[None]] = set()
         self._changed = Waiter()
         self._starting = asyncio.Lock()
@@ -170,7 +170,7 @@ class Children:
             child = await self._ready()
             try:
                 return _result(await child.calls.call(request, cancel_s=self._bounds.kill_after_s, blocked=blocked))
-            except CallFailed as error:
+            except ChildCallFailed as error:
                 raise ProgramFailed(error.reason, ended=error.ended) from None
             finally:
                 self._changed.wake()
@@ -178,14 +178,14 @@ class Children:
             self.counters.failed += 1
             raise
 
-    async def _ready(self) -> _Child:
+    async def _ready(self) -> _ProgramProcess:
         """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not run."""
         try:
             return await self._free()
         except ProgramFailed as error:
             raise ProgramFailed(error.reason, ended=True) from None
 
-    async def _free(self) -> _Child:
+    async def _free(self) -> _ProgramProcess:
         """Return a child with room for an episode. Raises ProgramFailed."""
         while True:
             able = [child for child in self._children if len(child.calls) < self._bounds.episodes_per_child]
@@ -196,7 +196,7 @@ class Children:
                     return await self._start()
             await self._changed.wait()
 
-    async def _start(self) -> _Child:
+    async def _start(self) -> _ProgramProcess:
         if self._refused and time.monotonic() < self._refused_s + RESTART_S:
             raise ProgramFailed(self._refused)
         try:
@@ -210,7 +210,7 @@ class Children:
         self._children.append(child)
         return child
 
-    async def _started(self) -> _Child:
+    async def _started(self) -> _ProgramProcess:
         """Start a process and wait until it has loaded the program. Raises ProgramFailed."""
         ours, theirs = socket.socketpair()
         python = self._python or sys.executable
@@ -227,8 +227,8 @@ class Children:
             raise ProgramFailed(f"rollouts.NAME.python: cannot start {python!r}: {error}") from None
         finally:
             theirs.close()
-        child = _Child(process)
-        child.calls = Connection(
+        child = _ProgramProcess(process)
+        child.calls = ChildConnection(
             process.pid,
             lambda _, reason: self._kill(child, reason),
             closed=lambda _: self._end(child, ""),
@@ -243,7 +243,7 @@ class Children:
         except TimeoutError:
             self._kill(child, f"{self._use}: not imported within {START_S:g} s")
             raise ProgramFailed(child.calls.ended) from None
-        except CallFailed as error:
+        except ChildCallFailed as error:
             self._kill(child, "not loaded")
             raise ProgramFailed(error.reason if error.ended else f"{self._use}: {error.reason}", ended=error.ended) from None
         except BaseException:
@@ -268,11 +268,11 @@ class Children:
         elif kind == "lost":
             self._repeated("output of a rollout program is lost", f"use={self._use} pid={pid} {text}")
 
-    def _kill(self, child: _Child, reason: str) -> None:
+    def _kill(self, child: _ProgramProcess, reason: str) -> None:
         self.counters.killed += not child.ending
         self._end(child, reason)
 
-    def _end(self, child: _Child, reason: str) -> None:
+    def _end(self, child: _ProgramProcess, reason: str) -> None:
         """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by itself."""
         if child.ending:
             return
@@ -286,7 +286,7 @@ class Children:
         self._ends.add(end)
         end.add_done_callback(self._ends.discard)
 
-    async def _ended(self, child: _Child) -> None:
+    async def _ended(self, child: _ProgramProcess) -> None:
         reason = "its child process ended"
         if not child.calls.ended:
             with contextlib.suppress(TimeoutError):
@@ -307,7 +307,7 @@ def _result(message: object) -> EpisodeResult:
     if value is None:
         return EpisodeResult()
     if isinstance(value, dict):
-        return EpisodeResult(value={str(name): _number(each, f"result[{name!r}]") for name, each in value.items()})
+        return EpisodeResult(value={str(name): _number(number, f"result[{name!r}]") for name, number in value.items()})
     return EpisodeResult(value=_number(value, "result"))
 
 

@@ -1,7 +1,8 @@
-"""One episode under way: its task, its recorded turns, its budget, and how it ends. Knows no HTTP and no process."""
+"""One episode under way: its task, its clock, its recorded turns, its budget, its messages, and how it ends. Knows no HTTP, no process."""
 
 import asyncio
 import hashlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,16 +14,89 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.responses import Response, seeded
-from tidemill.actors.episodes.clock import Clock
-from tidemill.actors.episodes.recorder import Output, Recorder
-from tidemill.actors.episodes.transcript import bounded
+from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn, TurnLog, digest
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.dialects import DIALECTS
 from tidemill.bus.config import RUN_NAME
 from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.chat_messages import chat_messages
 from tidemill.bus.wire.invariants import MAX_REWARD
-from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Sampling, Task
+
+
+class Clock:
+    """Seconds since its making, without those in which it was stopped."""
+
+    def __init__(self) -> None:
+        self._ran_s, self._since_s, self._stops = 0.0, time.monotonic(), 0
+        self._runs = asyncio.Event()
+        self._runs.set()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that it ran."""
+        return self._ran_s + (0.0 if self._stops else time.monotonic() - self._since_s)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Stand still inside the block; blocks may overlap."""
+        if not self._stops:
+            self._ran_s = self.seconds
+            self._runs.clear()
+        self._stops += 1
+        try:
+            yield
+        finally:
+            self._stops -= 1
+            if not self._stops:
+                self._since_s = time.monotonic()
+                self._runs.set()
+
+    async def reaches(self, seconds: float) -> None:
+        """Return when it has run for ``seconds``; never for 0, which is no limit."""
+        if not seconds:
+            await asyncio.Event().wait()
+        while (left_s := seconds - self.seconds) > 0:
+            await asyncio.sleep(left_s)
+            await self._runs.wait()
+
+
+MAX_BYTES = 256_000
+"""Size limit of a transcript as JSON, in bytes. A longer one is cut in the middle."""
+
+
+def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
+    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
+    request: JsonMapping = json_map(body) if body else {}
+    if path in DIALECTS:
+        request = DIALECTS[path].chat_of(request)
+    messages = request.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
+    if not isinstance(messages, list):
+        prompt = next((request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)), None)
+        messages = [] if prompt is None else [{"role": "user", "content": prompt}]
+    return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
+
+
+def bounded(messages: list[JsonObject], max_bytes: int = MAX_BYTES) -> tuple[JsonObject, ...]:
+    """Return the messages; those in the middle give way to a remark where all are longer than ``max_bytes``."""
+    sizes = [len(json.dumps(message)) for message in messages]
+    if sum(sizes) <= max_bytes:
+        return tuple(messages)
+    head, tail = 0, len(messages)
+    left = max_bytes
+    while head < tail:
+        take_head = head <= len(messages) - tail
+        place = head if take_head else tail - 1
+        if sizes[place] > left:
+            break
+        left -= sizes[place]
+        head, tail = (head + 1, tail) if take_head else (head, tail - 1)
+    remark: JsonObject = {"role": "note", "content": f"{tail - head} messages left out: longer than {max_bytes} bytes"}
+    return (*messages[:head], remark, *messages[tail:])
+
 
 SEEDS = 2**31
 """Number of different seeds: every engine takes those below."""
@@ -36,7 +110,7 @@ class Spent(BadRequest):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class ReservedCall:
     """Room for one model call."""
 
     max_new_tokens: int
@@ -63,7 +137,7 @@ class Episode:
     task: Task
     index: int
     attempt: str
-    recorder: Recorder = field(default_factory=Recorder)
+    recorder: TurnRecorder = field(default_factory=TurnRecorder)
     clock: Clock = field(default_factory=Clock)
     log: TurnLog = field(default_factory=lambda: TurnLog(None))
     spent: str = ""
@@ -83,13 +157,13 @@ class Episode:
     engine: str = ""
     """Engine of the last turn."""
     text: str = ""
-    """Text of the last answer; those of untrained calls do not count behind a trained one."""
+    """Text of the last answer; untrained calls do not count behind a trained one."""
     answered: bool = False
     """True if a turn that is trained is recorded."""
     cut_by_length: bool = False
     """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the call that gave ``text``, its answer included. Called once: only those of the last call are wanted."""
+    """Returns the messages of the call that gave ``text``, its answer included. Called once, as only the last call is shown."""
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -128,10 +202,10 @@ class Episode:
             self.stopped.set()
 
     @contextmanager
-    def call(self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT) -> Iterator[Call]:
+    def call(self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT) -> Iterator[ReservedCall]:
         """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there is none.
 
-        The room is kept for the block, at the end of which the output must have been recorded. ``max_context``: the model's.
+        The room is kept for the block. The output must have been recorded at its end. ``max_context``: the model's.
         """
         limits = replace(self.budget, context=min(self.budget.context or NO_LIMIT, max_context))
         if limits.turns and len(self.recorder) + self._reserved.calls >= limits.turns:
@@ -151,13 +225,13 @@ class Episode:
         self._reserved.tokens += max_new_tokens
         self._reserved.total_tokens += growth + max_new_tokens
         try:
-            yield Call(max_new_tokens=max_new_tokens, limit=limit, seed=self._seed(prompt), begin_s=time.monotonic() - self.began_s)
+            yield ReservedCall(max_new_tokens=max_new_tokens, limit=limit, seed=self._seed(prompt), begin_s=time.monotonic() - self.began_s)
         finally:
             self._reserved.calls -= 1
             self._reserved.tokens -= max_new_tokens
             self._reserved.total_tokens -= growth + max_new_tokens
 
-    async def record(self, prompt: NDArray[np.int32], output: Output, response: Response, stored: StoredTurn | None = None) -> None:
+    async def record(self, prompt: NDArray[np.int32], output: TurnOutput, response: Response, stored: StoredTurn | None = None) -> None:
         """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded, NotStored."""
         async with self.log.lock:
             number = len(self.recorder)
@@ -171,7 +245,7 @@ class Episode:
         self.queued_s += response.timings.queued_s
         self.generating_s += response.timings.generating_s
 
-    def _answer(self, output: Output, text: str) -> bool:
+    def _answer(self, output: TurnOutput, text: str) -> bool:
         """Take the text of a recorded turn as the episode's; return False for an untrained one behind a trained one."""
         if self.answered and not output.trained:
             return False

@@ -23,11 +23,9 @@ from typing import Any
 from aiohttp import BasicAuth, web
 
 from tidemill.actors.engines.responses import GenerationFailed, Interrupted, Responses
-from tidemill.actors.episodes import inference_api
-from tidemill.actors.episodes.calls import Called, answer_of
-from tidemill.actors.episodes.episode import Episode, Spent
+from tidemill.actors.episodes.calls import INFERENCE_PATH, AnsweredCall, answer_of, inference_answer
+from tidemill.actors.episodes.episode import Episode, Spent, messages_of
 from tidemill.actors.episodes.model_calls import ModelCalls
-from tidemill.actors.episodes.transcript import messages_of
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.events import DATA
@@ -50,11 +48,11 @@ from tidemill.weightstore.listener import Listener
 logger = logging.getLogger(__name__)
 
 TRAIN_HEADER = "X-Tidemill-Train"
-"""0: the call is served with the sampling that it asks for, and is context only. So are those of ``untrained_models``."""
+"""0: the call is served with the sampling that it asks for, and is context only. So are calls of ``untrained_models``."""
 ENDED_KEYS = 10_000
-"""Most keys of ended episodes that are remembered, to be answered with 410."""
+"""Maximum number of keys of ended episodes that are remembered, to be answered with 410."""
 HISTORY_TEXT = 1 << 24
-"""Most characters and tokens that the history of one episode remembers."""
+"""Maximum number of characters and tokens that the history of one episode remembers."""
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat some errors by themselves, unless an answer forbids it."""
@@ -63,8 +61,8 @@ _PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {p
 
 
 @dataclass(slots=True)
-class _Made:
-    """A whole answer, and the turns of which it was made."""
+class _WholeAnswer:
+    """A whole answer, and its turns."""
 
     status: int
     content_type: str
@@ -83,8 +81,8 @@ class _Open:
     """Beginning of the ids of its answers."""
     answers: int = 0
     """Answers so far."""
-    running: set[asyncio.Task[_Made]] = field(default_factory=set)
-    left: dict[bytes, list[asyncio.Task[_Made]]] = field(default_factory=dict)
+    running: set[asyncio.Task[_WholeAnswer]] = field(default_factory=set)
+    left: dict[bytes, list[asyncio.Task[_WholeAnswer]]] = field(default_factory=dict)
     """Answers to clients that have gone, by request."""
     streams: set[asyncio.Task[web.StreamResponse]] = field(default_factory=set)
 
@@ -100,7 +98,7 @@ class Gateway:
     def __init__(
         self, model: ModelText, responses: Responses, renderer: Renderer | None = None, untrained_models: Collection[str] = ()
     ) -> None:
-        """``renderer``: None = chats are those of the model's chat template. ``untrained_models``: calls for these are context."""
+        """``renderer``: None = chats are written by the model's chat template. ``untrained_models``: calls for these are context."""
         self._model, self._responses, self._renderer, self._untrained_models = model, responses, renderer, untrained_models
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
@@ -139,15 +137,15 @@ class Gateway:
             await asyncio.gather(*open.streams, return_exceptions=True)
 
     def _chats(self, episode: Episode) -> Chats | None:
-        """Return the chats of an episode; None = those of the model's chat template."""
+        """Return the chats of an episode; None = the model's chat template writes them."""
         if self._renderer is None:
             return None
         stops = episode.sampling.stop_token_ids
         return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
-    def _admitted(self, given: web.Request) -> tuple[_Open, str]:
+    def _admitted(self, http_request: web.Request) -> tuple[_Open, str]:
         """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone behind its end."""
-        key, path = _key(given)
+        key, path = _key(http_request)
         open = self._open.get(key)
         if open is not None:
             return open, path
@@ -155,9 +153,9 @@ class Gateway:
             raise _refusal(web.HTTPGone, "this episode has ended")
         raise _refusal(web.HTTPUnauthorized, "want the key of an episode: /e/KEY/... or Authorization: Bearer KEY")
 
-    async def _handle(self, given: web.Request) -> web.StreamResponse:
-        open, path = self._admitted(given)  # again: the episode may have ended while the body arrived
-        body = body_in(given)
+    async def _handle(self, http_request: web.Request) -> web.StreamResponse:
+        open, path = self._admitted(http_request)  # again: the episode may have ended while the body arrived
+        body = body_in(http_request)
         try:
             if path == "/reward":
                 return self._reward(open.episode, body)
@@ -167,8 +165,8 @@ class Gateway:
             if path == "/state":
                 return await self._state(open.episode, body)
             if _streams(open.episode, path, body):
-                return await self._stream(open, given, path, body)
-            made = await self._made(open, given, path, body)
+                return await self._stream(open, http_request, path, body)
+            made = await self._made(open, http_request, path, body)
             if made.status == HTTPStatus.OK:
                 delivering = _deliver(open.episode, made, body, path)
                 # To the end, also when the client goes: a stored answer must be recorded. Where nothing is stored, nothing is waited for.
@@ -180,9 +178,9 @@ class Gateway:
         made.calls.held.close()
         return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
 
-    async def _stream(self, open: _Open, given: web.Request, path: str, body: bytes) -> web.StreamResponse:
+    async def _stream(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Answer with a stream, which is cut when its client hangs up or the episode ends."""
-        streaming = asyncio.get_running_loop().create_task(self._streaming(open, given, path, body))
+        streaming = asyncio.get_running_loop().create_task(self._streaming(open, http_request, path, body))
         open.streams.add(streaming)
         streaming.add_done_callback(open.streams.discard)
         streaming.add_done_callback(_seen)
@@ -192,10 +190,10 @@ class Gateway:
             _cut(streaming)
             raise
 
-    async def _streaming(self, open: _Open, given: web.Request, path: str, body: bytes) -> web.StreamResponse:
+    async def _streaming(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are events."""
         response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
-        request, calls = self._asked(open, given, path, body, streams=True)
+        request, calls = self._asked(open, http_request, path, body, streams=True)
         try:
             async with open.slots, await open.history(request, calls) as answer:
                 if calls.stream is None:
@@ -204,7 +202,7 @@ class Gateway:
                         open.episode.refused = content[:500].decode(errors="replace")
                     return web.Response(body=content, status=answer.status, headers={"Content-Type": JSON, **_NO_RETRY})
                 open.episode.refused = ""
-                await response.prepare(given)
+                await response.prepare(http_request)
                 async for chunk in answer.chunks:
                     await response.write(chunk)
                     calls.stream.sent()
@@ -221,17 +219,17 @@ class Gateway:
             calls.held.close()
         return response
 
-    async def _made(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+    async def _made(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
         """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
-        digest = hashlib.blake2b(repr((path, given.headers.get(SESSION_HEADERS[0], ""))).encode() + body).digest()
+        digest = hashlib.blake2b(repr((path, http_request.headers.get(SESSION_HEADERS[0], ""))).encode() + body).digest()
         left = open.left.get(digest, [])
-        call = left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, given, path, body))
+        call = left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, http_request, path, body))
         open.running.add(call)
         call.add_done_callback(open.running.discard)
         call.add_done_callback(_seen)
         try:
             made = await asyncio.shield(call)
-            if given.transport is None or given.transport.is_closing():
+            if http_request.transport is None or http_request.transport.is_closing():
                 raise ConnectionResetError("the program has hung up")
         except asyncio.CancelledError:
             if call.cancelled():
@@ -243,22 +241,22 @@ class Gateway:
             raise
         return made
 
-    async def _answer(self, open: _Open, given: web.Request, path: str, body: bytes) -> _Made:
+    async def _answer(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
         """Return a new answer. Raises BadRequest, GenerationFailed, Interrupted."""
-        request, calls = self._asked(open, given, path, body, streams=False)
+        request, calls = self._asked(open, http_request, path, body, streams=False)
         try:
             async with open.slots:
-                if path == inference_api.PATH:
-                    answer = await inference_api.answered(request, calls)
+                if path == INFERENCE_PATH:
+                    answer = await inference_answer(request, calls)
                 else:
                     answer = await open.history(request, calls)
                 async with answer:
-                    return _Made(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
+                    return _WholeAnswer(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
         except BaseException:
             calls.held.close()
             raise
 
-    def _asked(self, open: _Open, given: web.Request, path: str, body: bytes, *, streams: bool) -> tuple[Request, ModelCalls]:
+    def _asked(self, open: _Open, http_request: web.Request, path: str, body: bytes, *, streams: bool) -> tuple[Request, ModelCalls]:
         """Return a request with the handler of its model calls."""
         id = open.next_id()
         calls = ModelCalls(
@@ -267,26 +265,26 @@ class Gateway:
             max_context=self._model.max_context,
             name=_PREFIX.get(path, "") + id,
             model=self._model.name,
-            agent=next((given.headers[name] for name in SESSION_HEADERS if name in given.headers), "")[:64],
-            trained=given.headers.get(TRAIN_HEADER, "1").strip() != "0" and not self._names_untrained(body),
+            agent=next((http_request.headers[name] for name in SESSION_HEADERS if name in http_request.headers), "")[:64],
+            trained=http_request.headers.get(TRAIN_HEADER, "1").strip() != "0" and not self._names_untrained(body),
             streams=streams,
         )
-        return Request(method=given.method, path=path, headers={}, body=body, id=id), calls
+        return Request(method=http_request.method, path=path, headers={}, body=body, id=id), calls
 
     def _names_untrained(self, body: bytes) -> bool:
         """Return whether a request names one of ``untrained_models``. Raises BadRequest."""
         return bool(self._untrained_models) and b'"model"' in body and json_map(body).get("model") in self._untrained_models
 
     def _reward(self, episode: Episode, body: bytes) -> web.Response:
-        given = json_map(body)
-        episode.reward_turn(given.get("turn"), given.get("reward"))
+        fields = json_map(body)
+        episode.reward_turn(fields.get("turn"), fields.get("reward"))
         return web.json_response({"success": True})
 
     async def _state(self, episode: Episode, body: bytes) -> web.Response:
-        given = json_map(body)
-        if "state" not in given:
+        fields = json_map(body)
+        if "state" not in fields:
             raise BadRequest('want a map with "state"')
-        await episode.save(given["state"])
+        await episode.save(fields["state"])
         return web.json_response({"success": True})
 
 
@@ -327,7 +325,7 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
             episode.stop(failed=str(error))
             return _error(str(error), HTTPStatus.INTERNAL_SERVER_ERROR)
         case NotStored():
-            episode.keeps_turns = True  # the next attempt gives out those that are stored
+            episode.keeps_turns = True  # the next attempt gives out the stored turns
             episode.stop(failed=str(error) if error.lasting else "", handed_back="" if error.lasting else str(error))
             return _error(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
         case _:
@@ -337,7 +335,7 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
 
 def _streams(episode: Episode, path: str, body: bytes) -> bool:
     """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be stored before."""
-    if b'"stream"' not in body or path == inference_api.PATH or episode.log.stores or episode.log.pending:
+    if b'"stream"' not in body or path == INFERENCE_PATH or episode.log.stores or episode.log.pending:
         return False
     return json_map(body).get("stream") is True
 
@@ -348,7 +346,7 @@ def _cut(streaming: asyncio.Task[web.StreamResponse]) -> None:
         streaming.cancel()
 
 
-async def _deliver(episode: Episode, made: _Made, body: bytes, path: str) -> None:
+async def _deliver(episode: Episode, made: _WholeAnswer, body: bytes, path: str) -> None:
     """Store and record the turns of an answer, right before it is sent. Raises Superseded, NotStored."""
     episode.refused = ""
     for called in made.calls.outputs:
@@ -365,10 +363,10 @@ def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[S
     known: defaultdict[str, list[list[Piece]]] = defaultdict(list)
     for turn in turns:
         made = turn.record
-        pieces, rest = _begun(turn.prompt.tolist(), known[made.agent])
-        if rest:
-            pieces.append(Piece(text=model.text.decode(rest, skip_special=False), tokens=tuple(rest)))
-        called = Called(turn.prompt, turn.output(made.id), turn.response(), turn)
+        pieces, behind = _begun(turn.prompt.tolist(), known[made.agent])
+        if behind:
+            pieces.append(Piece(text=model.text.decode(behind, skip_special=False), tokens=tuple(behind)))
+        called = AnsweredCall(turn.prompt, turn.output(made.id), turn.response(), turn)
         known[made.agent].append(history.remember(pieces, answer_of(called, made.id), made.agent))
 
 
@@ -386,18 +384,18 @@ def _begun(ids: list[int], known: list[list[Piece]]) -> tuple[list[Piece], list[
     return [*best], ids[longest:]
 
 
-def _key(given: web.Request) -> tuple[str, str]:
+def _key(http_request: web.Request) -> tuple[str, str]:
     """Return the key of a request, empty without one, and the path behind it."""
-    if given.path.startswith(KEY_PATH):
-        key, _, rest = given.path.removeprefix(KEY_PATH).partition("/")
-        return key, f"/{rest}"
-    scheme, _, token = given.headers.get("Authorization", "").partition(" ")
+    if http_request.path.startswith(KEY_PATH):
+        key, _, path = http_request.path.removeprefix(KEY_PATH).partition("/")
+        return key, f"/{path}"
+    scheme, _, token = http_request.headers.get("Authorization", "").partition(" ")
     if scheme.lower() == "basic":  # the user in http://KEY@HOST:PORT
         try:
-            return BasicAuth.decode(given.headers["Authorization"]).login, given.path
+            return BasicAuth.decode(http_request.headers["Authorization"]).login, http_request.path
         except ValueError:
-            return "", given.path
-    return (token.strip() if scheme.lower() == "bearer" else given.headers.get("x-api-key", "")), given.path
+            return "", http_request.path
+    return (token.strip() if scheme.lower() == "bearer" else http_request.headers.get("x-api-key", "")), http_request.path
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:

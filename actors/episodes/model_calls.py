@@ -4,7 +4,7 @@
                        <-                                                       <-
 
 The sampling is the task's: other values in a program's request are overridden, and counted. A request to change the distribution in a way
-that no task has (grammars, biases) is refused, because the recorded log-probs would not be those of the model.
+that no task has (grammars, biases) is refused, because the recorded log-probs would not be the model's.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.responses import Prompt, Response, Responses
-from tidemill.actors.episodes.calls import Called, answer_of
-from tidemill.actors.episodes.episode import Call, Episode
-from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.calls import AnsweredCall, answer_of
+from tidemill.actors.episodes.episode import Episode, ReservedCall
+from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.request import check_temperature
@@ -35,8 +35,8 @@ from tidemill.bus.wire.messages import Kind, Sampling
 
 Number = TypeVar("Number", int, float)
 
-MOST_CALLS = 64
-"""Most responses to one request of a program."""
+MAX_CALLS = 64
+"""Maximum number of responses to one request of a program."""
 OF_TASK = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 """Sampling parameters that are the task's."""
 PENALTIES = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
@@ -67,7 +67,7 @@ class ModelCalls:
         self._episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
         self.held = ExitStack()
-        self.outputs: list[Called] = []
+        self.outputs: list[AnsweredCall] = []
         """Each call, by place; none of a stream."""
         self.stream: StreamedCalls | None = None
         """The calls of a request that is streamed; they record their turns themselves."""
@@ -87,20 +87,20 @@ class ModelCalls:
         asked = [*zip(prompts, params, strict=True)]
         streamed = body.get("stream") is True
         if streamed and self._streams:
-            self.stream = StreamedCalls([partial(self._grown, *each) for each in asked], self._record, request.id)
+            self.stream = StreamedCalls([partial(self._grown, *call) for call in asked], self._record, request.id)
             await self.stream.begin()
             return Answer.of_states(HTTPStatus.OK, self.stream.states())
         self.outputs = [await self._call(*asked[0], 0)] if len(asked) == 1 else await self._all(asked)
-        answers = [answer_of(each, request.id, place) for place, each in enumerate(self.outputs)]
+        answers = [answer_of(call, request.id, place) for place, call in enumerate(self.outputs)]
         if streamed:
             return Answer.of_states(HTTPStatus.OK, _whole(answers))
         return Answer.of(HTTPStatus.OK, answers if many else answers[0])
 
-    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[Called]:
+    async def _all(self, asked: list[tuple[NDArray[np.int32], JsonMapping]]) -> list[AnsweredCall]:
         """Make the calls together. Raises as a call does: of several errors the first."""
         try:
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._call(*each, place)) for place, each in enumerate(asked)]
+                calls = [group.create_task(self._call(*prompt_and_parameters, place)) for place, prompt_and_parameters in enumerate(asked)]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return [call.result() for call in calls]
@@ -108,37 +108,37 @@ class ModelCalls:
     def _models(self) -> JsonObject:
         limit = self._episode.budget.context
         length = min(self._max_context, limit) if limit else self._max_context
-        one = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
-        return {"object": "list", "data": [one]}
+        model = {"id": self._model, "object": "model", "created": 0, "owned_by": "tidemill", "max_model_len": length}
+        return {"object": "list", "data": [model]}
 
-    async def _call(self, prompt: NDArray[np.int32], given: JsonMapping, place: int) -> Called:
+    async def _call(self, prompt: NDArray[np.int32], parameters: JsonMapping, place: int) -> AnsweredCall:
         episode = self._episode
-        call, sampling = self._begun(prompt, given, self.held)
+        call, sampling = self._begun(prompt, parameters, self.held)
         stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
         if stored is not None:
             output = replace(stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0)  # of this attempt, as its tools
-            called = Called(prompt, output, stored.response(), stored)
+            called = AnsweredCall(prompt, output, stored.response(), stored)
         else:
             called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
         self._note_spent(call, called)
         return called
 
-    async def _grown(self, prompt: NDArray[np.int32], given: JsonMapping, turn: StreamedTurn) -> Called:
+    async def _grown(self, prompt: NDArray[np.int32], parameters: JsonMapping, turn: StreamedTurn) -> AnsweredCall:
         """Make the call of a streamed turn."""
-        call, sampling = self._begun(prompt, given, turn.room)
+        call, sampling = self._begun(prompt, parameters, turn.room)
         turn.cut = partial(self._cut, call, prompt, turn.place)
         called = self._called(call, prompt, turn.place, await self._generated(call, prompt, sampling, turn.place, turn.grow))
         self._note_spent(call, called)
         return called
 
-    def _begun(self, prompt: NDArray[np.int32], given: JsonMapping, room: ExitStack) -> tuple[Call, Sampling]:
+    def _begun(self, prompt: NDArray[np.int32], parameters: JsonMapping, room: ExitStack) -> tuple[ReservedCall, Sampling]:
         """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
-        sampling = _sampling(self._episode.sampling, given, self._own if self._trained else None)
+        sampling = _sampling(self._episode.sampling, parameters, self._own if self._trained else None)
         call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generated(
-        self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
+        self, call: ReservedCall, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
     ) -> Response:
         episode = self._episode
         asked = Prompt(
@@ -150,15 +150,15 @@ class ModelCalls:
         )
         return await self._responses.generate(asked, _accept, episode.clock.stopped, grown)
 
-    def _note_spent(self, call: Call, called: Called) -> None:
+    def _note_spent(self, call: ReservedCall, called: AnsweredCall) -> None:
         """Note a budget that has cut a response short."""
         if call.limit and called.response.generation.finish == "length":
             self._episode.spent = self._episode.spent or call.limit
 
-    async def _record(self, called: Called) -> None:
+    async def _record(self, called: AnsweredCall) -> None:
         await self._episode.record(called.prompt, called.output, called.response)
 
-    def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response) -> Called:
+    def _cut(self, call: ReservedCall, prompt: NDArray[np.int32], place: int, response: Response) -> AnsweredCall:
         """Return an unfinished response as a turn."""
         seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
         return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
@@ -172,11 +172,18 @@ class ModelCalls:
         self._episode.overridden[name] += 1
 
     def _called(
-        self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, *, finish: str = "", seconds: float | None = None
-    ) -> Called:
+        self,
+        call: ReservedCall,
+        prompt: NDArray[np.int32],
+        place: int,
+        response: Response,
+        *,
+        finish: str = "",
+        seconds: float | None = None,
+    ) -> AnsweredCall:
         """Return a response as a turn. ``seconds``: of its call; None = it ends now."""
         made = response.generation
-        output = Output(
+        output = TurnOutput(
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
@@ -188,7 +195,7 @@ class ModelCalls:
             trained=self._trained,
             routed_experts=made.routed_experts if self._episode.task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
         )
-        return Called(prompt, output, response, None)
+        return AnsweredCall(prompt, output, response, None)
 
 
 async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]:
@@ -207,71 +214,73 @@ def _accept(response: Response) -> None:
 
 def _read(body: JsonMapping) -> tuple[list[NDArray[np.int32]], list[JsonMapping], bool]:
     """Return prompts, sampling parameters of each, and whether the answer is a list. Raises BadRequest."""
-    given = body.get("input_ids")
-    many = isinstance(given, list) and bool(given) and isinstance(given[0], list)
-    prompts = [_prompt(each) for each in (given if many else [given])]  # type: ignore[union-attr]
+    input_ids = body.get("input_ids")
+    many = isinstance(input_ids, list) and bool(input_ids) and isinstance(input_ids[0], list)
+    prompts = [_prompt(ids) for ids in (input_ids if many else [input_ids])]  # type: ignore[union-attr]
     asked = body.get("sampling_params")
     params = asked if isinstance(asked, list) else [asked] * len(prompts)
     if len(params) != len(prompts):
         raise BadRequest(f"sampling_params: want one for each of {len(prompts)} prompts, got {len(params)}")
     repeated: list[tuple[NDArray[np.int32], JsonMapping]] = []
-    for prompt, one in zip(prompts, params, strict=True):
-        if one is not None and not isinstance(one, Mapping):
-            raise BadRequest(f"sampling_params: want a map, got {one!r}")
-        count = (one or {}).get("n") or 1
-        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MOST_CALLS:
-            raise BadRequest(f"sampling_params.n: want 1 .. {MOST_CALLS}, got {count!r}")
-        repeated += [(prompt, one or {})] * count
-    if len(repeated) > MOST_CALLS:
-        raise BadRequest(f"want at most {MOST_CALLS} responses to a request, got {len(repeated)}")
-    return [prompt for prompt, _ in repeated], [one for _, one in repeated], many or len(repeated) > 1
+    for prompt, parameters in zip(prompts, params, strict=True):
+        if parameters is not None and not isinstance(parameters, Mapping):
+            raise BadRequest(f"sampling_params: want a map, got {parameters!r}")
+        count = (parameters or {}).get("n") or 1
+        if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_CALLS:
+            raise BadRequest(f"sampling_params.n: want 1 .. {MAX_CALLS}, got {count!r}")
+        repeated += [(prompt, parameters or {})] * count
+    if len(repeated) > MAX_CALLS:
+        raise BadRequest(f"want at most {MAX_CALLS} responses to a request, got {len(repeated)}")
+    return [prompt for prompt, _ in repeated], [parameters for _, parameters in repeated], many or len(repeated) > 1
 
 
-def _prompt(given: object) -> NDArray[np.int32]:
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"input_ids: want a list of token ids, at least one, got {str(given)[:80]}")
-    if not _whole_numbers(given):
+def _prompt(ids: object) -> NDArray[np.int32]:
+    if not isinstance(ids, list) or not ids:
+        raise BadRequest(f"input_ids: want a list of token ids, at least one, got {str(ids)[:80]}")
+    if not _whole_numbers(ids):
         raise BadRequest("input_ids: want whole numbers >= 0")
-    return np.array(given, np.int32)
+    return np.array(ids, np.int32)
 
 
-def _whole_numbers(given: list[object]) -> bool:
+def _whole_numbers(ids: list[object]) -> bool:
     """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts are long."""
-    return set(map(type, given)) == {int} and min(given) >= 0 and max(given) < 2**31  # type: ignore[type-var, operator]
+    return set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31  # type: ignore[type-var, operator]
 
 
-def _sampling(task: Sampling, given: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
+def _sampling(task: Sampling, parameters: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
     """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as asked."""
     for name in REFUSED:
-        if given.get(name) not in (None, False, 0, [], {}, ""):
+        if parameters.get(name) not in (None, False, 0, [], {}, ""):
             reason = "it would change the distribution that is trained on"
             raise BadRequest(f"sampling_params.{name}: not supported in an episode: {reason}; leave it out")
     for name, neutral in PENALTIES.items():
-        if given.get(name) not in (None, neutral):
+        if parameters.get(name) not in (None, neutral):
             if overridden is None:
-                raise BadRequest(f"sampling_params.{name}: not supported; want {neutral}, got {given[name]!r}")
+                raise BadRequest(f"sampling_params.{name}: not supported; want {neutral}, got {parameters[name]!r}")
             overridden(name)
     limits = replace(
         task,
-        max_new_tokens=min(task.max_new_tokens, _number(given, "max_new_tokens", int, 1, task.max_new_tokens)),
-        stop=_stops(given.get("stop"), task.stop),
-        stop_token_ids=_ids(given.get("stop_token_ids"), task.stop_token_ids),
+        max_new_tokens=min(task.max_new_tokens, _number(parameters, "max_new_tokens", int, 1, task.max_new_tokens)),
+        stop=_stops(parameters.get("stop"), task.stop),
+        stop_token_ids=_ids(parameters.get("stop_token_ids"), task.stop_token_ids),
     )
     if overridden is None:
         return replace(
             limits,
-            temperature=check_temperature(1.0 if given.get("temperature") is None else given["temperature"], "sampling_params.temperature"),
-            top_p=_number(given, "top_p", float, 0, 1.0),
-            top_k=_number(given, "top_k", int, -1, -1),
+            temperature=check_temperature(
+                1.0 if parameters.get("temperature") is None else parameters["temperature"], "sampling_params.temperature"
+            ),
+            top_p=_number(parameters, "top_p", float, 0, 1.0),
+            top_k=_number(parameters, "top_k", int, -1, -1),
         )
     for name in OF_TASK:
-        if given.get(name) not in (None, getattr(task, name)):
+        if parameters.get(name) not in (None, getattr(task, name)):
             overridden(name)
     return limits
 
 
-def _number(given: JsonMapping, name: str, kind: type[Number], least: Number, default: Number) -> Number:
-    value = given.get(name)
+def _number(parameters: JsonMapping, name: str, kind: type[Number], least: Number, default: Number) -> Number:
+    value = parameters.get(name)
     if value is None:
         return default
     if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not least <= value <= 1e9:
@@ -279,18 +288,18 @@ def _number(given: JsonMapping, name: str, kind: type[Number], least: Number, de
     return kind(value)
 
 
-def _stops(given: object, default: tuple[str, ...]) -> tuple[str, ...]:
-    listed = [given] if isinstance(given, str) else given
+def _stops(stop: object, default: tuple[str, ...]) -> tuple[str, ...]:
+    listed = [stop] if isinstance(stop, str) else stop
     if not listed:
         return default
-    if not isinstance(listed, list) or not all(isinstance(each, str) and each for each in listed):
-        raise BadRequest(f"sampling_params.stop: want texts that are not empty, got {given!r}")
+    if not isinstance(listed, list) or not all(isinstance(text, str) and text for text in listed):
+        raise BadRequest(f"sampling_params.stop: want texts that are not empty, got {stop!r}")
     return tuple(listed)
 
 
-def _ids(given: object, default: tuple[int, ...]) -> tuple[int, ...]:
-    if not given:
+def _ids(ids: object, default: tuple[int, ...]) -> tuple[int, ...]:
+    if not ids:
         return default
-    if not isinstance(given, list) or not _whole_numbers(given):
-        raise BadRequest(f"sampling_params.stop_token_ids: want token ids, got {given!r}")
-    return tuple(given)
+    if not isinstance(ids, list) or not _whole_numbers(ids):
+        raise BadRequest(f"sampling_params.stop_token_ids: want token ids, got {ids!r}")
+    return tuple(ids)

@@ -25,7 +25,7 @@ class Unfinished(Exception):
     """There is no sample, for a reason outside the task: no engine was found, or this process is leaving."""
 
     def __init__(self, reason: str, partial: Partial | None = None, *, turns: int = 0) -> None:
-        """``turns``: those that were made and are not stored, so that they are generated again."""
+        """``turns``: number of turns that are not stored, and are generated again."""
         super().__init__(reason, partial)
         self.reason, self.partial, self.turns = reason, partial, turns
 

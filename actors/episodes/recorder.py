@@ -30,7 +30,7 @@ _ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Output:
+class TurnOutput:
     """The delivered output of one model call."""
 
     tokens: NDArray[np.int32]
@@ -72,14 +72,14 @@ class Sequences:
 
 
 @dataclass(slots=True, eq=False)
-class _Node:
+class _TurnNode:
     """A turn, or the root (number -1, no ids)."""
 
     number: int
-    parent: "_Node | None"
+    parent: "_TurnNode | None"
     context: bytes
     """Ids of the prompt beyond the parent's end."""
-    output: Output | None
+    output: TurnOutput | None
     ids: bytes
     """Context and output."""
     end: int
@@ -87,15 +87,15 @@ class _Node:
     trained: bool
     experts: RoutedExperts | None = None
     """Experts of the parent's last token and of the turn's own, [1 + own, E, K]; behind the root without the former."""
-    children: list["_Node"] = field(default_factory=list)
+    children: list["_TurnNode"] = field(default_factory=list)
 
 
-class Recorder:
+class TurnRecorder:
     """The turns of one episode."""
 
     def __init__(self) -> None:
-        self._root = _Node(-1, None, b"", None, b"", 0, trained=False)
-        self._nodes: list[_Node] = []
+        self._root = _TurnNode(-1, None, b"", None, b"", 0, trained=False)
+        self._nodes: list[_TurnNode] = []
         self.branched = dict.fromkeys((FORKS, BEGINS), 0)
         """Trained turns behind the first one that do not extend an output, by their place in the tree."""
         self.last_trained = -1
@@ -103,7 +103,7 @@ class Recorder:
         self.untrained = dict.fromkeys(UNTRAINED, 0)
         """Recorded turns that are context only, by reason."""
         self.total_tokens = 0
-        """Most tokens that the sequences of all turns can have, L."""
+        """Maximum number of tokens that the sequences of all turns can have, L."""
         self.sampled_tokens = 0
         """Tokens of all outputs."""
 
@@ -111,7 +111,7 @@ class Recorder:
         """Return the number of recorded turns."""
         return len(self._nodes)
 
-    def record(self, prompt: NDArray[np.int32], output: Output) -> int:
+    def record(self, prompt: NDArray[np.int32], output: TurnOutput) -> int:
         """Record a delivered turn, in order of delivery, and return its number.
 
         It must be recorded before the last byte of its answer is sent, so that a parent is there before its child. Raises ValueError for
@@ -127,7 +127,7 @@ class Recorder:
         experts = output.routed_experts
         if experts is not None:  # the parent's last token became an input with this turn; the tokens before it have their own
             experts = experts[max(0, parent.end // _ID_BYTES - 1) :].copy()
-        node = _Node(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts)
+        node = _TurnNode(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts)
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
         if not reason:
             if self.last_trained >= 0 and place != EXTENDS:
@@ -149,7 +149,7 @@ class Recorder:
         parent = self._parent(_bytes(prompt))
         return len(prompt) if parent is self._root or parent.children else len(prompt) - parent.end // _ID_BYTES
 
-    def _parent(self, prompt: bytes) -> _Node:
+    def _parent(self, prompt: bytes) -> _TurnNode:
         """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is none."""
         best, reached = self._root, [self._root]
         while reached:
@@ -167,7 +167,7 @@ class Recorder:
 
         A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of the turns that the
         finished life of the episode has been given, of which alone sequences are made; None = all. A turn whose parent is not among them is
-        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for those of tools behind the last turn.
+        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for the time of tools behind the last turn.
         Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
         """
         numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
@@ -181,17 +181,17 @@ class Recorder:
         they belong to the turn that ended last. ``ended_s``: seconds of the episode at its end.
         """
         outputs = [node.output for node in self._nodes if node.output is not None]
-        found = [0.0] * len(outputs)
+        seconds = [0.0] * len(outputs)
         last, busy_to_s = -1, 0.0
         for number in sorted(range(len(outputs)), key=lambda number: outputs[number].begin_s):
             output = outputs[number]
             if last >= 0:
-                found[last] += max(0.0, output.begin_s - busy_to_s)
+                seconds[last] += max(0.0, output.begin_s - busy_to_s)
             if last < 0 or output.begin_s + output.seconds >= busy_to_s:
                 last, busy_to_s = number, output.begin_s + output.seconds
         if last >= 0:
-            found[last] += max(0.0, ended_s - busy_to_s)
-        return min((output.begin_s for output in outputs), default=ended_s), found
+            seconds[last] += max(0.0, ended_s - busy_to_s)
+        return min((output.begin_s for output in outputs), default=ended_s), seconds
 
 
 class _Export:
@@ -207,7 +207,7 @@ class _Export:
         self._length = 0
         self._experts: list[RoutedExperts | int] = []
 
-    def of(self, chosen: list[_Node], tools_s: list[float]) -> Sequences:
+    def of(self, chosen: list[_TurnNode], tools_s: list[float]) -> Sequences:
         """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded turn."""
         claimed: set[int] = set()
         wanted = {node.number for node in chosen}
@@ -240,7 +240,7 @@ class _Export:
             routed_experts=_joined(self._experts),
         )
 
-    def _sequence(self, path: list[_Node], first: int, wanted: set[int]) -> None:
+    def _sequence(self, path: list[_TurnNode], first: int, wanted: set[int]) -> None:
         """Add the sequence of a path that is trained from turn ``path[first]`` on."""
         begin = self._length
         for place, node in enumerate(path[first:]):
@@ -259,7 +259,7 @@ class _Export:
         self._experts += [_experts_of(node, path[place + 1 :]) for place, node in enumerate(path)]
         self._sizes.append(SequenceSize(path[-1].end // _ID_BYTES, self._length - begin))
 
-    def _context_of(self, output: Output) -> None:
+    def _context_of(self, output: TurnOutput) -> None:
         """Add an output that is not trained, under the versions that made it."""
         if len(output.tokens):
             self._add(np.zeros(len(output.tokens), np.float32), 0)
@@ -277,7 +277,7 @@ class _Export:
         self._length += len(log_probs)
 
 
-def _experts_of(node: _Node, behind: list[_Node]) -> RoutedExperts | int:
+def _experts_of(node: _TurnNode, behind: list[_TurnNode]) -> RoutedExperts | int:
     """Return the experts of a turn's own tokens; the number of these tokens where they are not known.
 
     Its last token became an input with the next turn that has tokens.
@@ -304,7 +304,7 @@ def _unknown(length: int, like: RoutedExperts) -> RoutedExperts:
     return np.full((length, *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
 
 
-def _leaves(chosen: list[_Node]) -> list[_Node]:
+def _leaves(chosen: list[_TurnNode]) -> list[_TurnNode]:
     """Return the nodes of ``chosen`` without another of them below, in order of the first turn that each is the first to train."""
     above: set[int] = set()
     for node in chosen:
@@ -316,18 +316,18 @@ def _leaves(chosen: list[_Node]) -> list[_Node]:
     return sorted(ends, key=lambda end: tuple(node.number for node in _down_to(end)))
 
 
-def _down_to(node: _Node) -> list[_Node]:
+def _down_to(node: _TurnNode) -> list[_TurnNode]:
     """Return the turns from the first of the path to ``node``."""
     path = []
-    here: _Node | None = node
+    here: _TurnNode | None = node
     while here is not None and here.number >= 0:
         path.append(here)
         here = here.parent
     return path[::-1]
 
 
-def _reader(path: list[_Node]) -> int:
-    """Return the version that read the context of the first turn of a path: that of its first output that has a token."""
+def _reader(path: list[_TurnNode]) -> int:
+    """Return the version that read the context of the first turn of a path, which is the version of its first output with a token."""
     return next(node.output.spans[0].version for node in path if node.output is not None and node.output.spans)
 
 
@@ -335,7 +335,7 @@ def _bytes(ids: NDArray[np.int32]) -> bytes:
     return np.ascontiguousarray(ids, "<i4").tobytes()
 
 
-def _untrained(output: Output) -> str:
+def _untrained(output: TurnOutput) -> str:
     """Return the reason for which an output is context only; empty = it is trained."""
     if not len(output.tokens):
         return "empty"
@@ -347,7 +347,7 @@ def _untrained(output: Output) -> str:
     return "" if ((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)).all() else "log_probs"  # NaN fails both
 
 
-def _check(prompt: NDArray[np.int32], output: Output) -> None:
+def _check(prompt: NDArray[np.int32], output: TurnOutput) -> None:
     length = len(output.tokens)
     if not len(prompt):
         raise ValueError("prompt: want at least one id, got none")

@@ -3,15 +3,24 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.config import GatewayConfig
+from tidemill.actors.engines.responses import GenerationFailed, Responses
+from tidemill.actors.episodes.children import ChildBounds, Children
 from tidemill.actors.episodes.episode import LENGTH, Episode
 from tidemill.actors.episodes.gateway import KEY_PATH, Gateway
 from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from tidemill.actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
+from tidemill.actors.episodes.turn_log import MAX_IDS, RESTART, RESUME, TurnLog
+from tidemill.actors.errors import BadRow, NoRenderer
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
+from tidemill.actors.router.token_history import ModelText
+from tidemill.actors.text.rendering import Renderer
+from tidemill.bus.client.reach import HERE, Reach
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.messages import Partial, Sample, Status, Task, Timings
@@ -90,15 +99,15 @@ class ProgramRollout:
             if error.lasting:
                 raise GenerationFailed(str(error)) from None
             raise Unfinished(str(error)) from None
-        found = TurnLog(log, records, again=self._again)
-        if self._needs_log and not found.whole:
-            raise GenerationFailed(f"the episode's log (TURNS): want at most {MOST_IDS} token ids of all turns with their contexts")
-        if records and not found.sample_seq:
+        turn_log = TurnLog(log, records, again=self._again)
+        if self._needs_log and not turn_log.whole:
+            raise GenerationFailed(f"the episode's log (TURNS): want at most {MAX_IDS} token ids of all turns with their contexts")
+        if records and not turn_log.sample_seq:
             logger.info(
                 "episode goes on task=%d index=%d again=%s turns=%d behind=%d",
-                *(task.id, index, self._again, found.pending, len(found.restored)),
+                *(task.id, index, self._again, turn_log.pending, len(turn_log.restored)),
             )
-        return found
+        return turn_log
 
     async def _run(self, episode: Episode, key: str) -> EpisodeResult:
         """Return the program's result. Raises GenerationFailed, Unfinished."""
@@ -161,16 +170,16 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     """Return the sample of an episode that has ended. Raises GenerationFailed when nothing can be trained."""
     try:
         ended_s = time.monotonic() - episode.began_s
-        found = episode.recorder.export(ended_s=ended_s)
+        exported = episode.recorder.export(ended_s=ended_s)
     except ValueError as error:
         raise GenerationFailed(str(error)) from error
     before_s, behind_s = episode.recorder.tools_s(ended_s)
     reward, turn_rewards = _rewards(episode, result)
-    by_number = {number: place for place, number in enumerate(found.numbers)}
+    by_number = {number: place for place, number in enumerate(exported.numbers)}
     lost = [turn for turn in turn_rewards if turn not in by_number]
     if lost:
         raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
-    turns = replace(found.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
+    turns = replace(exported.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
     task, finish_reason = episode.task, _finish_reason(episode, result)
     scored = reward is not None
     sample = Sample(
@@ -180,12 +189,12 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         group_size=task.group_size,
         attempt=episode.attempt,
         prompt=task.prompt,
-        tokens=found.tokens,
-        response_length=found.response_length,
+        tokens=exported.tokens,
+        response_length=exported.response_length,
         response=episode.text,
-        rollout_log_probs=found.rollout_log_probs,
-        loss_mask=found.loss_mask,
-        spans=found.spans,
+        rollout_log_probs=exported.rollout_log_probs,
+        loss_mask=exported.loss_mask,
+        spans=exported.spans,
         reward=reward if reward is not None else 0.0,
         status=Status.COMPLETED if finish_reason == "stop" else Status.TRUNCATED,
         sampling=task.sampling,
@@ -196,10 +205,10 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
         timings=Timings(queued_s=episode.queued_s, generating_s=episode.generating_s, tools_s=before_s + sum(behind_s)),
         finish_reason=finish_reason,
         rollout=task.rollout,
-        sequences=found.sequences if len(found.sequences) > 1 else (),
+        sequences=exported.sequences if len(exported.sequences) > 1 else (),
         turns=turns,
         transcript=episode.show(),
-        routed_experts=found.routed_experts,
+        routed_experts=exported.routed_experts,
     )
     return Made(sample=sample, scored=scored)
 
@@ -213,7 +222,7 @@ def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
-    """Return the reward of the episode, None = the actor's reward gives it, and those of turns by number. Raises GenerationFailed."""
+    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises GenerationFailed."""
     turns, value = dict(episode.turn_rewards), result.value
     if result.fault is not None:
         return result.fault, turns
@@ -245,3 +254,81 @@ def _remarks(episode: Episode) -> dict[str, object]:
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
     }
+
+
+@asynccontextmanager
+async def open_rollouts(
+    programs: RolloutPrograms,
+    responses: Responses,
+    turns: TurnStream | None = None,
+    at: Reach = HERE,
+    gateway_config: GatewayConfig | None = None,
+    note_hung: Callable[[str], None] = lambda text: None,
+) -> AsyncIterator[dict[str, ProgramRollout]]:
+    """Give the rollouts by name. Every program is loaded once, in a child that stays.
+
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls that are context;
+    ``note_hung``: called for each call of a tool that hangs.
+
+    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
+    renderer that cannot be used.
+    """
+    try:
+        text = ModelText.read(programs.model, "model.path")
+    except ValueError as error:
+        raise BadRow(f"{error}: an actor with rollouts needs the model's tokenizer on its machine") from None
+    async with AsyncExitStack() as stack:
+        config = gateway_config or GatewayConfig()
+        gateway = Gateway(text, responses, await _renderer(config, programs.model, text), config.untrained_models)
+        try:
+            await gateway.start(at)
+        except OSError as error:
+            raise BadRow(f"actor.gateway.host: want an address of this machine, got {at.bind}: {error}") from None
+        stack.push_async_callback(gateway.close)
+        rollouts = {}
+        for name, rollout in programs.programs.items():
+            children = await stack.enter_async_context(_children(name, rollout, programs.model, gateway.url, note_hung))
+            try:
+                await children.load()
+            except ProgramFailed as error:
+                raise BadRow(f"rollouts.{name}.use: {error.reason}") from None
+            rollouts[name] = ProgramRollout(
+                gateway,
+                children,
+                max_calls_in_flight=rollout.max_calls_in_flight,
+                turns=turns,
+                again=rollout.again,
+                needs_log=rollout.needs_log,
+                drain_s=rollout.drain_s,
+            )
+        yield rollouts
+
+
+def _children(name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]) -> Children:
+    bounds = ChildBounds(
+        processes=config.processes,
+        episodes_per_child=config.episodes_per_child,
+        memory_mb=config.memory_mb,
+        cpu_s=config.cpu_s,
+        open_files=config.open_files,
+        file_mb=config.file_mb,
+    )
+    return Children(
+        config.program,
+        options=config.arguments(model),
+        python=config.python,
+        bounds=bounds,
+        resumes=config.again == RESUME,
+        gateway_host=urlsplit(gateway_url).hostname or "",
+        note_hung=lambda text: note_hung(f"rollouts.{name}: {text}"),
+    )
+
+
+async def _renderer(config: GatewayConfig, model: str, text: ModelText) -> Renderer | None:
+    """Return the gateway's renderer; None = the model's chat template. Raises BadRow."""
+    if not config.renderer:
+        return None
+    try:
+        return await asyncio.to_thread(Renderer.read, config.renderer, config.renderer_options, Path(model), text.text)
+    except NoRenderer as error:
+        raise BadRow(f"actor.gateway.{error}") from None

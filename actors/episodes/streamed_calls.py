@@ -14,7 +14,7 @@ import numpy as np
 
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import Response
-from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.actors.episodes.calls import AnsweredCall, answer_of
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Timings
 
@@ -31,7 +31,7 @@ class StreamedTurn:
     """To be called when something has changed."""
     room: ExitStack = field(default_factory=ExitStack)
     """Room of the turn in the episode's budget, left when it is recorded."""
-    cut: Callable[[Response], Called] | None = None
+    cut: Callable[[Response], AnsweredCall] | None = None
     """Makes a turn of an unfinished response; None while the call has not begun."""
     newest: Response | None = None
     yielded: Response | None = None
@@ -46,19 +46,19 @@ class StreamedTurn:
         self.notify()
 
 
-Call = Callable[[StreamedTurn], Awaitable[Called]]
+Call = Callable[[StreamedTurn], Awaitable[AnsweredCall]]
 """Makes a response: sets ``cut``, calls ``grow``, and returns the whole."""
 
 
 class StreamedCalls:
     """The calls of one request. ``begin``, then ``states`` to the end or not, and always ``end``."""
 
-    def __init__(self, calls: Sequence[Call], record: Callable[[Called], Awaitable[None]], id: str) -> None:
-        """``record`` records a turn. ``id``: that of the answer."""
+    def __init__(self, calls: Sequence[Call], record: Callable[[AnsweredCall], Awaitable[None]], id: str) -> None:
+        """``record`` records a turn. ``id``: the answer's."""
         self._calls, self._record, self._id = calls, record, id
         self._changed = asyncio.Event()
         self._turns = [StreamedTurn(place, self._changed.set) for place in range(len(calls))]
-        self._tasks: list[asyncio.Task[Called]] = []
+        self._tasks: list[asyncio.Task[AnsweredCall]] = []
         self._current: StreamedTurn | None = None
         """Turn of the state that was yielded last."""
         self._recording = asyncio.Lock()
@@ -128,7 +128,7 @@ class StreamedCalls:
                 await self._recorded(turn, turn.cut(turn.sent))
             turn.room.close()
 
-    async def _recorded(self, turn: StreamedTurn, called: Called) -> None:
+    async def _recorded(self, turn: StreamedTurn, called: AnsweredCall) -> None:
         """Record a turn, once, also when this is cancelled meanwhile."""
 
         async def record() -> None:

@@ -1,4 +1,4 @@
-"""An episode's log: turns stored before they are delivered, and those of an earlier attempt, given out again.
+"""An episode's log: turns stored before they are delivered, and turns of an earlier attempt, given out again.
 
 ::
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import Response
-from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.rollout_settings import AGAIN
 from tidemill.bus.streams.episode_turns import EpisodeLog
 from tidemill.bus.wire.json_object import JsonObject
@@ -26,8 +26,8 @@ from tidemill.bus.wire.messages import Timings
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 RESTART, REPLAY, RESUME = AGAIN
-MOST_IDS = 1 << 26
-"""Most token ids of all sequences that are read from a log; an episode begins anew behind those."""
+MAX_IDS = 1 << 26
+"""Maximum number of token ids of all sequences that are read from a log; an episode begins anew behind those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +38,10 @@ class StoredTurn:
     """[P]."""
     record: TurnRecord
 
-    def output(self, id: str) -> Output:
+    def output(self, id: str) -> TurnOutput:
         """Return its answer, under the name of the turn."""
         made = self.record
-        return Output(
+        return TurnOutput(
             tokens=made.tokens,
             log_probs=made.log_probs,
             spans=made.spans,
@@ -85,7 +85,7 @@ class TurnLog:
         self._numbers: dict[int, int] = {}
         """Number of a turn in the log, by its number in the recorder."""
         self.whole = True
-        """False if the log has more than ``MOST_IDS``, and its last turns are not given out."""
+        """False if the log has more than ``MAX_IDS``, and its last turns are not given out."""
         self.restored: list[StoredTurn] = []
         """Turns in front of the state, in order."""
         self.state: TurnRecord | None = None
@@ -114,7 +114,7 @@ class TurnLog:
         for record in records:
             if record.kind is TurnKind.TURN and record.parent in whole:
                 ids += len(whole[record.parent]) + len(record.context) + len(record.tokens)
-                if ids > MOST_IDS:
+                if ids > MAX_IDS:
                     self.whole = False
                     break
                 self._count = max(self._count, record.number + 1)
@@ -145,7 +145,7 @@ class TurnLog:
         """Note that a stored turn has this number in the recorder."""
         self._numbers[number] = turn.record.number
 
-    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: Output, response: Response) -> None:
+    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: Response) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
         if self._log is None or not self.stores:
             return

@@ -125,9 +125,9 @@ async def _work(
         programs, names = _served(programs, config)
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)} if SINGLE_TURN in names else {}
         if programs.programs:
-            from tidemill.actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
+            from tidemill.actors.episodes.rollouts import open_rollouts  # its tokenizer is not needed for single turns
 
-            opening = opened_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
+            opening = open_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
             rollouts |= await stack.enter_async_context(opening)
         actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
         row = replace(first_row("actor", id), rollouts=names)

@@ -25,7 +25,7 @@ MAX_TEXT = 2000
 """Characters of a text of the child that are kept."""
 
 
-class CallFailed(Exception):
+class ChildCallFailed(Exception):
     """A call has no result."""
 
     def __init__(self, reason: str, *, ended: bool = False) -> None:
@@ -37,15 +37,15 @@ class CallFailed(Exception):
         return self.reason
 
 
-class Connection:
+class ChildConnection:
     """Connection to one child process."""
 
     def __init__(
         self,
         number: int,
-        kill: "Callable[[Connection, str], None]",
+        kill: "Callable[[ChildConnection, str], None]",
         *,
-        closed: "Callable[[Connection], None]" = lambda connection: None,
+        closed: "Callable[[ChildConnection], None]" = lambda connection: None,
         note: Callable[[str, str], None] = lambda kind, text: None,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
@@ -61,24 +61,24 @@ class Connection:
         self._reading: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        """Return the number of calls that run, those that were cancelled and have not ended included."""
+        """Return the number of running calls; a cancelled call runs until it has ended."""
         return len(self._calls)
 
     async def open(self, connection: socket.socket) -> None:
-        """Begin to read, and wait until the process is up. Raises CallFailed when it ends before, TimeoutError."""
+        """Begin to read, and wait until the process is up. Raises ChildCallFailed when it ends before, TimeoutError."""
         reader, self._writer = await asyncio.open_unix_connection(sock=connection)
         self._reading = asyncio.create_task(self._read(reader), name=f"child process {self.number}")
         async with asyncio.timeout(START_S):
             await self._up
 
     async def call(self, request: bytes, timeout_s: float | None = None, *, cancel_s: float = 0.0, blocked: str = "") -> object:
-        """Return the result of one call. Raises CallFailed with the child's reason, TimeoutError.
+        """Return the result of one call. Raises ChildCallFailed with the child's reason, TimeoutError.
 
         ``cancel_s``: a call that is cancelled or past its limit is cancelled in the child, which confirms that within this time if it is
         alive; else it is ended, and ``blocked`` is the reason of its other calls. 0 = the caller ends the process.
         """
         if self.ended or self._writer is None:
-            raise CallFailed(self.ended or "not started", ended=True)
+            raise ChildCallFailed(self.ended or "not started", ended=True)
         number = next(self._ids)
         future = self._calls[number] = asyncio.get_running_loop().create_future()
         try:
@@ -108,14 +108,14 @@ class Connection:
         self._reading.add_done_callback(read)
 
     def end(self, reason: str) -> None:
-        """Take no more calls, and fail those that run."""
+        """Take no more calls, and fail the running ones."""
         if self.ended:
             return
         self.ended = reason
         futures: list[asyncio.Future[Any]] = [self._up, *self._calls.values()]
         for future in futures:
             if not future.done():
-                future.set_exception(CallFailed(reason, ended=True))
+                future.set_exception(ChildCallFailed(reason, ended=True))
                 future.exception()  # a call that was cancelled does not retrieve it
         self._calls.clear()
         if self._writer is not None:
@@ -155,7 +155,7 @@ class Connection:
             if "result" in message:
                 future.set_result(message["result"])
             else:
-                future.set_exception(CallFailed(str(message.get("failed", "a reply without a result"))[:MAX_TEXT]))
+                future.set_exception(ChildCallFailed(str(message.get("failed", "a reply without a result"))[:MAX_TEXT]))
                 future.exception()
         self._freed()
         if "last" in message:

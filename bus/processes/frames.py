@@ -62,10 +62,10 @@ def receive(connection: socket.socket) -> JsonObject | None:
 
 
 def _exactly(connection: socket.socket, size: int) -> bytes:
-    found = bytearray()
-    while len(found) < size:
-        piece = connection.recv(min(size - len(found), 1 << 20))
+    body = bytearray()
+    while len(body) < size:
+        piece = connection.recv(min(size - len(body), 1 << 20))
         if not piece:
             return b""
-        found += piece
-    return bytes(found)
+        body += piece
+    return bytes(body)

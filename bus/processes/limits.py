@@ -64,11 +64,11 @@ def outlive_parent() -> None:
 
 
 def limit_process(memory_mb: int) -> None:
-    """Limit memory, files and core of this process and of those that it starts. Lower limits that are set stay."""
-    wanted = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_FSIZE: MAX_FILE_BYTES, resource.RLIMIT_CORE: 0}
+    """Limit memory, files and core of this process and of the processes that it starts. Lower limits that are set stay."""
+    limits = {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, resource.RLIMIT_FSIZE: MAX_FILE_BYTES, resource.RLIMIT_CORE: 0}
     if memory_mb:
-        wanted[resource.RLIMIT_DATA] = memory_mb << 20
-    for kind, value in wanted.items():
+        limits[resource.RLIMIT_DATA] = memory_mb << 20
+    for kind, value in limits.items():
         soft, hard = resource.getrlimit(kind)
         most = min([value, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
         resource.setrlimit(kind, (most, most))
@@ -99,9 +99,9 @@ def children_of(parents: set[int]) -> set[int]:
 
 
 def end_strays(known: Callable[[], set[int]]) -> int:
-    """Kill and reap the children of this process that are not ``known``, and those that become its children thereby.
+    """Kill and reap the children of this process that are not ``known``, and processes that become its children thereby.
 
-    Returns the number of those that are left after ``SWEEP_S``.
+    Returns the number of processes that are left after ``SWEEP_S``.
     """
     end_s = time.monotonic() + SWEEP_S
     while strays := children_of({os.getpid()}) - known():

@@ -112,22 +112,22 @@ def _ends(text: str) -> Counter[str]:
     return Counter(one.rstrip("\"'\u201d\u2019)]")[-1:] for one in sentences(text))
 
 
-def _stop_words(text: str, own: JsonMapping) -> bool:
+def _stop_words(text: str, arguments: JsonMapping) -> bool:
     words = _WORD.findall(text.lower())
-    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(own["percentage"]) * len(words)
+    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(arguments["percentage"]) * len(words)
 
 
-def _overlap(text: str, own: JsonMapping) -> bool:
-    of_text, of_reference = ({one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(own["reference_text"])))
-    return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(own["percentage"])) <= 2
+def _overlap(text: str, arguments: JsonMapping) -> bool:
+    of_text, of_reference = ({one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(arguments["reference_text"])))
+    return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(arguments["percentage"])) <= 2
 
 
-def _alphabet(text: str, own: JsonMapping) -> bool:
+def _alphabet(text: str, arguments: JsonMapping) -> bool:
     letters = [word[0] for word in _words(text)]
     return bool(letters) and set(letters) <= set(string.ascii_lowercase) and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
 
 
-def _alliteration(text: str, own: JsonMapping) -> bool:
+def _alliteration(text: str, arguments: JsonMapping) -> bool:
     return all(a < b for a, b in pairwise(map(_words_in_runs, sentences(text))))
 
 
@@ -138,18 +138,18 @@ def _words_in_runs(sentence: str) -> int:
     return sum(same) + sum(now and not before for before, now in pairwise([False, *same]))
 
 
-def _palindromes(text: str, own: JsonMapping) -> bool:
+def _palindromes(text: str, arguments: JsonMapping) -> bool:
     return sum(len(word) >= 5 and word == word[::-1] for word in _words(text)) >= 10
 
 
-def _punctuation(text: str, own: JsonMapping) -> bool:
+def _punctuation(text: str, arguments: JsonMapping) -> bool:
     if "\u203d" in text:
         return set(text) >= _MARKS
     both = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
     return both >= 0 and set(text[:both] + text[both + 2 :]) >= _MARKS
 
 
-def _parentheses(text: str, own: JsonMapping) -> bool:
+def _parentheses(text: str, arguments: JsonMapping) -> bool:
     open_ones: list[str] = []
     deepest = 0
     for character in text:
@@ -164,7 +164,7 @@ def _parentheses(text: str, own: JsonMapping) -> bool:
     return False
 
 
-def _quotes(text: str, own: JsonMapping) -> bool:
+def _quotes(text: str, arguments: JsonMapping) -> bool:
     open_ones: list[str] = []
     deepest = 0
     for character in text:
@@ -182,8 +182,8 @@ def _is_prime(number: int) -> bool:
     return number > 1 and all(number % factor for factor in range(2, int(number**0.5) + 1))
 
 
-def _options(text: str, own: JsonMapping) -> bool:
-    given = str(own["options"])
+def _options(text: str, arguments: JsonMapping) -> bool:
+    given = str(arguments["options"])
     separator = next((one for one in ("/", "or") if one in given), ",")
     options = [option.strip() for option in given.split(separator)]
     if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
@@ -195,61 +195,63 @@ def _is_emoji(character: str) -> bool:
     return "\U0001f000" <= character <= "\U0001faff" or (character > "\u203b" and unicodedata.category(character) == "So")
 
 
-def _emojis(text: str, own: JsonMapping) -> bool:
+def _emojis(text: str, arguments: JsonMapping) -> bool:
     plain = (one.translate(_NO_PUNCTUATION).strip() for one in sentences(text))
     return all(one and any(map(_is_emoji, one[-2:] + after[:1])) for one, after in pairwise(chain(plain, [""])))
 
 
-def _equally_long(text: str, own: JsonMapping) -> bool:
+def _equally_long(text: str, arguments: JsonMapping) -> bool:
     found = _first_sentences(text, 4)
     words = [word for sentence in found for word in set(_words(sentence))]
     return len(found) == 3 and len({len(sentence) for sentence in found}) == 1 and len(words) == len(set(words))
 
 
-def _japanese(text: str, own: JsonMapping) -> bool:
-    every = int(own["N"])
+def _japanese(text: str, arguments: JsonMapping) -> bool:
+    every = int(arguments["N"])
     chosen = [word.strip(_EDGES) for word in text.split()][every - 1 :: every]
     return all(_JAPANESE.search(word) for word in chosen if word and not word.isdigit())
 
 
-def _keyword_in_sentence(text: str, own: JsonMapping) -> bool:
-    number = int(own["N"])
+def _keyword_in_sentence(text: str, arguments: JsonMapping) -> bool:
+    number = int(arguments["N"])
     found = _first_sentences(text, number)
-    return 1 <= number <= len(found) and re.search(rf"\b{re.escape(str(own['word']))}\b", found[number - 1], re.IGNORECASE) is not None
+    return (
+        1 <= number <= len(found) and re.search(rf"\b{re.escape(str(arguments['word']))}\b", found[number - 1], re.IGNORECASE) is not None
+    )
 
 
-def _last_is_first(text: str, own: JsonMapping) -> bool:
+def _last_is_first(text: str, arguments: JsonMapping) -> bool:
     words = map(_words, sentences(text))
     return all(a and b and a[-1] == b[0] for a, b in pairwise(words))
 
 
-def _ends_as_it_begins(text: str, own: JsonMapping) -> bool:
+def _ends_as_it_begins(text: str, arguments: JsonMapping) -> bool:
     words = (line.lower().strip(_EDGES).split() for line in _lines(text))
     return all(one[0] == one[-1] for one in words if one)
 
 
-def _longer_each_time(text: str, own: JsonMapping) -> bool:
+def _longer_each_time(text: str, arguments: JsonMapping) -> bool:
     counts = (len(_words(sentence)) for sentence in sentences(text))
-    return all(b - a == int(own["small_n"]) for a, b in pairwise(counts))
+    return all(b - a == int(arguments["small_n"]) for a, b in pairwise(counts))
 
 
-def _stairs(text: str, own: JsonMapping) -> bool:
+def _stairs(text: str, arguments: JsonMapping) -> bool:
     indents = [len(line) - len(line.lstrip(" ")) for line in _lines(text)]
     return all(a < b for a, b in pairwise(indents))
 
 
-def _explained_quotes(text: str, own: JsonMapping) -> bool:
+def _explained_quotes(text: str, arguments: JsonMapping) -> bool:
     plain = "".join(re.sub("[\u201c\u201d]", '"', text).replace("'\"'", "").split())
     return '""' not in plain and not plain.strip(string.digits + string.punctuation.replace('"', "")).endswith('"')
 
 
-def _thesis(text: str, own: JsonMapping) -> bool:
+def _thesis(text: str, arguments: JsonMapping) -> bool:
     begin = re.search(r"<(i|em)>", text)
     end = re.compile(r"</(i|em)>").search(text, begin.end()) if begin else None
     return bool(begin and end and text[begin.end() : end.start()].strip() and text[end.end() :].strip())
 
 
-def _bullets_behind_sentences(text: str, own: JsonMapping) -> bool:
+def _bullets_behind_sentences(text: str, arguments: JsonMapping) -> bool:
     lines = [line.strip() for line in _lines(text)]
     bullets = [line.startswith("*") for line in lines]
     first = bullets.index(True) if True in bullets else len(lines)
@@ -257,7 +259,7 @@ def _bullets_behind_sentences(text: str, own: JsonMapping) -> bool:
     return len(lines) - first >= 2 and all(bullets[first:]) and len(list(above)) == 2
 
 
-def _questions(text: str, own: JsonMapping) -> bool:
+def _questions(text: str, arguments: JsonMapping) -> bool:
     if not text.startswith("Question"):
         return False
     lengths = []
@@ -270,13 +272,13 @@ def _questions(text: str, own: JsonMapping) -> bool:
     return len(lengths) == 4 and all(a < b for a, b in pairwise(lengths))
 
 
-def _africa(text: str, own: JsonMapping) -> bool:
+def _africa(text: str, arguments: JsonMapping) -> bool:
     lines = [plain for line in text.split("\n") if (plain := _ascii(line.strip(_EDGES)))]
     begin = next((place for place, line in enumerate(lines) if "Zimbabwe" in line), len(lines))
     return len(lines) - begin >= NUM_AFRICAN_COUNTRIES and lines[begin:] == sorted(lines[begin:], reverse=True)
 
 
-def _story(text: str, own: JsonMapping) -> bool:
+def _story(text: str, arguments: JsonMapping) -> bool:
     found = _first_sentences(text, 27)
     return len(found) == 26 and all(one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True))
 
@@ -290,7 +292,7 @@ def _rows(text: str, delimiter: str) -> list[list[str]]:
 
 
 def _quotes_kept(text: str) -> str:
-    """Return a table of which ``csv`` reads the quotes of fields, too."""
+    """Return a table, in which ``csv`` reads the quotes of fields, too."""
     return text.replace('"', '"""')
 
 
@@ -303,26 +305,26 @@ def _has_header(row: Sequence[str], *names: str) -> bool:
     return [field.strip().strip('"') for field in row] == list(names)
 
 
-def _cities(text: str, own: JsonMapping) -> bool:
+def _cities(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(text, ",")
     return len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
 
 
-def _special_field(text: str, own: JsonMapping) -> bool:
+def _special_field(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(_quotes_kept(text), ",")
     if len(rows) != 15 or not _has_header(rows[0], "ProductID", "Category", "Brand", "Price", "Stock"):
         return False
     return all(len(row) == 5 for row in rows) and any(_is_special(field) for row in rows[1:] for field in row)
 
 
-def _quoted_fields(text: str, own: JsonMapping) -> bool:
+def _quoted_fields(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(_quotes_kept(text), "\t")
     if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
         return False
     return all(len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row) for row in rows)
 
 
-def _dates(text: str, own: JsonMapping) -> bool:
+def _dates(text: str, arguments: JsonMapping) -> bool:
     for date in text.split(","):
         if not re.fullmatch(r"\d{4}-\d{2}-\d{2}", date.strip()):
             return False
@@ -334,51 +336,51 @@ def _dates(text: str, own: JsonMapping) -> bool:
     return True
 
 
-def _keywords(text: str, own: JsonMapping) -> bool:
+def _keywords(text: str, arguments: JsonMapping) -> bool:
     plain = text.lower()
-    return all(plain.count(str(own[f"keyword{number}"]).strip().lower()) == count for number, count in enumerate((1, 2, 3, 5, 7), 1))
+    return all(plain.count(str(arguments[f"keyword{number}"]).strip().lower()) == count for number, count in enumerate((1, 2, 3, 5, 7), 1))
 
 
-def _keyword_at(text: str, own: JsonMapping) -> bool:
-    sentence, place = int(own["n"]), int(own["m"])
+def _keyword_at(text: str, arguments: JsonMapping) -> bool:
+    sentence, place = int(arguments["n"]), int(arguments["m"])
     found = _first_sentences(text, sentence)
     if not 1 <= sentence <= len(found):
         return False
     words = [token for token in _TOKEN.findall(found[sentence - 1]) if token[0].isalnum()]
-    return 1 <= place <= len(words) and words[place - 1].lower() == str(own["keyword"]).strip().lower()
+    return 1 <= place <= len(words) and words[place - 1].lower() == str(arguments["keyword"]).strip().lower()
 
 
-def _second_words(text: str, own: JsonMapping) -> bool:
+def _second_words(text: str, arguments: JsonMapping) -> bool:
     tokens = [token.lower() for token in _TOKEN.findall(text)]
     if tokens and tokens[-1] in string.punctuation:
         tokens.pop()
-    return len(tokens) > 1 and tokens[1] == tokens[-2] == str(own["keyword"]).strip().lower()
+    return len(tokens) > 1 and tokens[1] == tokens[-2] == str(arguments["keyword"]).strip().lower()
 
 
-def _first_word_changed(text: str, own: JsonMapping) -> bool:
-    asked, said = str(own["prompt_to_repeat"]), text.split()
+def _first_word_changed(text: str, arguments: JsonMapping) -> bool:
+    asked, said = str(arguments["prompt_to_repeat"]), text.split()
     return asked != text and said[1:] == asked.split()[1:]
 
 
-def _span(text: str, own: JsonMapping) -> bool:
-    span = str(own["prompt_to_repeat"])[int(own["n_start"]) : int(own["n_end"]) + 1]
+def _span(text: str, arguments: JsonMapping) -> bool:
+    span = str(arguments["prompt_to_repeat"])[int(arguments["n_start"]) : int(arguments["n_end"]) + 1]
     return text.strip().lower() == span.strip().lower()
 
 
-def _title_case(text: str, own: JsonMapping) -> bool:
+def _title_case(text: str, arguments: JsonMapping) -> bool:
     return not any(
         token[0].islower() and (token[1:].islower() or token[1:].isupper() or len(token) == 1)
         for token in re.findall(r"(?<!\w)[^\W\d_][\w'\u2019-]*", text)
     )
 
 
-def _reversed_words(text: str, own: JsonMapping) -> bool:
+def _reversed_words(text: str, arguments: JsonMapping) -> bool:
     return "bald eagle" in " ".join(reversed(_words(text)))
 
 
 def _each(letters: Callable[[str], bool]) -> Check:
     """Return the check that every word between white space has a property."""
-    return lambda text, own: all(map(letters, text.lower().split()))
+    return lambda text, arguments: all(map(letters, text.lower().split()))
 
 
 def _has_cluster(word: str) -> bool:
@@ -386,47 +388,49 @@ def _has_cluster(word: str) -> bool:
 
 
 INSTRUCTIONS: dict[str, Check] = {
-    "count:conjunctions": lambda text, own: len(CONJUNCTIONS & _stripped(text)) >= int(own["small_n"]),
+    "count:conjunctions": lambda text, arguments: len(CONJUNCTIONS & _stripped(text)) >= int(arguments["small_n"]),
     "count:keywords_multiple": _keywords,
-    "count:numbers": lambda text, own: len(re.findall(r"\d+", text.translate(_NO_PUNCTUATION))) == int(own["N"]),
-    "count:person_names": lambda text, own: len(NAMES.intersection(_WORD.findall(text))) >= int(own["N"]),
-    "count:pronouns": lambda text, own: sum(word in PRONOUNS for word in _WORD.findall(text.lower())) >= int(own["N"]),
+    "count:numbers": lambda text, arguments: len(re.findall(r"\d+", text.translate(_NO_PUNCTUATION))) == int(arguments["N"]),
+    "count:person_names": lambda text, arguments: len(NAMES.intersection(_WORD.findall(text))) >= int(arguments["N"]),
+    "count:pronouns": lambda text, arguments: sum(word in PRONOUNS for word in _WORD.findall(text.lower())) >= int(arguments["N"]),
     "count:punctuation": _punctuation,
-    "count:unique_word_count": lambda text, own: len(_stripped(text)) >= int(own["N"]),
-    "count:word_count_range": lambda text, own: int(own["min_words"]) <= len(_WORD.findall(text)) <= int(own["max_words"]),
+    "count:unique_word_count": lambda text, arguments: len(_stripped(text)) >= int(arguments["N"]),
+    "count:word_count_range": lambda text, arguments: (
+        int(arguments["min_words"]) <= len(_WORD.findall(text)) <= int(arguments["max_words"])
+    ),
     "count:words_japanese": _japanese,
-    "custom:character_reverse": lambda text, own: "elgae dlab" in text.lower(),
+    "custom:character_reverse": lambda text, arguments: "elgae dlab" in text.lower(),
     "custom:csv_city": _cities,
     "custom:csv_quotes": _quoted_fields,
     "custom:csv_special_character": _special_field,
     "custom:date_format_list": _dates,
-    "custom:european_capitals_sort": lambda text, own: [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS,
+    "custom:european_capitals_sort": lambda text, arguments: [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS,
     "custom:mcq_count_length": _questions,
-    "custom:multiples": lambda text, own: re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)],
+    "custom:multiples": lambda text, arguments: re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)],
     "custom:reverse_newline": _africa,
     "custom:sentence_alphabet": _story,
     "custom:word_reverse": _reversed_words,
     "format:emoji": _emojis,
     "format:line_indent": _stairs,
-    "format:list": lambda text, own: text.count(str(own["sep"])) >= 2,
-    "format:newline": lambda text, own: len(_lines(plain := text.translate(_NO_PUNCTUATION))) == len(plain.split()),
+    "format:list": lambda text, arguments: text.count(str(arguments["sep"])) >= 2,
+    "format:newline": lambda text, arguments: len(_lines(plain := text.translate(_NO_PUNCTUATION))) == len(plain.split()),
     "format:no_bullets_bullets": _bullets_behind_sentences,
-    "format:no_whitespace": lambda text, own: not any(map(str.isspace, text)),
+    "format:no_whitespace": lambda text, arguments: not any(map(str.isspace, text)),
     "format:options": _options,
-    "format:output_template": lambda text, own: all(one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")),
+    "format:output_template": lambda text, arguments: all(one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")),
     "format:parentheses": _parentheses,
     "format:quote_unquote": _explained_quotes,
     "format:quotes": _quotes,
-    "format:sub-bullets": lambda text, own: "*" in text and all("-" in bullet for bullet in text.split("*")[1:]),
+    "format:sub-bullets": lambda text, arguments: "*" in text and all("-" in bullet for bullet in text.split("*")[1:]),
     "format:thesis": _thesis,
     "format:title_case": _title_case,
     "ratio:overlap": _overlap,
-    "ratio:sentence_balance": lambda text, own: (ends := _ends(text))["."] == ends["?"] == ends["!"],
-    "ratio:sentence_type": lambda text, own: (ends := _ends(text))["."] == 2 * ends["?"],
+    "ratio:sentence_balance": lambda text, arguments: (ends := _ends(text))["."] == ends["?"] == ends["!"],
+    "ratio:sentence_type": lambda text, arguments: (ends := _ends(text))["."] == 2 * ends["?"],
     "ratio:sentence_words": _equally_long,
     "ratio:stop_words": _stop_words,
     "repeat:repeat_change": _first_word_changed,
-    "repeat:repeat_simple": lambda text, own: text.strip().lower() == _ONLY_THIS,
+    "repeat:repeat_simple": lambda text, arguments: text.strip().lower() == _ONLY_THIS,
     "repeat:repeat_span": _span,
     "sentence:alliteration_increment": _alliteration,
     "sentence:increment": _longer_each_time,
@@ -435,12 +439,12 @@ INSTRUCTIONS: dict[str, Check] = {
     "words:consonants": _each(_has_cluster),
     "words:keywords_specific_position": _keyword_at,
     "words:last_first": _last_is_first,
-    "words:no_consecutive": lambda text, own: all(a[0] != b[0] for a, b in pairwise(_words(text))),
+    "words:no_consecutive": lambda text, arguments: all(a[0] != b[0] for a, b in pairwise(_words(text))),
     "words:palindrome": _palindromes,
     "words:paragraph_last_first": _ends_as_it_begins,
-    "words:prime_lengths": lambda text, own: all(_is_prime(len(word)) for word in _words(text)),
-    "words:repeats": lambda text, own: max(Counter(_words(text)).values(), default=0) <= int(own["small_n"]),
-    "words:vowel": lambda text, own: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
+    "words:prime_lengths": lambda text, arguments: all(_is_prime(len(word)) for word in _words(text)),
+    "words:repeats": lambda text, arguments: max(Counter(_words(text)).values(), default=0) <= int(arguments["small_n"]),
+    "words:vowel": lambda text, arguments: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
     "words:words_position": _second_words,
 }
 """Checks by instruction id."""

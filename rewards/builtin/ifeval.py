@@ -38,13 +38,15 @@ def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
     The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An empty response
     follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
     """
-    found: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
-    names, arguments = found.get("instruction_id_list"), found.get("kwargs")
+    instructions: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
+    names, arguments = instructions.get("instruction_id_list"), instructions.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
-        raise RewardFailed("ifeval", f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, found))}")
+        raise RewardFailed(
+            "ifeval", f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}"
+        )
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
-    results = [follows(str(name), own or {}, request.response) for name, own in zip(names, arguments, strict=True)]
+    results = [follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)]
     followed = sum(results) / len(results)
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
@@ -83,26 +85,26 @@ def _has_word(word: str, text: str) -> bool:
     return re.search(rf"\b{re.escape(str(word))}\b", text, re.IGNORECASE) is not None
 
 
-def _letter(text: str, own: JsonMapping) -> bool:
-    return _compared(_count(own["letter"], text), own["let_relation"], own["let_frequency"])
+def _letter(text: str, arguments: JsonMapping) -> bool:
+    return _compared(_count(arguments["letter"], text), arguments["let_relation"], arguments["let_frequency"])
 
 
-def _paragraph_begins(text: str, own: JsonMapping) -> bool:
+def _paragraph_begins(text: str, arguments: JsonMapping) -> bool:
     paragraphs = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
-    nth = int(own["nth_paragraph"])
-    if len(paragraphs) != int(own["num_paragraphs"]) or not 1 <= nth <= len(paragraphs):
+    nth = int(arguments["nth_paragraph"])
+    if len(paragraphs) != int(arguments["num_paragraphs"]) or not 1 <= nth <= len(paragraphs):
         return False
     first = paragraphs[nth - 1].split()[0].strip("'\".,?!\u201c\u201d").lower()
-    return first == str(own["first_word"]).lower()
+    return first == str(arguments["first_word"]).lower()
 
 
-def _paragraphs(text: str, own: JsonMapping) -> bool:
+def _paragraphs(text: str, arguments: JsonMapping) -> bool:
     parts = text.split("***")
     inner = [part for place, part in enumerate(parts) if part.strip() or place not in (0, len(parts) - 1)]
-    return all(part.strip() for part in inner) and len(inner) == int(own["num_paragraphs"])
+    return all(part.strip() for part in inner) and len(inner) == int(arguments["num_paragraphs"])
 
 
-def _json(text: str, own: JsonMapping) -> bool:
+def _json(text: str, arguments: JsonMapping) -> bool:
     plain = text.strip()
     if plain.startswith("```"):
         plain = plain.partition("\n")[2].removesuffix("```")
@@ -113,70 +115,78 @@ def _json(text: str, own: JsonMapping) -> bool:
     return True
 
 
-def _title(text: str, own: JsonMapping) -> bool:
+def _title(text: str, arguments: JsonMapping) -> bool:
     return any(part.partition(">>")[1] and part.partition(">>")[0].strip("<> \n") for part in text.split("<<")[1:])
 
 
-def _postscript(text: str, own: JsonMapping) -> bool:
-    marker = str(own["postscript_marker"]).strip()
+def _postscript(text: str, arguments: JsonMapping) -> bool:
+    marker = str(arguments["postscript_marker"]).strip()
     return re.search(_POSTSCRIPTS.get(marker.upper()) or re.escape(marker.lower()), text.lower()) is not None
 
 
-def _two_responses(text: str, own: JsonMapping) -> bool:
+def _two_responses(text: str, arguments: JsonMapping) -> bool:
     parts = [part.strip() for part in text.split("******")]
     inner = [part for place, part in enumerate(parts) if part or place not in (0, len(parts) - 1)]
     return len(inner) == 2 and all(inner) and inner[0] != inner[1]
 
 
-def _sections(text: str, own: JsonMapping) -> bool:
-    splitter = str(own["section_spliter"]).strip()
-    return len(re.findall(rf"{re.escape(splitter)}\s{{0,3}}\d", text)) >= int(own["num_sections"])
+def _sections(text: str, arguments: JsonMapping) -> bool:
+    splitter = str(arguments["section_spliter"]).strip()
+    return len(re.findall(rf"{re.escape(splitter)}\s{{0,3}}\d", text)) >= int(arguments["num_sections"])
 
 
-def _capitals(text: str, own: JsonMapping) -> bool:
+def _capitals(text: str, arguments: JsonMapping) -> bool:
     count = sum(word.isupper() for word in _WORD.findall(text))
-    return _compared(count, own["capital_relation"], own["capital_frequency"])
+    return _compared(count, arguments["capital_relation"], arguments["capital_frequency"])
 
 
-def _highlights(text: str, own: JsonMapping) -> bool:
-    return sum(bool(part.strip("* ")) for part in _HIGHLIGHT.findall(text)) >= int(own["num_highlights"])
+def _highlights(text: str, arguments: JsonMapping) -> bool:
+    return sum(bool(part.strip("* ")) for part in _HIGHLIGHT.findall(text)) >= int(arguments["num_highlights"])
 
 
-def _quoted(text: str, own: JsonMapping) -> bool:
+def _quoted(text: str, arguments: JsonMapping) -> bool:
     plain = text.strip()
     return len(plain) > 1 and plain[0] == plain[-1] == '"'
 
 
 INSTRUCTIONS: dict[str, Check] = {
     "change_case:capital_word_frequency": _capitals,
-    "change_case:english_capital": lambda text, own: text.isupper(),
-    "change_case:english_lowercase": lambda text, own: text.islower(),
-    "combination:repeat_prompt": lambda text, own: text.strip().lower().startswith(str(own["prompt_to_repeat"]).strip().lower()),
+    "change_case:english_capital": lambda text, arguments: text.isupper(),
+    "change_case:english_lowercase": lambda text, arguments: text.islower(),
+    "combination:repeat_prompt": lambda text, arguments: (
+        text.strip().lower().startswith(str(arguments["prompt_to_repeat"]).strip().lower())
+    ),
     "combination:two_responses": _two_responses,
-    "detectable_content:number_placeholders": lambda text, own: len(re.findall(r"\[[^\[\]]*\]", text)) >= int(own["num_placeholders"]),
+    "detectable_content:number_placeholders": lambda text, arguments: (
+        len(re.findall(r"\[[^\[\]]*\]", text)) >= int(arguments["num_placeholders"])
+    ),
     "detectable_content:postscript": _postscript,
-    "detectable_format:constrained_response": lambda text, own: any(answer in text for answer in _ANSWERS),
+    "detectable_format:constrained_response": lambda text, arguments: any(answer in text for answer in _ANSWERS),
     "detectable_format:json_format": _json,
     "detectable_format:multiple_sections": _sections,
-    "detectable_format:number_bullet_lists": lambda text, own: len(_BULLET.findall(text)) == int(own["num_bullets"]),
+    "detectable_format:number_bullet_lists": lambda text, arguments: len(_BULLET.findall(text)) == int(arguments["num_bullets"]),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:title": _title,
-    "keywords:existence": lambda text, own: all(_occurs(word, text) for word in own["keywords"]),
-    "keywords:forbidden_words": lambda text, own: not any(_has_word(word, text) for word in own["forbidden_words"]),
-    "keywords:frequency": lambda text, own: _compared(_count(own["keyword"], text), own["relation"], own["frequency"]),
+    "keywords:existence": lambda text, arguments: all(_occurs(word, text) for word in arguments["keywords"]),
+    "keywords:forbidden_words": lambda text, arguments: not any(_has_word(word, text) for word in arguments["forbidden_words"]),
+    "keywords:frequency": lambda text, arguments: _compared(
+        _count(arguments["keyword"], text), arguments["relation"], arguments["frequency"]
+    ),
     "keywords:letter_frequency": _letter,
-    "language:response_language": lambda text, own: written_in(text, own["language"]),
+    "language:response_language": lambda text, arguments: written_in(text, arguments["language"]),
     "length_constraints:nth_paragraph_first_word": _paragraph_begins,
     "length_constraints:number_paragraphs": _paragraphs,
-    "length_constraints:number_sentences": lambda text, own: _compared(
-        len(_SENTENCE_END.findall(text)), own["relation"], own["num_sentences"]
+    "length_constraints:number_sentences": lambda text, arguments: _compared(
+        len(_SENTENCE_END.findall(text)), arguments["relation"], arguments["num_sentences"]
     ),
-    "length_constraints:number_words": lambda text, own: _compared(len(_WORD.findall(text)), own["relation"], own["num_words"]),
-    "punctuation:no_comma": lambda text, own: "," not in text,
-    "startend:end_checker": lambda text, own: text.strip().strip('"').lower().endswith(str(own["end_phrase"]).strip().lower()),
+    "length_constraints:number_words": lambda text, arguments: _compared(
+        len(_WORD.findall(text)), arguments["relation"], arguments["num_words"]
+    ),
+    "punctuation:no_comma": lambda text, arguments: "," not in text,
+    "startend:end_checker": lambda text, arguments: text.strip().strip('"').lower().endswith(str(arguments["end_phrase"]).strip().lower()),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; those of IFBench are in ``tidemill.rewards.builtin.ifbench``."""
+"""Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
 
 
 # ---- the language of a text

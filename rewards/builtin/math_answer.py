@@ -13,7 +13,7 @@ from tidemill.rewards.port import RewardRequest
 
 MARKER = "####"
 
-# A separator belongs to a number only between groups of three digits, of which the first may be shorter.
+# A separator belongs to a number only between groups of three digits; the first group may be shorter.
 _GROUPS = r"[1-9][0-9]{0,2}(?:(?:(?:,|\{,\}|\\[,;: ]|\{\\[,;:]\}|~)(?:\\!)?|\\!)[0-9]{3})+(?![0-9])"
 _GROUPED = re.compile(r"(?<![0-9])(?<![0-9]\.)" + _GROUPS)
 # A sign belongs to the number only if no word or bracket stands before it: the last number of "10-3" is 3, of "x = -3" it is -3.

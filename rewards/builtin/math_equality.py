@@ -85,9 +85,9 @@ def _wraps(text: str) -> bool:
 
 
 def _same_value(left: str, right: str) -> bool:
-    one, other = to_number(left), to_number(right)
-    if one is not None and other is not None:
-        return one == other
+    left_number, right_number = to_number(left), to_number(right)
+    if left_number is not None and right_number is not None:
+        return left_number == right_number
     left, right = _unmixed(left), _unmixed(right)
     names = sorted(letters(left) | letters(right))
     if len(names) > len(_POINTS[0]):

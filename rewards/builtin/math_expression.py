@@ -33,12 +33,12 @@ def value(text: str, variables: Mapping[str, complex]) -> complex:
         raise NoExpression(f"{len(text)} characters")
     parser = _Parser(text, variables)
     try:
-        found = parser.sum(0)
+        result = parser.sum(0)
     except (ArithmeticError, ValueError) as error:
         raise NoExpression(str(error)) from None
-    if parser.next() or not cmath.isfinite(found):
+    if parser.next() or not cmath.isfinite(result):
         raise NoExpression("no expression, or no finite value")
-    return found
+    return result
 
 
 class _Parser:
@@ -56,25 +56,25 @@ class _Parser:
         """Take a sum."""
         if depth > MAX_DEPTH:
             raise NoExpression("too deep")
-        found = self._product(depth)
+        total = self._product(depth)
         while self.next() in ("+", "-"):
             sign = self._take()
-            found += self._product(depth) if sign == "+" else -self._product(depth)
-        return found
+            total += self._product(depth) if sign == "+" else -self._product(depth)
+        return total
 
     def _product(self, depth: int) -> complex:
         sign = 1
         while self.next() in ("+", "-"):
             sign = -sign if self._take() == "-" else sign
-        found = self._power(depth)
+        product = self._power(depth)
         while (token := self.next()) and token not in "+-)}]^,=":
             if token in "*/":
                 self._take()
                 factor = self._signed(depth)
-                found = found * factor if token == "*" else found / factor
+                product = product * factor if token == "*" else product / factor
             else:
-                found *= self._power(depth)
-        return sign * found
+                product *= self._power(depth)
+        return sign * product
 
     def _signed(self, depth: int) -> complex:
         if self.next() in ("+", "-"):
@@ -82,14 +82,14 @@ class _Parser:
         return self._power(depth)
 
     def _power(self, depth: int) -> complex:
-        found = self._atom(depth)
+        base = self._atom(depth)
         if self.next() != "^":
-            return found
+            return base
         self._take()
         if depth > MAX_DEPTH:
             raise NoExpression("too deep")
         exponent = self._group(depth) if self.next() == "{" else self._signed(depth + 1)
-        return complex(found) ** complex(exponent)
+        return complex(base) ** complex(exponent)
 
     def _atom(self, depth: int) -> complex:
         token = self._take()
@@ -124,7 +124,7 @@ class _Parser:
         raise NoExpression(f"unknown \\{name}")
 
     def _group(self, depth: int) -> complex:
-        r"""Take ``{...}``, or one token: ``\frac12``, of which each digit is one."""
+        r"""Take ``{...}``, or one token: ``\frac12`` has two, one for each digit."""
         token = self._take()
         if token in ("{", "("):
             return self._rest(depth, "}" if token == "{" else ")")
@@ -137,10 +137,10 @@ class _Parser:
         return self._atom(depth + 1)
 
     def _rest(self, depth: int, end: str) -> complex:
-        found = self.sum(depth + 1)
+        inner = self.sum(depth + 1)
         if self._take() != end:
             raise NoExpression(f"want {end}")
-        return found
+        return inner
 
     def _take(self) -> str:
         token = self.next()

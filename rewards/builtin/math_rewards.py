@@ -21,7 +21,7 @@ def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
     Raises RewardFailed for a label that holds no answer.
     """
     labels = label if isinstance(label, (list, tuple)) and label else [label]
-    golds = [find_gold(one) for one in labels]
+    golds = [find_gold(item) for item in labels]
     return last_boxed(text), [last_boxed(gold) or gold for gold in golds]
 
 
@@ -61,8 +61,8 @@ def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
     """
     _, ended, solution = request.response.rpartition("</think>")
     if not ended:
-        _, ended, rest = request.response.partition("###Response")
-        solution = rest.partition("###Response")[0]
+        _, ended, behind_header = request.response.partition("###Response")
+        solution = behind_header.partition("###Response")[0]
     if not ended:
         if think:
             return 0.0
@@ -78,8 +78,8 @@ _ANSWER = re.compile(r"answer\s{0,20}:\s{0,20}([^\n]+)", re.IGNORECASE)
 def dapo(request: RewardRequest) -> dict[str, float]:
     """Return ``score`` (1.0 or -1.0) and ``correct`` (1.0 or 0.0). Raises RewardFailed for a label that holds no answer."""
     gold = find_gold(request.label)
-    found = _ANSWER.findall(request.response[-TAIL:])
-    answer = found[-1].strip() if found else ""
+    answers = _ANSWER.findall(request.response[-TAIL:])
+    answer = answers[-1].strip() if answers else ""
     answer = last_boxed(answer) or answer
     correct = float(same_math(answer, last_boxed(gold) or gold))
     return {"score": 2 * correct - 1, "correct": correct}

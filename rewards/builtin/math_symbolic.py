@@ -27,10 +27,10 @@ def math_verify(request: RewardRequest, *, boxed: bool = False, precision: int =
     golds = [_gold(label) for label in labels]
     text = request.response
     if boxed:
-        found = last_boxed(text)
-        if found is None:
+        boxed_answer = last_boxed(text)
+        if boxed_answer is None:
             return 0.0
-        text = rf"\boxed{{{found}}}"
+        text = rf"\boxed{{{boxed_answer}}}"
     return float(_is_one_of(text, golds, precision))
 
 

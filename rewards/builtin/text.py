@@ -29,7 +29,7 @@ def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = 
 def digits(request: RewardRequest) -> float:
     """Return the share of positions at which the response equals the label, in 0..1.
 
-    Positions are those of the longer string and one more for the end, which is correct when the response stopped by itself at the
+    Positions are counted in the longer string, and one more for the end, which is correct when the response stopped by itself at the
     label's length. So only the label itself scores 1.0, and every partial match scores more than none.
     """
     label, response = str(request.label), request.response
@@ -45,14 +45,14 @@ def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: s
     """
     compiled = re.compile(pattern, re.DOTALL)
     if whole:
-        found = compiled.fullmatch(request.response)
+        match = compiled.fullmatch(request.response)
     else:
-        found = None
-        for found in compiled.finditer(request.response):  # noqa: B007 - the last one counts
+        match = None
+        for match in compiled.finditer(request.response):  # noqa: B007 - the last one counts
             pass
-    if found is None or not group:
-        return float(found is not None)
-    text = found.group(int(group) if group.isdecimal() else group)
+    if match is None or not group:
+        return float(match is not None)
+    text = match.group(int(group) if group.isdecimal() else group)
     return float(text is not None and text.strip() == str(request.label).strip())
 
 
@@ -89,13 +89,13 @@ def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: 
 
     ``tags``: their names in order, with spaces between. ``outside``: other text may stand before, between and after them.
     """
-    rest = request.response
+    remaining = request.response
     for tag in tags.split():
         opened, closed = f"<{tag}>", f"</{tag}>"
         if request.response.count(opened) != 1 or request.response.count(closed) != 1:
             return 0.0
-        before, found, rest = rest.partition(opened)
-        inside, ended, rest = rest.partition(closed)
-        if not found or not ended or not inside.strip() or (before.strip() and not outside):
+        before, opening, remaining = remaining.partition(opened)
+        inside, ended, remaining = remaining.partition(closed)
+        if not opening or not ended or not inside.strip() or (before.strip() and not outside):
             return 0.0
-    return float(outside or not rest.strip())
+    return float(outside or not remaining.strip())

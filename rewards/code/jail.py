@@ -61,7 +61,7 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; if two of them have a name, that of the later one is used.
+"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is used.
 
 Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as APPS and verl do.
 """

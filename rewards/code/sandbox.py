@@ -42,7 +42,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     """The end of one run."""
 
     output: str = ""
@@ -71,7 +71,7 @@ def run(
     tests: str = "",
     imports: bool = False,
     python: str = "",
-) -> Outcome:
+) -> ProgramOutcome:
     """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that raises).
 
     ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises RewardFailed where no process
@@ -167,30 +167,34 @@ def _write(descriptor: int, data: bytes) -> bytes:
         return b""
 
 
-def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]) -> Outcome:
+def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]) -> ProgramOutcome:
     """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even this process's."""
     text = output.decode(errors="replace")
     if reason:
-        return Outcome(output=text, reason=reason)
+        return ProgramOutcome(output=text, reason=reason)
     if not result.startswith(jail.CONFINED):
         raise RewardFailed("code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}")
     try:
-        found = json.loads(result.removeprefix(jail.CONFINED))
+        report = json.loads(result.removeprefix(jail.CONFINED))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        return Outcome(output=text, reason=_ended(code))
-    if isinstance(found.get("error"), str):
-        return Outcome(output=text, reason=f"{found['error']}: {found['text'] if isinstance(found.get('text'), str) else ''}"[:400])
-    passed = passes(found)
-    return Outcome(output=text, passed=passed, value=found.get("value"), reason="" if passed else f"exit code {found.get('code')}"[:40])
+        report = None
+    if not isinstance(report, dict):
+        return ProgramOutcome(output=text, reason=_ended(code))
+    if isinstance(report.get("error"), str):
+        return ProgramOutcome(
+            output=text, reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400]
+        )
+    passed = passes(report)
+    return ProgramOutcome(
+        output=text, passed=passed, value=report.get("value"), reason="" if passed else f"exit code {report.get('code')}"[:40]
+    )
 
 
-def _passes(found: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:
-    """Return whether a result is that of a run which ended well: of its tests, its call or its end, whichever there was."""
+def _passes(report: JsonMapping, *, tests: bool, call: bool, word: str) -> bool:
+    """Return whether a run ended well: its tests, its call or its end, whichever there was."""
     if tests:
-        return bool(found.get("passed") == word)
-    return "value" in found if call else found.get("ended") is True
+        return bool(report.get("passed") == word)
+    return "value" in report if call else report.get("ended") is True
 
 
 def _ended(code: int) -> str:

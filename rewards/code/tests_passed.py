@@ -52,7 +52,7 @@ def code(
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
-    ``seconds`` and ``memory_mb`` are those of one test. ``total_seconds`` are those of all: a test that is not done by then is not passed.
+    ``seconds`` and ``memory_mb`` are limits of one test, ``total_seconds`` of all: a test that is not done by then is not passed.
     Keep it below ``actor.reward_timeout_s``, past which the sample of a slow program would fail. ``max_tests``: only so many, those with
     the longest input (0 = all). ``share``: the score is the share of tests passed, and all are run; else the first failure ends them.
     ``imports``: names of typing, collections, math and other modules (``jail.MODULES``) need no import, as with the judges that such tests

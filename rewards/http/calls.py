@@ -54,7 +54,7 @@ class Calls:
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             try:
                 found = read(await self._permitted(body))
-            except _Refused as error:
+            except _CallRefused as error:
                 raise RewardFailed(self._name, str(error)) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
                 slow = isinstance(error, TimeoutError) and not str(error)
@@ -90,7 +90,7 @@ class Calls:
             if response.status in AGAIN:
                 raise ValueError(f"status {response.status}: {content[:200]!r}")
             if response.status >= 300:
-                raise _Refused(f"{self._url}: status {response.status}: {content[:200]!r}")
+                raise _CallRefused(f"{self._url}: status {response.status}: {content[:200]!r}")
         return json.loads(content)
 
     async def close(self) -> None:
@@ -99,5 +99,5 @@ class Calls:
             await self._session.close()
 
 
-class _Refused(Exception):
+class _CallRefused(Exception):
     """An answer that refuses the call itself as wrong."""

@@ -24,8 +24,8 @@ class Remote:
         self._calls, self._key = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections), key
 
     async def __call__(self, request: RewardRequest) -> Parts:
-        found: Parts = await self._calls.post(fields_of(request), self._read)
-        return found
+        answer: Parts = await self._calls.post(fields_of(request), self._read)
+        return answer
 
     def _read(self, answer: Any) -> Any:
         _refuse_failed(answer)
@@ -37,7 +37,7 @@ class Remote:
         return answer
 
 
-class RemoteGroup:
+class RemoteGroupReward:
     """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...], rewards: [...]}``.
 
     The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a reason. Options as those
@@ -49,15 +49,15 @@ class RemoteGroup:
         self._calls = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections)
 
     async def __call__(self, request: GroupRequest) -> list[Parts]:
-        found: list[Parts] = await self._calls.post(group_fields(request), self._read)
-        return found
+        answer: list[Parts] = await self._calls.post(group_fields(request), self._read)
+        return answer
 
     def _read(self, answer: object) -> list[Parts]:
         _refuse_failed(answer, GROUP.word)
-        found = answer.get("rewards") if isinstance(answer, Mapping) else answer
-        if not isinstance(found, list) or not all(map(_is_reward, found)):
+        fields = answer.get("rewards") if isinstance(answer, Mapping) else answer
+        if not isinstance(fields, list) or not all(map(_is_reward, fields)):
             raise ValueError(f"want a list of rewards, or a map with it under rewards, got {answer!r}"[:300])
-        return found
+        return fields
 
 
 def _refuse_failed(answer: object, word: str = "reward") -> None:

@@ -54,8 +54,8 @@ class MessageTemplate:
     def read(cls, model_dir: Path) -> Self | None:
         """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
         config, tokens = (_json_map(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
-        given = config.get("chat_template") or ""
-        sources = {each["name"]: each["template"] for each in given} if isinstance(given, list) else {DEFAULT: given}
+        written = config.get("chat_template") or ""
+        sources = {entry["name"]: entry["template"] for entry in written} if isinstance(written, list) else {DEFAULT: written}
         for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"additional_chat_templates/{TOOL_USE}.jinja")):
             if (model_dir / file).exists():
                 sources[name] = (model_dir / file).read_text(encoding="utf-8")
@@ -68,30 +68,35 @@ class MessageTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
-    def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
+    def render(
+        self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **template_args: object
+    ) -> str:
         """Return messages in the form of ``tidemill.bus.wire.chat_messages`` as text.
 
         Raises ValueError when the template refuses them, and for tools, or calls of tools, that it does not write.
         """
-        template, given = self._tool_template if tools else self._template, {"add_generation_prompt": add_generation_prompt, **more}
+        template, arguments = (
+            self._tool_template if tools else self._template,
+            {"add_generation_prompt": add_generation_prompt, **template_args},
+        )
         written = self._with_calls(template, messages)
-        text = self._text(template, written, tools=tools or None, **given)
+        text = self._text(template, written, tools=tools or None, **arguments)
         if tools and not self._renders_tools:
-            self._renders_tools = text != self._text_without_tools(written, given)
+            self._renders_tools = text != self._text_without_tools(written, arguments)
             if not self._renders_tools:
                 raise ToolsLeftOut(NO_TOOLS)
         return text
 
-    def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **given: object) -> str:
+    def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **arguments: object) -> str:
         try:
-            return template.render(messages=messages, documents=None, **{**self._special, **given})
+            return template.render(messages=messages, documents=None, **{**self._special, **arguments})
         except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
             raise ValueError(f"messages: rejected by the model's chat template: {error}") from error
 
-    def _text_without_tools(self, messages: Sequence[JsonMapping], given: JsonMapping) -> str | None:
+    def _text_without_tools(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> str | None:
         """Return the text; None where the template wants tools."""
         try:
-            return self._text(self._template, messages, tools=None, **given)
+            return self._text(self._template, messages, tools=None, **arguments)
         except ValueError:
             return None
 

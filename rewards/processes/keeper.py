@@ -70,7 +70,7 @@ def main() -> None:
         _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]})
         return
     forks = len(os.listdir("/proc/self/task")) == 1
-    keeper = _Keeper(control, function, start, forks=forks)
+    keeper = _ForkServer(control, function, start, forks=forks)
     limits.outlive_parent()  # from here on the end of the control socket ends it, after its workers
     _send(control, {"ready": True, "async": function.is_async, "forks": forks})
     keeper.run()
@@ -81,7 +81,7 @@ def _send(control: socket.socket, message: JsonObject) -> None:
         control.send(json.dumps(message).encode())
 
 
-class _Keeper:
+class _ForkServer:
     def __init__(self, control: socket.socket, function: Bound, start: JsonObject, *, forks: bool) -> None:
         self._control, self._function, self._start, self._forks = control, function, start, forks
         self._limits = limits.ProcessLimits(**start["limits"])
@@ -101,8 +101,8 @@ class _Keeper:
     def run(self) -> None:
         """Serve the actor until the control socket ends; then end everything below this process."""
         poll = select.poll()  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
-        for one in (self._control, self._woken):
-            poll.register(one, select.POLLIN)
+        for end in (self._control, self._woken):
+            poll.register(end, select.POLLIN)
         try:
             while True:
                 ready = {descriptor for descriptor, _ in poll.poll()}
@@ -167,8 +167,8 @@ class _Keeper:
 
     def _reap(self) -> None:
         for pid in list(self._workers):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
+            ended_pid, status = os.waitpid(pid, os.WNOHANG)
+            if ended_pid:
                 self._ended(pid, status)
 
     def _ended(self, pid: int, status: int) -> None:

@@ -14,7 +14,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import asdict
 
-from tidemill.bus.processes.connection import START_S, CallFailed, Connection
+from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import ProcessLimits, environment
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
@@ -36,7 +36,7 @@ class KeeperProcess:
         self.is_async = False
         self.ended = ""
         """Why it starts no more workers; empty while it does."""
-        self._workers: dict[int, Connection] = {}
+        self._workers: dict[int, ChildConnection] = {}
         self._killing: dict[int, asyncio.TimerHandle] = {}
         self._ids = itertools.count(1)
         self._started: asyncio.Future[JsonObject] = asyncio.get_running_loop().create_future()
@@ -70,7 +70,7 @@ class KeeperProcess:
         except TimeoutError:
             await keeper.close()
             raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word) from None
-        except CallFailed as error:
+        except ChildCallFailed as error:
             await keeper.close()
             raise RewardFailed(name, error.reason, contract.word) from None
         except BaseException:
@@ -80,11 +80,11 @@ class KeeperProcess:
         logger.info(contract.word + " imported name=%s pid=%d async=%s forks=%s", name, process.pid, keeper.is_async, ready["forks"])
         return keeper
 
-    async def worker(self) -> Connection:
-        """Start a worker. Raises CallFailed."""
+    async def worker(self) -> ChildConnection:
+        """Start a worker. Raises ChildCallFailed."""
         if self.ended:
-            raise CallFailed(self.ended, ended=True)
-        worker = Connection(next(self._ids), self.kill)
+            raise ChildCallFailed(self.ended, ended=True)
+        worker = ChildConnection(next(self._ids), self.kill)
         ours, theirs = socket.socketpair()
         self._workers[worker.number] = worker
         try:
@@ -93,7 +93,7 @@ class KeeperProcess:
             await worker.open(ours)
         except TimeoutError:
             self.kill(worker, f"not ready within {START_S:g} s")
-            raise CallFailed(worker.ended, ended=True) from None
+            raise ChildCallFailed(worker.ended, ended=True) from None
         except BaseException:
             self.kill(worker, "cancelled while it was started")
             raise
@@ -101,7 +101,7 @@ class KeeperProcess:
             theirs.close()
         return worker
 
-    def kill(self, worker: Connection, reason: str) -> None:
+    def kill(self, worker: ChildConnection, reason: str) -> None:
         """End a worker and every process below it; its calls fail with ``reason``."""
         worker.end(reason)
         if worker.number in self._workers and worker.number not in self._killing:
@@ -171,7 +171,7 @@ class KeeperProcess:
             worker.end(reason)
         self._workers.clear()
         if not self._started.done():
-            self._started.set_exception(CallFailed(reason, ended=True))
+            self._started.set_exception(ChildCallFailed(reason, ended=True))
             self._started.exception()
 
     def _kill_self(self) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.bus.processes import frames
-from tidemill.bus.processes.connection import CallFailed, Connection
+from tidemill.bus.processes.connection import ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 from tidemill.rewards.port import Contract
@@ -37,8 +37,8 @@ class FunctionProcesses:
         self._starting = asyncio.Lock()
         self._refused, self._refused_s = "", 0.0
         self._places = asyncio.Semaphore(limits.workers)
-        self._idle: list[Connection] = []
-        self._shared: Connection | None = None
+        self._idle: list[ChildConnection] = []
+        self._shared: ChildConnection | None = None
 
     async def __aenter__(self) -> "FunctionProcesses":
         """Import the function in its process. Raises UnknownReward, BadRewardOption, RewardFailed."""
@@ -65,7 +65,7 @@ class FunctionProcesses:
         try:
             keeper = await self._running_keeper()
             result = await (self._call_shared(keeper, message) if keeper.is_async else self._call_one(keeper, message))
-        except CallFailed as error:
+        except ChildCallFailed as error:
             raise self._failed(error.reason) from None
         return self._contract.checked(self._name, result)
 
@@ -77,7 +77,7 @@ class FunctionProcesses:
             worker = await self._idle_worker(keeper)
             try:
                 result = await worker.call(message, self._limits.timeout_s)
-            except CallFailed:  # a reply with a reason, or the end of the worker
+            except ChildCallFailed:  # a reply with a reason, or the end of the worker
                 self._idle.append(worker)
                 raise
             except BaseException:
@@ -86,7 +86,7 @@ class FunctionProcesses:
             self._idle.append(worker)
             return result
 
-    async def _idle_worker(self, keeper: KeeperProcess) -> Connection:
+    async def _idle_worker(self, keeper: KeeperProcess) -> ChildConnection:
         while self._idle:
             worker = self._idle.pop()
             if not worker.ended:

@@ -9,7 +9,7 @@ import pytest
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.config import GatewayConfig
-from tidemill.actors.episodes.opened import opened_rollouts
+from tidemill.actors.episodes.rollouts import open_rollouts
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout.actor_process import reach_of_gateway
 from tidemill.actors.rollout_settings import RolloutPrograms
@@ -74,7 +74,7 @@ async def test_an_address_of_another_machine_is_refused(model_dir: Path) -> None
 
     async with stage(model_dir, none) as scene:
         with pytest.raises(BadRow, match=r"actor.gateway.host: want an address of this machine, got 203.0.113.9"):
-            async with opened_rollouts(
+            async with open_rollouts(
                 RolloutPrograms(rollouts={}, model=str(model_dir)), scene.responses, at=Reach("203.0.113.9", "203.0.113.9")
             ):
                 pass

@@ -15,7 +15,7 @@ from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_chains
 from tests.tiny_models import EOS, OF_RENDERERS
 from tidemill.actors.config import GatewayConfig
-from tidemill.actors.episodes.opened import opened_rollouts
+from tidemill.actors.episodes.rollouts import open_rollouts
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout_settings import RolloutPrograms
 from tidemill.actors.text.rendering import Renderer
@@ -358,5 +358,5 @@ async def test_an_actor_refuses_a_renderer_that_does_not_fit(models: dict[str, P
     async with stage(directory, none) as scene:
         with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want a tokenizer with the special tokens of glm-4\.5, got "):
             programs = RolloutPrograms(rollouts={}, model=str(directory))
-            async with opened_rollouts(programs, scene.responses, gateway_config=GatewayConfig(renderer="glm-4.5")):
+            async with open_rollouts(programs, scene.responses, gateway_config=GatewayConfig(renderer="glm-4.5")):
                 pass

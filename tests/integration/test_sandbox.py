@@ -11,7 +11,7 @@ import pytest
 
 from tidemill.bus.processes.limits import ProcessLimits, children_of
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.code.sandbox import Bounds, Outcome, run
+from tidemill.rewards.code.sandbox import Bounds, ProgramOutcome, run
 from tidemill.rewards.code.tests_passed import code
 from tidemill.rewards.errors import RewardFailed, UnknownReward
 from tidemill.rewards.port import RewardRequest
@@ -50,7 +50,7 @@ def _nothing_left() -> Iterator[None]:
     ],
 )
 def test_programs_that_compute(program: str, stdin: str, output: str) -> None:
-    assert run(program, BOUNDS, stdin=stdin) == Outcome(output=output, passed=True)
+    assert run(program, BOUNDS, stdin=stdin) == ProgramOutcome(output=output, passed=True)
 
 
 def test_calls_and_tests() -> None:
@@ -201,7 +201,7 @@ def test_credentials_are_not_in_the_environment(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_programs_run_beside_each_other() -> None:
-    found: list[Outcome] = []
+    found: list[ProgramOutcome] = []
     threads = [threading.Thread(target=lambda: found.append(run("print(sum(range(10**6)))", BOUNDS))) for _ in range(8)]
     for one in threads:
         one.start()

@@ -9,17 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.episode_kit import task
-from tidemill.actors.episodes.clock import Clock
-from tidemill.actors.episodes.episode import Episode, Spent
-from tidemill.actors.episodes.recorder import Output, Recorder
-from tidemill.actors.episodes.transcript import bounded, messages_of
+from tidemill.actors.episodes.episode import Clock, Episode, Spent, bounded, messages_of
+from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Span
 
 
-def output(*tokens: int, id: str = "") -> Output:
+def output(*tokens: int, id: str = "") -> TurnOutput:
     spans = (Span(version=0, num_tokens=len(tokens)),) if tokens else ()
-    return Output(tokens=np.array(tokens, np.int32), log_probs=np.full(len(tokens), -0.5, np.float32), spans=spans, id=id)
+    return TurnOutput(tokens=np.array(tokens, np.int32), log_probs=np.full(len(tokens), -0.5, np.float32), spans=spans, id=id)
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -85,7 +83,7 @@ def test_a_budget_is_kept_by_every_sequence_of_calls(prompts: list[list[int]], a
 
 @given(PROMPTS)
 def test_growth_is_what_a_turn_adds(prompts: list[list[int]]) -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for place, prompt in enumerate(prompts):
         before, growth = recorder.total_tokens, recorder.growth(ids(*prompt))
         recorder.record(ids(*prompt), output(place % 3))

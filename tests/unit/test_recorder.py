@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.bus_kit import make_sample
 from tests.examples import examples
-from tidemill.actors.episodes.recorder import Output, Recorder, Sequences
+from tidemill.actors.episodes.recorder import Sequences, TurnOutput, TurnRecorder
 from tidemill.bus.wire.invariants import check_sample
 from tidemill.bus.wire.messages import Sample, Span
 
@@ -19,14 +19,14 @@ UNKNOWN = int(np.iinfo(np.uint16).max)
 """Id of unknown experts."""
 
 
-def output(ids: Sequence[int], *, version: int = 1, first: float = -0.5, **changes: Any) -> Output:
+def output(ids: Sequence[int], *, version: int = 1, first: float = -0.5, **changes: Any) -> TurnOutput:
     """Return an output with log-probs that name the token's place in it."""
     values: dict[str, Any] = {
         "tokens": np.array(ids, np.int32),
         "log_probs": np.array([first - place / 64 for place in range(len(ids))], np.float32),
         "spans": (Span(version=version, num_tokens=len(ids)),) if ids else (),
     }
-    return Output(**{**values, **changes})
+    return TurnOutput(**{**values, **changes})
 
 
 def prompt(*ids: int) -> Any:
@@ -61,7 +61,7 @@ def rows(found: Sequences) -> list[tuple[list[int], list[int]]]:
 
 def test_a_prompt_that_extends_the_last_end_stays_in_the_sequence() -> None:
     """Ids between are environment, of the version that read them."""
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1, 2, 3, 4), output([50, 51], version=5))
     recorder.record(prompt(1, 2, 3, 4, 50, 51, 90, 91), output([52, 53], version=6))
     found = recorder.export()
@@ -73,7 +73,7 @@ def test_a_prompt_that_extends_the_last_end_stays_in_the_sequence() -> None:
 
 def test_parallel_answers_are_siblings_and_all_are_trained() -> None:
     """n > 1, best-of-n, also with equal outputs: selection belongs to the environment."""
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for ids in ([5, 6], [7], [5, 6]):
         recorder.record(prompt(1, 2), output(ids))
     recorder.record(prompt(1, 2, 7, 9), output([8]))
@@ -81,7 +81,7 @@ def test_parallel_answers_are_siblings_and_all_are_trained() -> None:
 
 
 def test_a_shared_turn_is_trained_by_the_first_path_that_has_it() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([2, 3]))
     recorder.record(prompt(1, 2, 3, 4), output([5]))
     recorder.record(prompt(1, 2, 3, 6), output([7, 8]))
@@ -90,7 +90,7 @@ def test_a_shared_turn_is_trained_by_the_first_path_that_has_it() -> None:
 
 
 def test_the_parent_is_the_deepest_and_of_equals_the_newest() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for ids in ([2, 3], [2], [2, 3], [2]):
         recorder.record(prompt(1), output(ids))
     recorder.record(prompt(1, 2, 3, 9), output([4]))
@@ -103,14 +103,14 @@ def test_the_parent_is_the_deepest_and_of_equals_the_newest() -> None:
 @pytest.mark.parametrize("history", [(1, 9), (2,), (1, 2, 3, 4, 60, 7), (1, 2, 3, 4)], ids=["compaction", "other", "drift", "dropped"])
 def test_a_history_that_differs_begins_a_new_sequence(history: tuple[int, ...]) -> None:
     """Nothing is realigned and nothing masked: the first answer is trained as it was sampled."""
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1, 2, 3, 4), output([50, 51]))
     recorder.record(prompt(*history), output([52]))
     assert rows(recorder.export()) == [([1, 2, 3, 4, 50, 51], [1, 1]), ([*history, 52], [1])]
 
 
 def test_a_cut_stream_is_a_turn_up_to_its_last_token() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([2, 3], finish="cut", id="t-0", agent="a", begin_s=1.5, seconds=0.25))
     turns = recorder.export().turns
     assert (turns.finish, turns.id, turns.agent) == (("cut",), ("t-0",), ("a",))
@@ -118,7 +118,7 @@ def test_a_cut_stream_is_a_turn_up_to_its_last_token() -> None:
 
 
 def test_trained_turns_that_do_not_go_on_from_the_last_one_are_counted() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     assert recorder.last_trained == -1
     recorder.record(prompt(8), output([9], trained=False))
     recorder.record(prompt(1), output([2]))
@@ -135,14 +135,14 @@ def test_trained_turns_that_do_not_go_on_from_the_last_one_are_counted() -> None
 def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None:
     """Two calls at once share no time of tools; an untrained call is one, too."""
     calls = ((0.0, 1.0, True), (3.0, 4.0, True), (3.5, 1.0, True), (9.0, 1.0, False), (10.5, 0.5, True))
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for number, (begin_s, seconds, trained) in enumerate(calls):
         recorder.record(prompt(1), output([number], begin_s=begin_s, seconds=seconds, trained=trained))
     assert recorder.export(ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0, 0.0, 2.0]
     assert recorder.export([0, 4], ended_s=13.0).turns.tools_s.tolist() == [2.0, 2.0]
     assert recorder.export().turns.tools_s.tolist() == [2.0, 2.0, 0.0, 0.0]
     assert recorder.tools_s(13.0) == (0.0, [2.0, 2.0, 0.0, 0.5, 2.0])
-    assert Recorder().tools_s(3.0) == (3.0, [])
+    assert TurnRecorder().tools_s(3.0) == (3.0, [])
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_time_without_a_model_call_is_that_of_the_call_that_ended_last() -> None
     ],
 )
 def test_an_untrained_call_is_context(changes: dict[str, Any], reason: str) -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([2]))
     recorder.record(prompt(1, 2, 3), output([4, 5], version=7, **changes))
     assert rows(recorder.export()) == [([1, 2], [1])], "nothing stands behind it, so no sequence needs it"
@@ -169,7 +169,7 @@ def test_an_untrained_call_is_context(changes: dict[str, Any], reason: str) -> N
 
 
 def test_an_empty_output_is_context_and_adds_nothing() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([2]))
     recorder.record(prompt(1, 2, 3), output([]))
     recorder.record(prompt(1, 2, 3, 4), output([5], version=9))
@@ -180,7 +180,7 @@ def test_an_empty_output_is_context_and_adds_nothing() -> None:
 
 
 def test_only_turns_of_the_finished_life_are_exported() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([2]))
     recorder.record(prompt(1, 2, 3), output([4]))
     recorder.record(prompt(1, 2, 3), output([5]))
@@ -189,7 +189,7 @@ def test_only_turns_of_the_finished_life_are_exported() -> None:
 
 
 def test_an_episode_without_a_sampled_token_is_none() -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     recorder.record(prompt(1), output([]))
     with pytest.raises(ValueError, match="want a turn with sampled tokens"):
         recorder.export()
@@ -199,7 +199,7 @@ def test_an_episode_without_a_sampled_token_is_none() -> None:
     ("ids", "changes", "said"), [((), {}, "prompt: want"), ((1,), {"spans": (Span(version=1, num_tokens=1),)}, "spans: want to cover 2")]
 )
 def test_a_turn_that_cannot_be_is_refused_and_leaves_no_trace(ids: tuple[int, ...], changes: dict[str, Any], said: str) -> None:
-    recorder = Recorder()
+    recorder = TurnRecorder()
     with pytest.raises(ValueError, match=said):
         recorder.record(prompt(*ids), output([2, 3], **changes))
     assert len(recorder) == 0
@@ -228,8 +228,8 @@ def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, bool
     return turns
 
 
-def recorded(turns: Sequence[tuple[list[int], list[int], int, bool]]) -> Recorder:
-    recorder = Recorder()
+def recorded(turns: Sequence[tuple[list[int], list[int], int, bool]]) -> TurnRecorder:
+    recorder = TurnRecorder()
     for number, (asked, answered, version, trained) in enumerate(turns):
         recorder.record(prompt(*asked), output(answered, version=version, first=-1.0 - number, trained=trained))
     return recorder
@@ -274,7 +274,7 @@ def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns:
 @given(conversations(), st.sets(st.integers(0, 8), max_size=3))
 def test_a_trained_token_has_the_experts_of_the_pass_that_sampled_it(turns: list[Any], lacking: set[int]) -> None:
     """Every row names its turn and place; ``lacking``: turns without experts, such as those of a log."""
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for number, (asked, answered, version, trained) in enumerate(turns):
         length = len(asked) + len(answered)
         experts = np.array([[[1000 * number + place]] for place in range(length - 1)] + [[[UNKNOWN]]], np.uint16)
@@ -310,7 +310,7 @@ def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: lis
     """Any order trains the same tokens, though perhaps in other sequences."""
     marked = [(turn, number) for number, turn in enumerate(turns)]
     random.shuffle(marked)
-    recorder = Recorder()
+    recorder = TurnRecorder()
     for (asked, answered, version, trained), number in marked:
         recorder.record(prompt(*asked), output(answered, version=version, first=-1.0 - number, trained=trained))
     if any(trained and answered for _, answered, _, trained in turns):
@@ -319,12 +319,12 @@ def test_the_order_of_unrelated_turns_does_not_change_what_is_trained(turns: lis
 
 def test_experts_of_another_number_of_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="routed_experts: want those of 3 tokens, got 2"):
-        Recorder().record(prompt(1, 2), output([3], routed_experts=np.zeros((2, 1, 1), np.uint8)))
+        TurnRecorder().record(prompt(1, 2), output([3], routed_experts=np.zeros((2, 1, 1), np.uint8)))
 
 
 def test_memory_is_linear_in_the_new_tokens() -> None:
     """1,000 turns to 100,000 ids: whole prompts would be 50 million."""
-    recorder, history = Recorder(), np.arange(100, dtype=np.int32)
+    recorder, history = TurnRecorder(), np.arange(100, dtype=np.int32)
     for _ in range(1000):
         answer = output(list(range(60)))
         recorder.record(history, answer)

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from tests.actor_kit import PROMPT, model_dir
-from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.actors.episodes.calls import AnsweredCall, answer_of
 from tidemill.actors.episodes.gateway import remember_restored
-from tidemill.actors.episodes.recorder import Recorder
+from tidemill.actors.episodes.recorder import TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.actors.router.tree import Piece
@@ -40,7 +40,7 @@ def ids_of(pieces: Sequence[Piece]) -> list[int]:
 def test_the_next_request_has_the_ids_that_it_had_in_the_earlier_life(model: ModelText) -> None:
     for first in answers(model, "0462"):
         for second in answers(model, "35=7,"):
-            history, recorder, text, stored = TokenHistory(model, MOST), Recorder(), PROMPT, list[StoredTurn]()
+            history, recorder, text, stored = TokenHistory(model, MOST), TurnRecorder(), PROMPT, list[StoredTurn]()
             for number, (ids, finish, matched) in enumerate((first, second)):
                 pieces = asyncio.run(history.pieces(text))
                 prompt, tokens = np.array(ids_of(pieces), np.int32), np.array(ids, np.int32)
@@ -62,7 +62,7 @@ def test_the_next_request_has_the_ids_that_it_had_in_the_earlier_life(model: Mod
                     text=model.text.decode(ids),
                 )
                 turn = StoredTurn(prompt, record)
-                history.remember(pieces, answer_of(Called(prompt, turn.output("t"), turn.response(), turn), "t"))
+                history.remember(pieces, answer_of(AnsweredCall(prompt, turn.output("t"), turn.response(), turn), "t"))
                 recorder.record(prompt, turn.output("t"))
                 stored.append(turn)
                 text += record.text + "="

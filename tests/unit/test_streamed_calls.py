@@ -7,8 +7,8 @@ import pytest
 
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import GenerationFailed, Response
-from tidemill.actors.episodes.calls import Called
-from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.calls import AnsweredCall
+from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.bus.wire.messages import Span, Timings
 
@@ -24,10 +24,10 @@ def response(count: int, finish: str | None = None) -> Response:
     return Response(generation=made, engine="e", timings=Timings())
 
 
-def called(of: Response, finish: str = CUT) -> Called:
+def called(of: Response, finish: str = CUT) -> AnsweredCall:
     made = of.generation
-    output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, finish=finish)
-    return Called(np.array([1], np.int32), output, of, None)
+    output = TurnOutput(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, finish=finish)
+    return AnsweredCall(np.array([1], np.int32), output, of, None)
 
 
 class Engine:
@@ -38,7 +38,7 @@ class Engine:
         self.left = False
         self.whole: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
 
-    async def __call__(self, turn: StreamedTurn) -> Called:
+    async def __call__(self, turn: StreamedTurn) -> AnsweredCall:
         self.turn, turn.cut = turn, called
         turn.room.callback(lambda: setattr(self, "left", True))
         turn.grow(response(1))
@@ -48,7 +48,7 @@ class Engine:
 def streamed(*engines: Engine) -> tuple[StreamedCalls, list[tuple[str, int]]]:
     recorded: list[tuple[str, int]] = []
 
-    async def record(one: Called) -> None:
+    async def record(one: AnsweredCall) -> None:
         await asyncio.sleep(0)
         recorded.append((one.output.finish, len(one.output.tokens)))
 

@@ -23,7 +23,7 @@ from tests.bus_kit import make_task
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.engines.responses import Response
 from tidemill.actors.episodes.episode import Episode
-from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
 from tidemill.bus.client.jetstream import Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
@@ -237,7 +237,7 @@ class Actor:
                 assert digest(prompt) not in stored, "a stored turn is generated again"
                 response = await self.world.generate(id)
                 made = response.generation
-                output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
+                output = TurnOutput(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
             else:
                 assert digest(prompt) in stored, "an answer of before the last failure, or of nobody"
                 self.world.happened["given again"] += 1

@@ -1,1 +1,1 @@
-"""Rollouts that ship: programs that run in the children of an actor, as those of users do."""
+"""Rollouts that ship: programs that run in the children of an actor, as programs of users do."""

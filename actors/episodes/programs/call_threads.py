@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-MOST_HUNG = 32
+MAX_HUNG = 32
 """Calls that may hang in a process where no number is set: their threads' stacks are 256 MB, of 4 GB that a child has by default."""
 
 
@@ -19,7 +19,7 @@ class ProcessUnusable(Exception):
 class CallThreads:
     """The calls of plain functions of one process."""
 
-    def __init__(self, most_hung: int = MOST_HUNG) -> None:
+    def __init__(self, most_hung: int = MAX_HUNG) -> None:
         self._most_hung = most_hung
         self.hung = 0
         """Calls that were given up and still run."""

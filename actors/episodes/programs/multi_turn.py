@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from tidemill.actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
-from tidemill.actors.episodes.programs.gem_environment import Gem
-from tidemill.actors.episodes.programs.model import BudgetSpent, Policy
+import aiohttp
+
+from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
+from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
 from tidemill.actors.episodes.programs.openenv import OpenEnv
-from tidemill.actors.episodes.programs.skyrl_environment import SkyRL
 from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
 from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.system.functions import find_object
@@ -34,6 +34,62 @@ PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
 """A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the text."""
 RESULT = "<result>{result}</result>"
+
+
+class BudgetSpent(Exception):
+    """The episode has no tokens, turns or context left; it ends, and is trained as truncated."""
+
+
+class PolicyClient:
+    """The model of one episode. Close it at the end."""
+
+    def __init__(self, base_url: str, api_key: str) -> None:
+        self._base_url = base_url
+        # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
+        )
+
+    async def __aenter__(self) -> "PolicyClient":
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        await self._session.close()
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
+    ) -> dict[str, Any]:
+        """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
+        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **parameters}
+        return await self._choice("/chat/completions", body)
+
+    async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
+        """Return the completion's choice, with ``id``. Raises BudgetSpent, RuntimeError."""
+        return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
+
+    async def save(self, state: object) -> None:
+        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
+        await self._post("/state", {"state": state})
+
+    async def truncated(self, limit: str) -> None:
+        """Report the limit at which the program ends the episode: its sample is truncated. Raises RuntimeError."""
+        await self._post("/truncated", {"limit": limit})
+
+    async def _post(self, path: str, body: object) -> None:
+        async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
+            if response.status != 200:
+                raise RuntimeError(f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}")
+
+    async def _choice(self, path: str, body: object) -> dict[str, Any]:
+        async with self._session.post(self._base_url + path, json=body) as response:
+            content = await response.read()
+            if response.status != 200:
+                text = content[:1000].decode(errors="replace")
+                if response.status == 400 and "context_length_exceeded" in text:
+                    raise BudgetSpent(text)
+                raise RuntimeError(f"the model answered {response.status}: {text}")
+        answer = json.loads(content)
+        return {**answer["choices"][0], "id": answer["id"]}
 
 
 @dataclass(slots=True)
@@ -81,7 +137,7 @@ class MultiTurn:
     """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a move is whole."""
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
-    max_hung_calls: int = MOST_HUNG
+    max_hung_calls: int = MAX_HUNG
     """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process is."""
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
@@ -135,7 +191,7 @@ class MultiTurn:
         return tuple(self._tools) if self.protocol == "chat" else ()
 
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = that of the last answer. ``saves``: store a state behind every turn."""
+        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state behind every turn."""
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -145,7 +201,7 @@ class MultiTurn:
         return self.reward(data, await self.play(data, base_url, api_key, played=Played(**state), saves=True))
 
     def reward(self, data: Mapping[str, Any], played: Played) -> float | dict[str, float] | None:
-        """Return the reward of an episode: those of an environment by turn, else None. Subclasses have others."""
+        """Return the reward of an episode: an environment's rewards by turn, else None. Subclasses have others."""
         return dict(zip(played.ids, played.rewards, strict=True)) if played.rewards else None
 
     async def play(
@@ -161,7 +217,7 @@ class MultiTurn:
                 played.messages = _messages(data["prompt"], "prompt", self.system)
             elif self._environment is None:
                 played.text = _text(data["prompt"])
-        async with Policy(base_url, api_key) as policy, self._turns(data, played) as turn:
+        async with PolicyClient(base_url, api_key) as policy, self._turns(data, played) as turn:
             try:
                 while not played.done:
                     await turn(policy, played)
@@ -183,17 +239,17 @@ class MultiTurn:
         Raises ValueError for one that the rollout does not have.
         """
         named = (data.get("metadata") or {}).get("tools")
-        if not isinstance(named, list) or not all(isinstance(one, Mapping) for one in named):
+        if not isinstance(named, list) or not all(isinstance(tool, Mapping) for tool in named):
             return self._tools
-        found = {}
+        offered = {}
         for schema in chat_tools(named, "tools of the data row"):
             name = schema["function"]["name"]
             if name not in self._tools:
                 raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
-            found[name] = replace(self._tools[name], schema=schema)
-        return found
+            offered[name] = replace(self._tools[name], schema=schema)
+        return offered
 
-    async def _chat_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
+    async def _chat_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await policy.chat(played.messages, [tool.schema for tool in tools.values()], **self._more)
         message = _noted(played, choice)
         calls = message.get("tool_calls") or []
@@ -210,23 +266,23 @@ class MultiTurn:
                 return
             played.messages.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": result})
 
-    async def _text_turn(self, tools: Mapping[str, Tool], policy: Policy, played: Played) -> None:
+    async def _text_turn(self, tools: Mapping[str, Tool], policy: PolicyClient, played: Played) -> None:
         choice = await _completed(policy, played, self._more)
         said = played.answers[-1]
-        found = self._call.search(said) if tools else None
-        played.done = found is None
+        call_match = self._call.search(said) if tools else None
+        played.done = call_match is None
         played.cut = self._cut(choice, played)
-        if found is None or len(played.ids) == self.max_turns:
+        if call_match is None or len(played.ids) == self.max_turns:
             return
-        groups = found.groupdict()
+        groups = call_match.groupdict()
         name = groups.get("tool") or next(iter(tools))
-        argument = groups.get("argument") if "argument" in groups else found[1]
+        argument = groups.get("argument") if "argument" in groups else call_match[1]
         result = await self._called(tools, name, _argument_of(tools, name, argument or ""), played)
         played.done = self.errors == "end" and result.startswith(FAILED)
         played.text += said + self.result.replace("{result}", result)
 
     @asynccontextmanager
-    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[Policy, Played], Awaitable[None]]]:
+    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[PolicyClient, Played], Awaitable[None]]]:
         """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
         if self._environment is None:
             yield partial(self._text_turn if self.protocol == "text" else self._chat_turn, self._offered(data))
@@ -239,7 +295,7 @@ class MultiTurn:
             if hasattr(game, "close"):
                 await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
-    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[Policy, Played], Awaitable[None]]:
+    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[PolicyClient, Played], Awaitable[None]]:
         """Begin a game, or go on with it, and return the function that plays a turn of it."""
         if played.place is not None:
             await _awaited(game.restore(played.place))
@@ -250,7 +306,7 @@ class MultiTurn:
             else:
                 played.text = _text(observation)
 
-        async def turn(policy: Policy, played: Played) -> None:
+        async def turn(policy: PolicyClient, played: Played) -> None:
             """Ask once, and play the answer."""
             if self.protocol == "chat":
                 message = _noted(played, await policy.chat(played.messages, **self._more))
@@ -284,15 +340,15 @@ class MultiTurn:
 
 def _argument_of(tools: Mapping[str, Tool], name: str, text: str) -> object:
     """Return a text argument as a map: JSON if it is one, else the value of the tool's first parameter."""
-    found = _arguments(text)
-    if isinstance(found, Mapping) or name not in tools:
-        return found
+    arguments = _arguments(text)
+    if isinstance(arguments, Mapping) or name not in tools:
+        return arguments
     first = next(iter(tools[name].parameters), None)
     return {} if first is None else {first: text}
 
 
-async def _completed(policy: Policy, played: Played, more: Mapping[str, Any]) -> Mapping[str, Any]:
-    choice = await policy.complete(played.text, **more)
+async def _completed(policy: PolicyClient, played: Played, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    choice = await policy.complete(played.text, **parameters)
     played.ids.append(choice["id"])
     played.answers.append(str(choice["text"]))
     return choice
@@ -312,9 +368,9 @@ def _arguments(text: object) -> object:
         return text
 
 
-def _messages(given: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
+def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
     """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything else."""
-    messages = chat_messages(given, where) if isinstance(given, list) else [{"role": "user", "content": _text(given)}]
+    messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 

@@ -68,7 +68,7 @@ class OpenEnv:
     """An episode in an environment of OpenEnv: reset, then a step for every answer."""
 
     def __init__(self, url: str, **options: Any) -> None:
-        """``options``: those of ``Options``. Raises ValueError, and TypeError for one that is unknown."""
+        """``options``: fields of ``Options``. Raises ValueError, and TypeError for one that is unknown."""
         self._options = Options(url=url, **options)
         self._session: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None

@@ -1,7 +1,7 @@
 """Generate functions of slime as rollouts: ``use: slime:MODULE:NAME``, ``async def NAME(args, sample, sampling_params)``.
 
 Such a function asks ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``, here the gateway of its episode, so tokens,
-masks and log-probs are recorded there; those that it puts into its sample are not read. Where slime is not installed, the few names of
+masks and log-probs are recorded there; what it puts into its sample is not read. Where slime is not installed, the few names of
 it that generate functions use are provided: ``slime.utils.types.Sample``, ``slime.utils.http_utils.post`` and
 ``slime.rollout.sglang_rollout.GenerateState`` (names and signatures by slime 0a79899 and its example ``search-r1`` at 624b824a8).
 """

@@ -42,5 +42,5 @@ class SumGame(MultiTurn):
         return {"score": (call + answer) / 2, "call": call, "answer": answer}
 
 
-def _share(said: str, wanted: str) -> float:
-    return digits(RewardRequest(prompt="", response=said, label=wanted, status=Status.COMPLETED))
+def _share(said: str, expected: str) -> float:
+    return digits(RewardRequest(prompt="", response=said, label=expected, status=Status.COMPLETED))

@@ -41,7 +41,7 @@ _REST = re.compile(r"^:(?:param|parameter|arg|argument)\s+(?:[^:]*\s)?(\w+)\s*:\
 
 
 def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without those that are ``hidden``."""
+    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without the ``hidden`` ones."""
     hints, (summary, described) = hints_of(function), documented(function.__doc__ or "")
     parameters = {
         parameter.name: parameter
@@ -63,7 +63,7 @@ def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) 
 
 
 def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function's parameters by name, those that can be resolved."""
+    """Return the annotations of a function's parameters by name, where they can be resolved."""
     try:
         return get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):
@@ -194,26 +194,26 @@ def documented(docstring: str) -> tuple[str, dict[str, str]]:
 
 
 def _sphinx(lines: list[str]) -> dict[str, str]:
-    found: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     name = ""
     for line in lines:
         if matched := _REST.match(line):
-            name, found[matched[1]] = matched[1], matched[2].strip()
+            name, descriptions[matched[1]] = matched[1], matched[2].strip()
         elif line[:1].isspace() and name:
-            found[name] = f"{found[name]} {line.strip()}".strip()
+            descriptions[name] = f"{descriptions[name]} {line.strip()}".strip()
         else:
             name = ""
-    return found
+    return descriptions
 
 
 def _sections(lines: list[str]) -> dict[str, str]:
     """Return the texts in a section of parameters: entries with text behind a colon, or below names that are not indented."""
-    found: dict[str, str] = {}
+    sections: dict[str, str] = {}
     for place, line in enumerate(lines):
         underlined = place > 0 and line.startswith("---") and lines[place - 1].strip() in ("Parameters", "Other Parameters")
         if underlined or _ARGS.match(line):
-            found |= _entries(_section(lines[place + 1 :], underlined=underlined), _NUMPY if underlined else _GOOGLE)
-    return found
+            sections |= _entries(_section(lines[place + 1 :], underlined=underlined), _NUMPY if underlined else _GOOGLE)
+    return sections
 
 
 def _section(lines: list[str], *, underlined: bool) -> list[str]:
@@ -226,14 +226,14 @@ def _section(lines: list[str], *, underlined: bool) -> list[str]:
 
 
 def _entries(lines: list[str], entry: re.Pattern[str]) -> dict[str, str]:
-    """Return the text of each entry of a section; those that are indented more belong to the entry above."""
-    found: dict[str, str] = {}
+    """Return the text of each entry of a section; lines that are indented more belong to the entry above."""
+    entries: dict[str, str] = {}
     names: list[str] = []
     text = inspect.cleandoc("\n" + "\n".join(lines)).splitlines()
     for line in text:
         if not line[:1].isspace() and (matched := entry.match(line)):
             names = [name.strip().lstrip("*") for name in matched[1].split(",")]
-            found |= dict.fromkeys(names, matched[2].strip() if entry.groups > 1 else "")
+            entries |= dict.fromkeys(names, matched[2].strip() if entry.groups > 1 else "")
         elif line.strip():
-            found |= {name: f"{found[name]} {line.strip()}".strip() for name in names}
-    return found
+            entries |= {name: f"{entries[name]} {line.strip()}".strip() for name in names}
+    return entries

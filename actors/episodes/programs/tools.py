@@ -61,11 +61,11 @@ class Tool:
             async with asyncio.timeout(seconds) as limit:
                 with errors_as(lambda error: _ToolFailed(text_of(error)), but=(TimeoutError,)):
                     inspect.signature(self.function).bind(**arguments)
-                    given = {name: typed(value, self.hints.get(name)) for name, value in arguments.items()}
+                    typed_arguments = {name: typed(value, self.hints.get(name)) for name, value in arguments.items()}
                     if inspect.iscoroutinefunction(self.function):
-                        result = await self.function(**given)
+                        result = await self.function(**typed_arguments)
                     else:
-                        result = await threads.run(self.function, **given)
+                        result = await threads.run(self.function, **typed_arguments)
                     return shortened(result if isinstance(result, str) else json_text(result))
         except TimeoutError:
             if limit.expired() and not inspect.iscoroutinefunction(self.function):
@@ -112,23 +112,23 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"want a text, or values of JSON, as the tool's result, got {type(value).__name__}")
 
 
-def tools_of(wanted: Sequence[object]) -> dict[str, Tool]:
+def tools_of(entries: Sequence[object]) -> dict[str, Tool]:
     """Return the tools by name. Each is a name, ``module:function``, or a map with ``use``, ``options`` and, if needed, ``name``.
 
     Raises ValueError naming the entry. A class is made with the options, and its instance is called; a function gets them besides its
     arguments.
     """
-    found = [_tool(one, f"tools[{place}]") for place, one in enumerate(wanted)]
-    if twice := [name for name, count in Counter(one.name for one in found).items() if count > 1]:
+    tools = [_tool(item, f"tools[{place}]") for place, item in enumerate(entries)]
+    if twice := [name for name, count in Counter(item.name for item in tools).items() if count > 1]:
         raise ValueError(f"tools: want different names, got {twice[0]!r} twice; name one of them by name:")
-    return {one.name: one for one in found}
+    return {item.name: item for item in tools}
 
 
-def _tool(wanted: object, where: str) -> Tool:
-    entry: Mapping[str, Any] = wanted if isinstance(wanted, Mapping) else {"use": wanted}
+def _tool(setting: object, where: str) -> Tool:
+    entry: Mapping[str, Any] = setting if isinstance(setting, Mapping) else {"use": setting}
     use, options = entry.get("use"), entry.get("options", {})
     if not isinstance(use, str) or not isinstance(options, Mapping) or not entry.keys() <= {"use", "options", "name"}:
-        raise ValueError(f"{where}: want a name, module:function, or a map with use, options and name, got {wanted!r}")
+        raise ValueError(f"{where}: want a name, module:function, or a map with use, options and name, got {setting!r}")
     path = TABLE.get(use, use)
     if ":" not in path:
         raise ValueError(f"{where}: want one of {', '.join(TABLE)}, or module:function, got {use!r}")
@@ -192,8 +192,8 @@ def calculator(expression: str) -> str:
     """Evaluate an arithmetic expression, such as (2 + 3) * sqrt(16) / 7."""
     if len(expression) > MAX_EXPRESSION:
         raise ValueError(f"want at most {MAX_EXPRESSION} characters")
-    found = _value(ast.parse(expression.replace("^", "**").strip(), mode="eval").body)
-    return str(int(found)) if isinstance(found, float) and found.is_integer() and abs(found) < 1e15 else str(found)
+    value = _value(ast.parse(expression.replace("^", "**").strip(), mode="eval").body)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)
 
 
 def _value(node: ast.AST) -> Any:
@@ -221,7 +221,7 @@ def _value(node: ast.AST) -> Any:
 
 
 MAX_OUTPUT_BYTES = 1 << 22
-"""Output of a program, of which the model is shown the beginning and the end. One that writes more is ended."""
+"""Limit of a program's output; the model is shown its beginning and end. A program that writes more is ended."""
 MAX_REASON = 1000
 """Characters of a result that are kept for the end of a program."""
 OUTCOMES = {
@@ -245,8 +245,8 @@ class Python:
         return f"{output}\n{FAILED} {reason}".strip() if reason else output
 
 
-class Search:
-    """Searches a file of texts, JSONL with ``text`` and, if there is one, ``title``: those that share the rarest words with the query."""
+class TextSearch:
+    """Searches a file of texts, JSONL with ``text`` and perhaps ``title``, for texts that share the rarest words with the query."""
 
     def __init__(self, path: str, results: int = 3) -> None:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
@@ -268,5 +268,5 @@ def _words(text: str) -> list[str]:
 
 
 _HERE = "tidemill.actors.episodes.programs.tools"
-TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:Search"}
+TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:TextSearch"}
 """Built-in tools."""

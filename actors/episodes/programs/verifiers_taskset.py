@@ -48,7 +48,7 @@ KEY = "verifiers"
 """Key of the task in the metadata of a prompt's row."""
 MODEL = "policy"
 FETCHES = ("", "bash", "null")
-"""Harnesses that an agent has when none is chosen: those of verifiers fetch packages at their first use."""
+"""Harnesses that an agent has when none is chosen: the harnesses of verifiers fetch packages at their first use."""
 
 
 class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed where types are checked
@@ -141,7 +141,7 @@ class Door:
 
     async def _forward(self, given: web.Request) -> web.Response:
         found = self.episodes.get(given.headers.get(SESSION, ""))
-        if found is None and (given.method, given.path) == _MODELS and self.episodes:  # the models are those of every episode
+        if found is None and (given.method, given.path) == _MODELS and self.episodes:  # every episode has the same models
             found = next(iter(self.episodes.values()))
         if found is None:
             return web.json_response({"error": {"message": "no episode has this trace", "code": "episode_over"}}, status=410)
