@@ -17,6 +17,7 @@ from launch.cli.inputs import (
     children_arguments,
     given_options,
     loaded_config,
+    print_checked,
     process_id,
     reached_at,
     unprinted_config,
@@ -24,7 +25,7 @@ from launch.cli.inputs import (
     with_iteration,
 )
 from launch.run.access import LEARNER, allowed
-from launch.settings.config_loader import changes, render
+from launch.settings.config_loader import changes
 from launch.settings.extras import require
 
 if TYPE_CHECKING:
@@ -51,8 +52,7 @@ def config(args: argparse.Namespace) -> int:
         raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     if args.memory:
         from launch.cli.memory import print_memory
 
@@ -73,8 +73,7 @@ def check(args: argparse.Namespace) -> int:
 
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     report = run.check(loaded, run.Purpose(uses_bus=True, call_reward=args.check_reward))
     for finding in report.findings:
         print(finding)
@@ -88,8 +87,7 @@ def up(args: argparse.Namespace) -> int:
     """
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     require("engine", "learner")
     check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     loaded = with_iteration(args, loaded)

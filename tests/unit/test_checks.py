@@ -617,6 +617,16 @@ def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "error   reward    --set: actor.reward: want" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("command", ["config", "check", "up"])
+def test_settings_that_cannot_work_are_printed_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    words = [command, str(write_run(tmp_path)), "--set", "learner.device=cpu", "--print-config"]
+    assert cli.main(words) == 0
+    assert cli.main([*words, "--set", "learner.algorithm.advantage=nothere:f"]) == 78
+    printed = capsys.readouterr()
+    assert printed.out.count("advantage: ") == 2
+    assert "--set: learner.algorithm.advantage: want a function" in printed.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
