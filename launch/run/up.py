@@ -46,6 +46,7 @@ from launch.run.watch import RunWatch
 from launch.settings import extras, yaml_file
 from launch.settings.config_loader import Loaded, to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
+from launch.settings.run_paths import recorded
 from learner.feed.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
@@ -242,7 +243,7 @@ class Up:
         self._console.print(text, markup=False)
 
     def _write_config(self) -> None:
-        write_whole(self._root / CONFIG_FILE, yaml_file.dump(to_map(self._config)))
+        write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(to_map(self._config))))
 
     def _leader(self) -> list[str]:
         """Return the arguments of the learner's leader: this machine's part of a learner on several."""
