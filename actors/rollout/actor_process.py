@@ -19,7 +19,7 @@ from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
 from actors.rollout.actor import Actor, Scorers
 from actors.rollout.single_turn import SingleTurn
-from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
+from actors.rollout_settings import RolloutConfig, RolloutPrograms, served
 from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from actors.teachers.teachers import Teachers
@@ -27,6 +27,7 @@ from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
 from bus.config import SINGLE_TURN, BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
+from bus.section import Sections, read
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import LiveRow
@@ -102,7 +103,7 @@ def reach_of_gateway(config: GatewayConfig, bus_url: str) -> Reach:
 def programs_in(found: JsonMapping) -> RolloutPrograms:
     """Return the rollouts of a run's config. Raises BadRow."""
     try:
-        rollouts = parse_rollouts(found.get("rollouts") or {})
+        rollouts = read(Sections[RolloutConfig], found.get("rollouts") or {}, "rollouts")
     except (ValueError, AttributeError) as error:
         raise BadRow(str(error)) from None
     return RolloutPrograms(rollouts=rollouts, model=str((found.get("model") or {}).get("path", "")))

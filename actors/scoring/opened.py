@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 
 from actors.config import ActorConfig
 from rewards.children.limits import Limits
-from rewards.part_settings import read_parts
 from rewards.port import Scorer
 from rewards.scorers.groups import GroupScorer, opened_group
 from rewards.scorers.parts import opened_parts
@@ -19,7 +18,7 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
     limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     score: Scorer | None = None
     if config.reward_parts:
-        score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
+        score = await stack.enter_async_context(opened_parts([*config.reward_parts.values()], limits))
     elif config.reward or not config.group_reward:
         score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
     group_score: GroupScorer | None = None

@@ -83,7 +83,7 @@ def check_data(
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
     seen: list[Row] = []
-    for name, one in config.eval.parsed.items() if config.eval.every else ():
+    for name, one in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
         new = one.max_new_tokens or config.sampling.max_new_tokens
         cure = f"fix the file, or the keys of {setting} ({data.path})"

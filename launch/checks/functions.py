@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 
-from actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
+from actors.rollout_settings import MULTI_TURN, RolloutConfig, served
 from bus.system.foreign import described, errors_as
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Status
@@ -15,12 +15,11 @@ from launch.checks.sources import misfit, misfit_class, missing
 from launch.settings.run_config import RunConfig
 from learner.algorithms.choices import OFFERED
 from learner.data.buffer_filters import contract_of
-from learner.data.filter_settings import read_filters
 from learner.data.prompts import Row
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP
-from rewards.part_settings import BY_ROLLOUT, read_parts
+from rewards.part_settings import BY_ROLLOUT
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from rewards.scorers.single import opened
@@ -58,7 +57,7 @@ def check_reward(report: Report, config: RunConfig, rows: Sequence[Row], *, here
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
         _check_group(report, config, here=here)
-    for part in read_parts(config.actor.reward_parts):
+    for part in config.actor.reward_parts.values():
         row = next((row for row in scored if part.applies(row.metadata)), None)
         settings = (f"actor.reward_parts.{part.name}", f"actor.reward_parts.{part.name}.options")
         _check_one(report, part.reward, dict(part.options), row, settings=settings, here=here, call=call)
@@ -85,7 +84,7 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this machine."""
-    rollouts = parse_rollouts(config.rollouts)
+    rollouts = config.rollouts
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
         severity = report.error if here and name in loaded else report.warning
@@ -135,7 +134,7 @@ def _absent(path: str) -> str:
 
 def check_filters(report: Report, config: RunConfig) -> None:
     """Load every filter with its options, as the feeder does."""
-    for one in read_filters(config.data.filters):
+    for one in config.data.filters.values():
         setting = f"data.filters.{one.name}"
         try:
             bind(one.use, one.options, contract_of(one))

@@ -22,7 +22,6 @@ from launch.checks.findings import Report
 from launch.checks.model import CheckedModel
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
-from launch.settings.wiring import ENGINES
 from learner.data.plans import plan_bytes
 from learner.settings.checkpoint_store import MOST_PENDING
 
@@ -43,9 +42,6 @@ GPU = Path("/dev/nvidiactl")
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
     """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on this machine."""
     engine = config.engine
-    if engine.kind not in ENGINES:
-        report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
-        return
     if engine.kind != "sglang" or engine.sglang.url:
         user = "a server that is running (engine.sglang.url)" if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
         for name in ("arguments", "environment"):
@@ -144,7 +140,7 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
         report.error("bus", where, want=want, got=f"{max_payload}, for a plan of {least} bytes", cure=cure)
         return
     for name, rollout in config.trained_rollouts.items():
-        each = _most_sequences(rollout.budget)
+        each = _most_sequences(rollout.limits)
         most = plan_bytes(groups=groups, samples=samples, sequences=samples * each, versions=versions)
         if most > room:
             got = f"{max_payload}, for up to {most} bytes with the {each} sequences that rollouts.{name}.budget allows an episode"

@@ -30,7 +30,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity = report.warning if isinstance(error, RendererMissing) and not here else report.error
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
-    given = {f"eval.sets.{name}.chat_template_args": one.chat_template_args or {} for name, one in config.eval.parsed.items()}
+    given = {f"eval.sets.{name}.chat_template_args": one.chat_template_args or {} for name, one in config.eval.sets.items()}
     for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **given}.items():
         if rejected := _rejects(renderer, template_args):
             cure = "leave it out, and set actor.gateway.renderer_options in its place"

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from actors.rollout_settings import MULTI_TURN, parse_rollouts
+from actors.rollout_settings import MULTI_TURN
 from actors.text.text import Text
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
@@ -79,7 +79,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
         return
     offering = [
         name
-        for name, rollout in parse_rollouts(config.rollouts).items()
+        for name, rollout in config.rollouts.items()
         if rollout.use == MULTI_TURN and rollout.options.get("tools") and rollout.options.get("protocol", CHAT) == CHAT
     ]
     got = _leaves_out_tools(model.directory, config.data.chat_template_args) if offering else ""

@@ -7,7 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, RolloutConfig
+from bus.section import read
 from learner.errors import PromptError
 from rewards.children.keeper_process import environment
 
@@ -23,7 +24,7 @@ def write_prompts(args: argparse.Namespace) -> int:
         options = json.loads(args.options)
     except ValueError as error:
         raise ValueError(f"--options: want JSON, as in rollouts.NAME.options: {error}") from None
-    parse_rollouts({"taskset": {"use": f"{OF_VERIFIERS}{args.taskset}", "options": options}}, "the arguments' rollouts")
+    read(RolloutConfig, {"use": f"{OF_VERIFIERS}{args.taskset}", "options": options}, "the arguments' rollouts.taskset")
     part = out.with_name(f"{out.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts, recorded_in
+from actors.rollout_settings import recorded_in
 from bus.system.coroutines import beside
 from launch.run.access import auth_dir
 from launch.run.roles import LONG_WAIT_S, importing
@@ -129,7 +129,6 @@ async def run_feeder(
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
     from learner.data.curriculum import CurriculumRules
-    from learner.data.filter_settings import read_filters
     from learner.feed import feeder, recorded_steps
 
     model, debug = Path(config.model.path), config.debug
@@ -160,10 +159,10 @@ async def run_feeder(
             skip_passes=config.data.skip_passes,
             passes_at=config.data.passes_at,
         ),
-        filters=read_filters(config.data.filters),
+        filters=tuple(config.data.filters.values()),
         budgets=budgets(config, max_context),
         debug=debug,
-        recorded=recorded_in(parse_rollouts(config.rollouts)),
+        recorded=recorded_in(config.rollouts),
     )
 
 
@@ -189,7 +188,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from learner.feed.feeder import within
 
-    return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
+    return {name: within(one.limits, max_context) for name, one in config.rollouts.items() if not one.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -201,7 +200,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     if not chosen.every:
         return EvalPlan()
     sets = []
-    for name, one in chosen.parsed.items():
+    for name, one in chosen.sets.items():
         longest = sampling.max_new_tokens if one.max_new_tokens is None else one.max_new_tokens
         temperature = sampling.temperature if one.temperature is None else one.temperature
         sets.append(
@@ -259,7 +258,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         seed=data.seed,
         recordings=Recordings(
             tokenize,
-            rollouts=recorded_in(parse_rollouts(config.rollouts)),
+            rollouts=recorded_in(config.rollouts),
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,
             chat=data.apply_chat_template,

@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts
 from bus.system.coroutines import first_of
 from bus.system.output import STANDARD_OUTPUT, lossy
 from launch.run.access import LEARNER, address_line
@@ -226,7 +225,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     actor, bus, rollouts = None, None, None
     if config is not None:
         actor, bus = config.actor, config.bus
-        rollouts = RolloutPrograms(rollouts=parse_rollouts(config.rollouts), model=config.model.path)
+        rollouts = RolloutPrograms(rollouts=config.rollouts, model=config.model.path)
     await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 

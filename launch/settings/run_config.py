@@ -8,18 +8,20 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from actors.config import ActorConfig, EngineConfig
-from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
+from actors.rollout_settings import DATASET, RolloutConfig, recorded_in, served
 from actors.sglang_arguments import refuse_untried
-from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
+from bus.section import NotNegative, Positive, PositiveFloat, Sections, section
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
-from learner.data.config import DataConfig, refuse_stops
-from learner.data.filter_settings import read_filters
-from learner.data.rules import refuse_rare_pushes, refuse_sampling
+from learner.data.config import DataConfig, Stops, StopTokens
+from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from learner.settings.checkpoint_store import masked
@@ -36,6 +38,7 @@ SAMPLE_BYTES = 1024
 """Bytes of the text, names and headers of a short sample, estimated."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """The model to train."""
@@ -46,61 +49,50 @@ class ModelConfig:
     """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in ``path``."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """The distribution actors sample from; it travels with every sample."""
 
-    temperature: float = 1.0
+    temperature: Annotated[float, Field(ge=LOWEST_TEMPERATURE, le=HIGHEST_TEMPERATURE)] = 1.0
     """Sampling temperature, by which the learner divides its logits; a row may have its own (``data.sampling_key``)."""
     top_p: float = 1.0
     """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
     top_k: int = -1
     """-1 or 0 = the whole vocabulary, the only accepted choice, as with ``top_p``."""
-    max_new_tokens: int = 128
+    max_new_tokens: Positive = 128
     """Longest response, in tokens."""
-    stop: tuple[str, ...] = ()
+    stop: Stops = ()
     """Strings that end a response."""
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: StopTokens = ()
     """Token ids that end a response, besides the model's end of sequence."""
 
-    def __post_init__(self) -> None:
-        if self.max_new_tokens <= 0:
-            raise ValueError(f"max_new_tokens: want > 0, got {self.max_new_tokens}")
-        refuse_stops(self.stop, self.stop_token_ids)
 
-
+@section
 @dataclass(frozen=True, kw_only=True)
 class UpConfig:
     """``tidemill up``: everything on this machine."""
 
-    engines: int = 1
+    engines: NotNegative = 1
     """Engines that ``tidemill up`` starts on this machine."""
-    actors: int = 1
+    actors: NotNegative = 1
     """Actors that ``tidemill up`` starts on this machine."""
-    scorers: int = 0
+    scorers: NotNegative = 0
     """Scorers that ``tidemill up`` starts on this machine, for ``actor.scorers.enabled``."""
-    restarts: int = 5
+    restarts: NotNegative = 5
     """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
-    restart_window_s: float = 300.0
+    restart_window_s: PositiveFloat = 300.0
     """Window in which ``restarts`` are counted."""
-    drain_s: float = 60.0
+    drain_s: PositiveFloat = 60.0
     """Seconds for every process to drain: a learner finishes its step, then writes a checkpoint and the model. With an engine that has
     just frozen it needs twice ``weights.phase_deadline_s`` more."""
-    view: str = "auto"
+    view: Literal["live", "plain", "auto"] = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30
     """The run fails when the mean reward of its last ten steps is below this."""
 
-    def __post_init__(self) -> None:
-        if self.engines < 0 or self.actors < 0 or self.scorers < 0 or self.restarts < 0:
-            raise ValueError("engines, actors, scorers, restarts: want >= 0")
-        for name in ("restart_window_s", "drain_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        if self.view not in ("live", "plain", "auto"):
-            raise ValueError(f"view: want live, plain or auto, got {self.view!r}")
 
-
+@section
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """All settings of a run."""
@@ -119,7 +111,7 @@ class RunConfig:
     """The prompts."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution of the rollouts."""
-    rollouts: JsonObject = field(default_factory=dict)
+    rollouts: Sections[RolloutConfig] = field(default_factory=Sections)
     """Programs that make samples of many model calls, by name: ``{NAME: {use, options, python, budget, ...}}`` (docs/rollouts.md)."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation beside training (docs/evaluation.md)."""
@@ -162,13 +154,12 @@ class RunConfig:
     @property
     def trained_rollouts(self) -> dict[str, RolloutConfig]:
         """The rollouts that training prompts may have, by name."""
-        known = parse_rollouts(self.rollouts)
-        return {name: known[name] for name in sorted(self.data.rollouts(known))}
+        return {name: self.rollouts[name] for name in sorted(self.data.rollouts(self.rollouts))}
 
     @property
     def recorded_rollouts(self) -> frozenset[str]:
         """Names of the rollouts that give the recorded responses of the rows as samples."""
-        return recorded_in(parse_rollouts(self.rollouts))
+        return recorded_in(self.rollouts)
 
     @property
     def sampled_limits(self) -> dict[str, int]:
@@ -202,9 +193,9 @@ class RunConfig:
         parts["learner"] = self._learner_settings()
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = self._data_settings()
-        parts["reward"] = self.actor.reward_parts or (self.actor.reward, self.actor.reward_options)
+        parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
-            parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in parse_teachers(self.actor.teachers)]
+            parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in self.actor.teachers.values()]
         if self.actor.group_reward:
             when = [self.actor.group_reward_when] if self.actor.group_reward_when else []
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options, *when)
@@ -231,6 +222,7 @@ class RunConfig:
     def _data_settings(self) -> JsonObject:
         """Return the settings of the data that change the training."""
         settings = {name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")}
+        settings |= {"sources": self.data.sources.given, "filters": self.data.filters.given}
         _leave_out(settings, _LATER_OF_DATA)
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:
             for name in ("skip_easy", "skip_hard", "skip_passes", "passes_at"):
@@ -299,7 +291,7 @@ def _refuse_contradictions(config: RunConfig) -> None:
     processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
         raise ValueError(f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got {config.bus.auth_users}")
-    for name, one in parse_rollouts(config.rollouts).items():
+    for name, one in config.rollouts.items():
         if one.drain_s is not None and one.drain_s >= config.up.drain_s:
             want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
             raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {one.drain_s:g}")
@@ -369,7 +361,7 @@ def _refuse_hooks(config: RunConfig) -> None:
 def _refuse_columns(config: RunConfig) -> None:
     """Raise ValueError for columns of the prompts that other settings would pass over, or that would mislead them."""
     algorithm = config.learner.algorithm
-    held_out = [one.data(config.data) for one in config.eval.parsed.values()]
+    held_out = [one.data(config.data) for one in config.eval.sets.values()]
     if config.actor.reward and any(data.names_rewards for data in (config.data, *held_out)):
         raise ValueError(
             f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: {config.actor.reward}, which scores all "
@@ -385,12 +377,14 @@ def _refuse_columns(config: RunConfig) -> None:
 
 def _places(config: RunConfig) -> dict[str, DataConfig]:
     """Return the data of training and of each evaluation set, by the section of the configuration."""
-    return {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.parsed.items()}
+    return {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.sets.items()}
 
 
 def _refuse_rollouts(config: RunConfig) -> None:
     """Raise ValueError for rollouts that cannot be, and for budgets that no sample could keep."""
-    rollouts = parse_rollouts(config.rollouts)
+    rollouts = config.rollouts
+    if SINGLE_TURN in rollouts:
+        raise ValueError(f"rollouts.{SINGLE_TURN}: want another name; {SINGLE_TURN} is the rollout that asks once")
     if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
         raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
     served(rollouts, config.actor.rollouts)
@@ -446,12 +440,12 @@ def _refuse_debug(config: RunConfig) -> None:
 def _refuse_recorded(config: RunConfig) -> None:
     """Raise ValueError for recorded responses where nothing can use them."""
     recorded = config.recorded_rollouts
-    for name, one in config.eval.parsed.items():
-        if wrong := sorted(one.data(config.data).rollouts(parse_rollouts(config.rollouts)) & recorded):
+    for name, one in config.eval.sets.items():
+        if wrong := sorted(one.data(config.data).rollouts(config.rollouts) & recorded):
             raise ValueError(
                 f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got {wrong[0]!r}, whose use is {DATASET}"
             )
-    used = config.data.rollouts(parse_rollouts(config.rollouts)) & recorded
+    used = config.data.rollouts(config.rollouts) & recorded
     if used:
         return
     cure = f"rollouts: {{NAME: {{use: {DATASET}}}}} and data.rollout: NAME"
@@ -497,7 +491,7 @@ def _refuse_rewards(config: RunConfig) -> None:
             f"staleness.filter_zero_variance: want false with learner.algorithm.advantage: {algorithm.advantage}: groups of equal rewards "
             "teach a critic too, and without them its values are biased"
         )
-    equal = [one.name for one in read_filters(config.data.filters) if one.use == "equal_rewards" and not one.count_only]
+    equal = [one.name for one in config.data.filters.values() if one.use == "equal_rewards" and not one.count_only]
     if equal and config.learner.group_size == 1:
         raise ValueError(
             f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "

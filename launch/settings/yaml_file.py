@@ -1,6 +1,5 @@
 """YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one SettingsError of one line."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from typing import Any
 import yaml
 
 from bus import exit_codes
+from bus.section import shown
 from launch.settings.run_paths import set_base
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
-SHOWN_CHARACTERS = 120
-"""Most characters of a value in a message."""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -106,15 +104,6 @@ def dump(values: object, *, flow: bool = False) -> str:
     """Return plain values as YAML text; ``flow``: in one line, keys in order, without a line end."""
     text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=flow, default_flow_style=flow, width=100_000 if flow else None)
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
-
-
-def shown(value: object) -> str:
-    """Return a value in YAML notation, shortened."""
-    try:
-        text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    except (ValueError, TypeError):
-        text = str(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 
 def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, dict[str, Written]]:

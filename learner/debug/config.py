@@ -4,12 +4,15 @@ import string
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from bus.section import NotNegative, section
 
+
+@section
 @dataclass(frozen=True, kw_only=True)
 class DumpModulesConfig:
     """Dump of the learner's activations for fixed prompts (docs/debugging.md)."""
 
-    step: int = 0
+    step: NotNegative = 0
     """The dump is made with the weights that this step starts from (1 = those of the model directory); 0 = no dump."""
     prompts: str = ""
     """File of prompts: one JSON list of token ids per line, or a map with ``tokens``."""
@@ -19,12 +22,11 @@ class DumpModulesConfig:
     """File to write; empty = ``debug/modules.safetensors`` in the run's directory."""
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ValueError(f"step: want >= 0, got {self.step}")
         if self.step and not self.prompts:
             raise ValueError(f"prompts: want a file of prompts with step: {self.step}, got none")
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """Debugging modes: generation without a learner, training on recorded batches, and dumps (docs/debugging.md)."""

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from bus.section import NotNegative, OneOf, PositiveFloat, section
 from bus.wire.json_object import JsonObject
 from learner.errors import ConfigRefused
 
@@ -31,28 +33,23 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 """Fields of adapter_config.json that change the model, at other values, in ways that the learner does not compute."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters on frozen weights (LoRA): only they are trained (docs/lora.md)."""
 
-    rank: int = 0
+    rank: NotNegative = 0
     """Rank of each adapter; 0 = no adapters: all weights are trained."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[Annotated[str, OneOf(TARGETS)], ...] = TARGETS
     """Layers with adapters, by the last part of their Hugging Face names."""
     adapter: str = ""
     """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those here."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"rank: want >= 0, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha: want > 0, got {self.alpha!r}")
-        if unknown := [name for name in self.targets if name not in TARGETS]:
-            raise ValueError(f"targets: want names of {', '.join(TARGETS)}, got {unknown[0]!r}")
         if not self.targets or len(set(self.targets)) != len(self.targets):
             raise ValueError(f"targets: want at least one name, each once, got {list(self.targets)!r}")
         if self.adapter and not self.rank:

@@ -11,20 +11,20 @@ from bus.system.coroutines import first_error
 from bus.wire.messages import score_of
 from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
-from rewards.part_settings import SCORE, Part
+from rewards.part_settings import SCORE, RewardPart
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import checked
 from rewards.scorers.single import opened
 
 
 @asynccontextmanager
-async def opened_parts(parts: Sequence[Part], limits: Limits) -> AsyncIterator[Scorer]:
+async def opened_parts(parts: Sequence[RewardPart], limits: Limits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
         yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
 
 
-def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
+def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
     """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are ``part.name``.
 
     It fails when one part fails, and when no part applies.
@@ -53,7 +53,7 @@ def summed(scorers: Sequence[tuple[Part, Scorer]]) -> Scorer:
     return score
 
 
-async def _named(part: Part, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
+async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> float | dict[str, float]:
     """Score one part; a failure names the part."""
     try:
         return await scorer(request)

@@ -13,7 +13,8 @@ from actors.engines.responses import GenerationFailed
 from actors.episodes.children import ChildBounds, Children
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
-from actors.rollout_settings import parse_rollouts
+from actors.rollout_settings import RolloutConfig
+from bus.section import Sections, read
 from bus.wire.codec import check_sample
 from bus.wire.messages import Sample, Status
 from tests.episode_kit import stage, task
@@ -48,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def playing(python: str, model_dir: Path, environment: str, options: Any, **more: Any) -> AsyncIterator[ProgramRollout]:
     """Give the rollout of an environment, with one child."""
     asked = {"environment": environment, "environment_options": options, **more}
-    config = parse_rollouts({"it": {"use": "multi_turn", "options": asked, "python": python}})["it"]
+    config = read(Sections[RolloutConfig], {"it": {"use": "multi_turn", "options": asked, "python": python}}, "rollouts")["it"]
 
     async def none(client: object) -> None:
         raise AssertionError("no program of this process is played")

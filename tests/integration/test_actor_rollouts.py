@@ -14,8 +14,9 @@ import pytest
 from actors.config import ActorConfig, GatewayConfig
 from actors.errors import BadRow
 from actors.rollout.actor_process import run_actor
-from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from bus.liveness.heartbeats import LiveView
+from bus.section import Sections, read
 from bus.server.nats_server import EmbeddedServer
 from bus.streams import episode_turns
 from bus.system.coroutines import first_of
@@ -35,7 +36,7 @@ def _model() -> None:
 
 
 def programs(**rollouts: Any) -> RolloutPrograms:
-    return RolloutPrograms(rollouts=parse_rollouts(rollouts), model=str(model_dir()))
+    return RolloutPrograms(rollouts=read(Sections[RolloutConfig], rollouts, "rollouts"), model=str(model_dir()))
 
 
 TRIES = {"use": "agent:tests.rollout_programs:Tries"}

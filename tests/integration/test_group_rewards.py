@@ -9,8 +9,9 @@ from aiohttp import web
 
 from actors.config import ActorConfig
 from actors.rollout.actor_process import run_actor
-from actors.rollout_settings import RolloutPrograms, parse_rollouts
+from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from actors.scoring.server import RewardServer, serving
+from bus.section import Sections, read
 from bus.server.nats_server import EmbeddedServer
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Sample, Status
@@ -48,7 +49,8 @@ async def test_episodes_of_several_sequences_are_scored_together(open_bus: BusOp
         (task,) = await issue(bus, await take_over(bus), rollout="tries", budget=Budget(turns=8))
         draining, config = asyncio.Event(), ActorConfig(group_reward=f"{HERE}:of_episodes")
         rollouts = RolloutPrograms(
-            rollouts=parse_rollouts({"tries": {"use": "agent:tests.rollout_programs:Tries"}}), model=str(model_dir())
+            rollouts=read(Sections[RolloutConfig], {"tries": {"use": "agent:tests.rollout_programs:Tries"}}, "rollouts"),
+            model=str(model_dir()),
         )
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
         found = await samples_until(bus, complete([task]))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from bus.section import read
 from bus.wire.messages import Plan, Settle, Status
 from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
-from learner.data.filter_settings import read_filters
+from learner.data.filter_settings import Filters
 from learner.data.filters import Decision
 from learner.data.groups import Verdict
 from learner.data.waits import Waits
@@ -248,7 +249,7 @@ async def verdicts(functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuf
     """Call filters with these settings on the groups 1 to 4."""
     opened = []
     for number, (changes, function) in enumerate(functions):
-        (config,) = read_filters({f"f{number}": {"use": "m:f", "scope": "buffer"} | changes})
+        (config,) = tuple(read(Filters, {f"f{number}": {"use": "m:f", "scope": "buffer"} | changes}, "filters").values())
 
         async def judge(of: FilterBuffer, name: str = config.name, function: Callable[[FilterBuffer], object] = function) -> Any:
             return decisions_of(name, function(of))
