@@ -4,9 +4,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
 from actors.teacher_settings import Teachers
-from bus.section import NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
+from bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
 from bus.wire.json_object import JsonObject
 from rewards.part_settings import SCORE, RewardParts
 
@@ -47,7 +48,7 @@ class SglangConfig:
 class EngineConfig:
     """The inference engine."""
 
-    kind: Literal["builtin", "sglang"] = "builtin"
+    kind: Annotated[Literal["builtin", "sglang"], BASIC] = "builtin"
     """Adapter by name (see launch/settings/wiring.py): builtin | sglang."""
     host: str = "auto"
     """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this machine). Engines that
@@ -65,7 +66,7 @@ class EngineConfig:
     learner leaves (docs/devices.md). Engines that are started without ``--config`` take ``TIDEMILL_ENGINE__DEVICES`` instead."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info`` have the one in use."""
-    max_running: Positive = 64
+    max_running: Annotated[Positive, BASIC] = 64
     """Sequences decoded together."""
     max_context: NotNegative = 0
     """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
@@ -75,10 +76,10 @@ class EngineConfig:
     """Torch threads of the decoding process."""
     share_prefix: bool = True
     """Requests that wait together with the same prompt share one prefill."""
-    colocated: bool = False
-    """Derived from ``learner.colocated``: the engine releases its memory for each step. Engines on other machines never do."""
-    routed_experts: bool = False
-    """Derived from ``learner.routing_replay: rollout``: a SGLang server is started with ``--enable-return-routed-experts``."""
+    colocated: Annotated[bool, Derived("learner.colocated"), SkipJsonSchema()] = False
+    """The engine releases its memory for each step. Engines on other machines never do."""
+    routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
+    """A SGLang server is started with ``--enable-return-routed-experts``."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The SGLang server, for ``engine.kind: sglang``."""
 
@@ -125,14 +126,14 @@ class ScorersConfig:
 class ActorConfig:
     """The rollout loop."""
 
-    max_samples_in_flight: Positive = 64
+    max_samples_in_flight: Annotated[Positive, BASIC] = 64
     """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     rollouts: tuple[str, ...] = ()
     """Names of ``rollouts`` that the actor loads, and whose tasks it leases; ``single_turn`` for tasks without one. Empty = all, and single
     turns. For one actor: ``tidemill actor --rollouts a,b``."""
-    reward: str = ""
+    reward: Annotated[str, BASIC] = ""
     """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
@@ -155,8 +156,8 @@ class ActorConfig:
     teachers: Teachers = field(default_factory=Teachers)
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
     its samples (docs/distillation.md)."""
-    teacher_top_k: NotNegative = 0
-    """Tokens that a teacher lists at each position; derived: ``learner.algorithm.distill_top_k``."""
+    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill_top_k"), SkipJsonSchema()] = 0
+    """Tokens that a teacher lists at each position."""
     teacher_timeout_s: PositiveFloat = 120.0
     """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED after them."""
     teacher_attempts: Positive = 3
@@ -165,8 +166,8 @@ class ActorConfig:
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
     """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the longest is done."""
-    routed_experts: bool = False
-    """Derived from ``learner.routing_replay: rollout``: engines return the experts of each token, which become part of samples."""
+    routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
+    """Engines return the experts of each token, which become part of samples."""
     retries: Positive = 3
     """Attempts at one response on any engine before its task is reported as failed."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
 
-from bus.section import Name, NotNegative, OneOf, Positive, PositiveFloat, section
+from bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
 
 SINGLE_TURN = "single_turn"
 """Name of the rollout that is none: an engine is asked once."""
@@ -52,8 +53,8 @@ class BusConfig:
     """Failures reported by actors after which a task is dead."""
     sync_always: bool = False
     """fsync every message: survives power loss, 4 to 13 times slower."""
-    rollouts: tuple[Name, ...] = ()
-    """Rollouts, each with a queue of its own; derived: the names in ``rollouts``."""
+    rollouts: Annotated[tuple[Name, ...], Derived("rollouts"), SkipJsonSchema()] = ()
+    """Rollouts, each with a queue of its own."""
     auth: bool = False
     """The embedded server lets in only the users it made, each of them only to the subjects that its role needs (docs/security.md)."""
     auth_dir: str = ""

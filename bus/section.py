@@ -28,8 +28,8 @@ from pydantic_core import ArgsKwargs, CoreSchema, PydanticCustomError, core_sche
 
 SHOWN_CHARACTERS = 120
 """Maximum length of a value in a message."""
-ADVANCED = Field(json_schema_extra={"advanced": True})
-"""Mark of a setting that few runs change."""
+BASIC = Field(json_schema_extra={"advanced": False})
+"""Mark of a setting that most runs set; all others are advanced."""
 IMPORT_PATH = "module:function"
 """Choice of a function of the user's own."""
 _CONFIG = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -132,6 +132,26 @@ class OneOf:
         near = difflib.get_close_matches(value, self.names, n=1) if isinstance(value, str) else []
         hint = f" (nearest: {near[0]})" if near else ""
         raise refusal(_listed((*self.names, *([IMPORT_PATH] if self.by_path else []))) + self.refused.get(value, hint))
+
+
+@dataclasses.dataclass(frozen=True)
+class Derived:
+    """Mark of a field that follows from the setting ``source``, so that it is no setting of its own."""
+
+    source: str
+
+
+@functools.cache
+def derived(cls: type, prefix: str = "") -> dict[str, str]:
+    """Return the paths of the derived fields of a section and of those in it, with the setting that each follows from."""
+    result = {}
+    for name, kind in typing.get_type_hints(cls, include_extras=True).items():
+        marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else ()
+        if mark := next((mark for mark in marks if isinstance(mark, Derived)), None):
+            result[prefix + name] = mark.source
+        if (inner := section_of(kind)) is not None:
+            result |= derived(inner, f"{prefix}{name}.")
+    return result
 
 
 def short(key: str, entry: type) -> BeforeValidator:

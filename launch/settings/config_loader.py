@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from actors.rollout_settings import DATASET
-from bus.section import Problem, SectionRefused, Sections, dotted, read, section_of, shown
+from bus.section import Problem, SectionRefused, Sections, derived, dotted, read, section_of, shown
 from bus.wire.json_object import JsonObject
 from launch.settings import yaml_file
 from launch.settings.run_config import RunConfig
@@ -60,6 +60,7 @@ def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environmen
     _put(settings, changes(overrides, environment or {}).items())
     _derive(settings, files)
     config = _build(settings)
+    _refuse_derived(settings, config)
     presets = {f"learner.algorithm.{name}": f"preset {config.learner.algorithm.correction}" for name in unset_names()}
     return Loaded(config, presets | {path: setting.origin for path, setting in settings.items()})
 
@@ -160,23 +161,10 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     follow("run", NOT_IN_NAME.sub("-", "-".join(file.stem for file in files))[:64] or "run", "name of the file")
     follow("directory", f"runs/{given('run')}", "runs/<run>")
     if given("learner.colocated") is True:
-        follow("engine.colocated", True, "learner.colocated")
         follow("weights.overlap", False, "learner.colocated")
-    if given("learner.routing_replay") == "rollout":
-        for path in ("actor.routed_experts", "engine.routed_experts"):
-            if given(path) is False:
-                raise SettingsError(f"{settings[path].origin}: {path}: follows from learner.routing_replay: rollout; leave it out")
-            follow(path, True, "learner.routing_replay")
     rollouts = given("rollouts") or {}
-    names = {path.split(".")[1] for path in settings if path.startswith("rollouts.")} | set(
-        rollouts if isinstance(rollouts, Mapping) else ()
-    )
-    if names:
-        follow("bus.rollouts", tuple(sorted(names)), "rollouts")
     if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
         follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
-        if given("learner.algorithm.distill_top_k"):
-            follow("actor.teacher_top_k", given("learner.algorithm.distill_top_k"), "learner.algorithm.distill_top_k")
     if _all_recorded(rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")):
         for path in ("up.engines", "up.actors"):
             follow(path, 0, "all samples are recorded responses")
@@ -262,6 +250,14 @@ def _build(settings: Mapping[str, Setting]) -> RunConfig:
                 _at(values, above)[last] = _text(_at(values, place), dotted(place), settings)
 
 
+def _refuse_derived(settings: Mapping[str, Setting], config: RunConfig) -> None:
+    """Raise SettingsError for a field that follows from a setting, unless it has its value, as in the file of a run."""
+    for path, source in derived(RunConfig).items():
+        value = _as_written(functools.reduce(getattr, path.split("."), config))
+        if path in settings and settings[path].value != value:
+            raise SettingsError(f"{settings[path].origin}: {path}: follows from {source}; leave it out")
+
+
 def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> None:
     """Raise SettingsError if there are any problems."""
     texts = []
@@ -331,6 +327,8 @@ def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) ->
     indent = "  " * depth
     for f in dataclasses.fields(section):
         value, path = getattr(section, f.name), f"{prefix}{f.name}"
+        if path in derived(RunConfig):
+            continue
         if dataclasses.is_dataclass(value):
             yield f"{indent}{f.name}:"
             yield from _lines(value, f"{path}.", depth + 1, origins)

@@ -29,6 +29,9 @@ language server finds the schema by the first line of a file: `# yaml-language-s
 "Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the reason. The default
 `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
+BEGIN = (
+    """Most runs set these and nothing else; `tidemill init` writes a file with them. All others are for a reason, and follow by section."""
+)
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 """Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
@@ -55,6 +58,8 @@ def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
     if "anyOf" in value:
         is_short = any("$ref" in part for part in value["anyOf"])  # a text that stands for a map is no number
         result["anyOf"] = [part if is_short and part == {"type": "string"} else _accepted(part, types) for part in value["anyOf"]]
+    if "description" in value and "properties" not in value:
+        result["advanced"] = value.get("advanced", True)
     if "description" in value:
         result["description"] = " ".join(value["description"].split()).replace("``", "`")
     match result.get("type"):
@@ -90,6 +95,11 @@ class Entry:
         """Meaning of the setting."""
         return str(self.schema.get("description", ""))
 
+    @property
+    def is_basic(self) -> bool:
+        """True if most runs set it."""
+        return not self.schema.get("advanced", True) and ".critic." not in self.path
+
 
 def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry]:
     """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map behind the map."""
@@ -113,6 +123,7 @@ def page() -> str:
     settings = [one for one in every if not one.is_section]
     of_maps = sum(".NAME." in one.path for one in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
+    parts.append(_chapter("Begin with these", BEGIN, [one for one in settings if one.is_basic]))
     parts.append(_chapter("The run itself", "Keys at the top of the file.", [one for one in settings if "." not in one.path]))
     for one in every:
         if one.is_section:

@@ -16,7 +16,7 @@ from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, recorded_in, served
 from actors.sglang_arguments import refuse_untried
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
-from bus.section import NotNegative, Positive, PositiveFloat, Sections, section
+from bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
@@ -43,7 +43,7 @@ SAMPLE_BYTES = 1024
 class ModelConfig:
     """The model to train."""
 
-    path: str = ""
+    path: Annotated[str, BASIC] = ""
     """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
     megatron_checkpoint: str = ""
     """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in ``path``."""
@@ -60,7 +60,7 @@ class SamplingConfig:
     """Nucleus sampling; only 1 is accepted: the correction needs the log-probs of the whole distribution."""
     top_k: int = -1
     """-1 or 0 = the whole vocabulary, the only accepted choice, as with ``top_p``."""
-    max_new_tokens: Positive = 128
+    max_new_tokens: Annotated[Positive, BASIC] = 128
     """Longest response, in tokens."""
     stop: Stops = ()
     """Strings that end a response."""
@@ -133,8 +133,22 @@ class RunConfig:
     """Settings of ``tidemill up`` itself."""
 
     def __post_init__(self) -> None:
+        self._set_derived()
         refuse_odd("directory", self.directory)
         _refuse_contradictions(self)
+
+    def _set_derived(self) -> None:
+        """Set the fields of other sections that follow from settings (``bus.section.Derived``)."""
+        routed, algorithm = self.learner.routing_replay == ROLLOUT, self.learner.algorithm
+        sections = {
+            "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),
+            "engine": dataclasses.replace(self.engine, colocated=self.learner.colocated, routed_experts=routed),
+            "actor": dataclasses.replace(
+                self.actor, routed_experts=routed, teacher_top_k=algorithm.distill_top_k if self.actor.teachers else 0
+            ),
+        }
+        for name, made in sections.items():
+            object.__setattr__(self, name, made)  # the dataclass is frozen, and nothing has read it yet
 
     @property
     def samples_per_step(self) -> int:
@@ -301,8 +315,6 @@ def _refuse_contradictions(config: RunConfig) -> None:
 
 def _refuse_sharing(config: RunConfig) -> None:
     """Raise ValueError for settings that cannot hold where learner and engines share an accelerator."""
-    if config.engine.colocated and not config.learner.colocated:
-        raise ValueError("engine.colocated: follows from learner.colocated; set that one")
     if config.learner.colocated and config.weights.overlap:
         raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
     if config.learner.colocated and config.weights.backend == "nccl":
@@ -316,14 +328,9 @@ def _refuse_sharing(config: RunConfig) -> None:
 
 
 def _refuse_routing(config: RunConfig) -> None:
-    """Raise ValueError for a replay of the engines' experts that samples cannot have, and for a derived setting that is set without it."""
-    wanted = config.learner.routing_replay == ROLLOUT
-    for path, given in (("actor.routed_experts", config.actor.routed_experts), ("engine.routed_experts", config.engine.routed_experts)):
-        if given and not wanted:
-            raise ValueError(f"{path}: follows from learner.routing_replay: rollout; set that one")
-    if not wanted:
-        return
-    if config.engine.sglang.arguments.get("enable_return_routed_experts") is False:
+    """Raise ValueError for a replay of the engines' experts that samples cannot have."""
+    returns = config.engine.sglang.arguments.get("enable_return_routed_experts")
+    if config.engine.routed_experts and returns is False:
         raise ValueError(
             "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: rollout, got false; leave it out"
         )
@@ -385,8 +392,6 @@ def _refuse_rollouts(config: RunConfig) -> None:
     rollouts = config.rollouts
     if SINGLE_TURN in rollouts:
         raise ValueError(f"rollouts.{SINGLE_TURN}: want another name; {SINGLE_TURN} is the rollout that asks once")
-    if tuple(config.bus.rollouts) != tuple(sorted(rollouts)):
-        raise ValueError(f"bus.rollouts: follows from rollouts; want {sorted(rollouts)}, got {list(config.bus.rollouts)}; leave it out")
     served(rollouts, config.actor.rollouts)
     for place, data in _places(config).items():
         named = data.rollouts(rollouts)
@@ -473,9 +478,6 @@ def _refuse_teachers(config: RunConfig) -> None:
             "learner.algorithm.advantage: none learns nothing from rewards; want learner.algorithm.distill_coef > 0, or "
             f"another advantage, got distill_coef {algorithm.distill_coef:g}"
         )
-    if config.actor.teacher_top_k != (algorithm.distill_top_k if teachers else 0):
-        want = f"{algorithm.distill_top_k if teachers else 0}, as learner.algorithm.distill_top_k"
-        raise ValueError(f"actor.teacher_top_k: want {want}, got {config.actor.teacher_top_k}; leave it out")
 
 
 def _refuse_rewards(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, refusal, section
+from bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, refusal, section
 from learner.algorithms.alarms import AlarmConfig
 from learner.algorithms.choices import (
     ADVANTAGES,
@@ -43,14 +43,14 @@ def _factor(weight: float) -> float:
 class AlgorithmConfig:
     """Advantages, loss, correction, divergence."""
 
-    correction: Annotated[str, OneOf(tuple(PRESETS))] = "decoupled"
+    correction: Annotated[Annotated[str, OneOf(tuple(PRESETS))], BASIC] = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
     m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo |
     dro | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
-    advantage: Annotated[str, OneOf((*ADVANTAGES, *RUNNING, *BY_CRITIC), by_path=True)] = "grpo"
+    advantage: Annotated[Annotated[str, OneOf((*ADVANTAGES, *RUNNING, *BY_CRITIC), by_path=True)], BASIC] = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
     pass_at_k | gdpo | rae; with a critic gae | vtrace; or module:function."""
     gamma: Share = 1.0

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict
 
-from bus.section import NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
+from bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
 from bus.wire.json_object import JsonObject
 from bus.wire.template_args import OF_TEMPLATE
 from learner.data.bad_rows import POLICIES, SKIP
@@ -35,14 +35,14 @@ StopTokens = Annotated[tuple[NotNegative, ...], Strict(False), Field(max_length=
 class DataConfig:
     """Where prompts come from."""
 
-    path: str = ""
+    path: Annotated[str, BASIC] = ""
     """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
     ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
     sources: ShortNamed[SourceConfig] = field(default_factory=ShortNamed)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
-    label_key: str = "label"
+    label_key: Annotated[str, BASIC] = "label"
     """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
     """Column with a map that travels with the sample and reaches the reward; empty = none."""
@@ -62,7 +62,7 @@ class DataConfig:
     responses_key: str = ""
     """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
     messages, and those of the assistant are the response."""
-    apply_chat_template: bool = False
+    apply_chat_template: Annotated[bool, BASIC] = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
     """Text with ``{prompt}`` put around every text prompt; empty = as it is."""

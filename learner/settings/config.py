@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, section
+from bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, section
 from bus.wire.json_object import JsonObject
 from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
 from learner.algorithms.config import AlgorithmConfig
@@ -27,7 +27,7 @@ BY_TRITON = ("fused_log_probs", "fused_rotary")
 class StalenessConfig:
     """Largest age of the data, and the treatment of older data (admit, order, gate)."""
 
-    max_lag: NotNegative = 2
+    max_lag: Annotated[NotNegative, BASIC] = 2
     """Largest lag in steps; 0 = synchronous on-policy, 1 = one step off."""
     gate: Literal["mask", "drop", "train"] = "mask"
     """For tokens older than max_lag: mask | drop (the group, and issue its prompt again) | train (with a warning)."""
@@ -69,13 +69,13 @@ class CriticConfig:
 class LearnerConfig:
     """The learner: batch sizes, parallelism, precision, checkpoints."""
 
-    steps: Positive = 100
+    steps: Annotated[Positive, BASIC] = 100
     """Batches of the run: each makes a new version."""
     num_epochs: NotNegative = 0
     """Passes over the prompts after which the run ends, if ``steps`` does not end it before; 0 = any number (docs/data.md)."""
-    groups_per_step: Positive = 32
+    groups_per_step: Annotated[Positive, BASIC] = 32
     """Groups (prompts) in the batch of one step."""
-    group_size: Positive = 8
+    group_size: Annotated[Positive, BASIC] = 8
     """Samples of one task (n)."""
     min_group_size: NotNegative = 0
     """Samples with which the group of a dead task is trained, when others of it failed for good; 0 = all: it is dropped."""
@@ -153,7 +153,7 @@ class LearnerConfig:
     """Torch threads of a rank on CPU."""
     seed: int = 0
     """Seed of the learner's random numbers; derived from ``seed`` of the run."""
-    checkpoint_every: NotNegative = 20
+    checkpoint_every: Annotated[NotNegative, BASIC] = 20
     """Steps; 0 = only at the end."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept on disk; older ones are deleted."""

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, section
+from bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, section
 
 FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""
@@ -24,7 +24,7 @@ class OptimizerConfig:
 
     name: Annotated[str, OneOf(OPTIMIZERS, refused=MUON)] = "adamw"
     """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``)."""
-    lr: PositiveFloat = 1e-6
+    lr: Annotated[PositiveFloat, BASIC] = 1e-6
     """Peak learning rate."""
     warmup_steps: NotNegative = 0
     """Steps of linear warm-up from 0."""

@@ -82,7 +82,7 @@ def test_paths_beside_an_absolute_directory_are_recorded_as_absolute_ones(projec
     config = load(file).config
     assert config.model.path == str(project / "models/m")
     assert {str(source) for source in config.data.used} == {f"{project / 'data/rows.jsonl'}@[0:10]", "python:rows:make"}
-    assert load(file).config.rollouts["game"]["python"] == str(project / "models/m")
+    assert load(file).config.rollouts["game"].python == str(project / "models/m")
 
 
 def test_a_recorded_relative_directory_keeps_its_relative_paths(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ TEACHER = "actor.teachers={t: {url: 'http://127.0.0.1:9'}}"
         (["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"], "nothing reads it without distill_coef > 0"),
         (["learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine"], "engine wants actor.teachers"),
         ([TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.kl.reference=/m"], "kl.reference: nothing compares with it"),
-        ([TEACHER, "learner.algorithm.distill_coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: want 0"),
+        ([TEACHER, "learner.algorithm.distill_coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: follows from"),
     ],
 )
 def test_teachers_and_the_loss_must_fit(tmp_path: Path, settings: list[str], reason: str) -> None:
