@@ -96,6 +96,13 @@ def up(args: argparse.Namespace) -> int:
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
 
 
+def init(args: argparse.Namespace) -> int:
+    """Write the files of a new run. Returns 0. Raises ValueError for one that exists."""
+    from launch.cli.init import run
+
+    return run(args)
+
+
 def data(args: argparse.Namespace) -> int:
     """Check prompt files (returns 78 for bad rows), write one of a taskset, or import recorded responses.
 

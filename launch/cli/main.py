@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bus.exit_codes import CRASHED
 from bus.system import output
 from launch.cli import debug_arguments as debug
+from launch.cli import init
 from launch.cli.parser import CommandParser, PrintVersion
 from launch.samples import arguments as samples
 from launch.settings.extras import explain
@@ -76,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
     parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add in (_add_runs, _add_data, _add_eval, _add_models, _add_processes, _add_router, _add_reward_server, _add_teacher):
+    for add in (init.add, _add_runs, _add_data, _add_eval, _add_models, _add_processes, _add_router, _add_reward_server, _add_teacher):
         add(commands)
     for add in (_add_hosts, _add_dead, _add_onlookers, debug.add):
         add(commands)
