@@ -23,11 +23,11 @@ class SglangConfig:
     url: str = ""
     """A server that is running, with the model's weights and ``--weight-version 0``; empty = one is started."""
     python: str = "python3"
-    """Interpreter that has SGLang: that of an environment of its own, usually."""
+    """Interpreter that has SGLang, usually of an environment of its own."""
     arguments: JsonObject = field(default_factory=dict)
     """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables set for the server besides those of this process."""
+    """Variables set for the server besides the variables of this process."""
     start_timeout_s: PositiveFloat = 900.0
     """Loading a large model takes minutes."""
     silent_s: PositiveFloat = 60.0
@@ -39,8 +39,8 @@ class SglangConfig:
 
     def argument(self, *names: str) -> object:
         """Return an argument under any of its names, with hyphens or underscores; None if it is not given."""
-        given = {name.replace("-", "_"): value for name, value in self.arguments.items()}
-        return next((given[name] for name in names if name in given), None)
+        arguments = {name.replace("-", "_"): value for name, value in self.arguments.items()}
+        return next((arguments[name] for name in names if name in arguments), None)
 
 
 @section
@@ -71,7 +71,7 @@ class EngineConfig:
     max_context: NotNegative = 0
     """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
     max_waiting: Positive = 4096
-    """Responses that may wait besides those that are decoded; a request beyond them gets HTTP 503."""
+    """Responses that may wait for decoding; a request beyond them gets HTTP 503."""
     threads: Positive = 1
     """Torch threads of the decoding process."""
     share_prefix: bool = True
@@ -138,7 +138,7 @@ class ActorConfig:
     reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
     reward_parts: RewardParts = field(default_factory=RewardParts)
-    """Instead of ``reward``: named rewards, the weighted scores of which are added: ``{NAME: {reward, weight, options, when}}``."""
+    """Instead of ``reward``: named rewards, whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
     """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
     group_reward_options: JsonObject = field(default_factory=dict)

@@ -167,14 +167,15 @@ class RolloutConfig:
         if self.taskset:
             return {"id": self.taskset, "model": str(Path(model).absolute()) if model else "", **self.options}
         if self.use.startswith(OF_OPENENV):
-            given = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
-            return {**self.options, "environment": "openenv", "environment_options": given}
+            arguments = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
+            return {**self.options, "environment": "openenv", "environment_options": arguments}
         return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
 
 
 def _names(config: RolloutConfig) -> list[str]:
     """Return the settings that differ from their defaults."""
-    defaults = {one.name: one.default_factory() if callable(one.default_factory) else one.default for one in dataclasses.fields(config)}
+    fields = dataclasses.fields(config)
+    defaults = {field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields}
     return [name for name, default in defaults.items() if getattr(config, name) != default]
 
 
@@ -189,7 +190,7 @@ class RolloutPrograms:
     @property
     def programs(self) -> dict[str, RolloutConfig]:
         """Those that an actor runs."""
-        return {name: one for name, one in self.rollouts.items() if not one.recorded}
+        return {name: rollout for name, rollout in self.rollouts.items() if not rollout.recorded}
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
         """Return those with these names."""
@@ -198,7 +199,7 @@ class RolloutPrograms:
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
     """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises ValueError."""
-    able = (SINGLE_TURN, *(name for name, one in rollouts.items() if not one.recorded))
+    able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:
             recorded = "whose samples are the recorded responses of its rows, and no actor makes them"
@@ -210,4 +211,4 @@ def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple
 
 def recorded_in(rollouts: Mapping[str, RolloutConfig]) -> frozenset[str]:
     """Return the names of the rollouts with recorded responses as samples."""
-    return frozenset(name for name, one in rollouts.items() if one.recorded)
+    return frozenset(name for name, rollout in rollouts.items() if rollout.recorded)

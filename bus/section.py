@@ -323,7 +323,7 @@ def _kind_at(kind: Any, where: Iterable[int | str]) -> Any:
 
 def _plain(kind: Any) -> Any:
     while typing.get_origin(kind) in (Annotated, typing.Union, types.UnionType):
-        kind = next(one for one in typing.get_args(kind) if one is not type(None))
+        kind = next(argument for argument in typing.get_args(kind) if argument is not type(None))
     return kind
 
 

@@ -62,7 +62,7 @@ class WeightsConfig:
 
     @property
     def engines_together(self) -> int:
-        """The most engines of one process group."""
+        """Maximum number of engines of one process group."""
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)
 
     def bucket_size(self, *, on_gpu: bool) -> int:

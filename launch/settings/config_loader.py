@@ -181,10 +181,11 @@ def _all_recorded(rollouts: object, rollout: object, sources: object, key: objec
     """Return whether the settings of rollouts and data leave nothing to sample. Wrong values are refused later."""
     if not isinstance(rollouts, Mapping) or key or every:
         return False
-    recorded = {name for name, one in rollouts.items() if isinstance(one, Mapping) and one.get("use") == DATASET}
-    own = [one for one in sources.values() if isinstance(one, Mapping)] if isinstance(sources, Mapping) else []
-    named = [rollout if one.get("rollout") is None else one["rollout"] for one in own] or [rollout]
-    return all(isinstance(one, str) and one in recorded for one in named) and not any(one.get("rollout_key") for one in own)
+    recorded = {name for name, entry in rollouts.items() if isinstance(entry, Mapping) and entry.get("use") == DATASET}
+    source_maps = [source for source in sources.values() if isinstance(source, Mapping)] if isinstance(sources, Mapping) else []
+    named = [rollout if source.get("rollout") is None else source["rollout"] for source in source_maps] or [rollout]
+    by_column = any(source.get("rollout_key") for source in source_maps)
+    return not by_column and all(isinstance(name, str) and name in recorded for name in named)
 
 
 # ---- the tree
@@ -302,7 +303,7 @@ def _is_number(values: JsonObject, place: Sequence[int | str]) -> bool:
 def _text(number: float, path: str, settings: Mapping[str, Setting]) -> str:
     """Return a number as its characters stand in the file, if it comes from one."""
     written = (setting.written.get(path) for known, setting in settings.items() if _within(path, known))
-    return next((one.scalar for one in written if one is not None and one.scalar is not None), str(number))
+    return next((part.scalar for part in written if part is not None and part.scalar is not None), str(number))
 
 
 # ---- print

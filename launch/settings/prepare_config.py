@@ -20,9 +20,9 @@ class PrepareConfig:
     task: Annotated[str, OneOf(TASKS)] = "reverse"
     """For digits: largest | copy | reverse | sort | sum (of two numbers, with a calculator) | walk (a game; docs/rollouts.md)."""
     min_digits: Positive = 2
-    """Fewest digits of a prompt."""
+    """Minimum number of digits of a prompt."""
     max_digits: int = 5
-    """Most digits of a prompt."""
+    """Maximum number of digits of a prompt."""
     fill: bool = False
     """Put ``.`` behind shorter numbers, so that all prompts are of one length (``48...=``)."""
     count: NotNegative = 2048

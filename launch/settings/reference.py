@@ -104,43 +104,44 @@ class Entry:
 def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry]:
     """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map behind the map."""
     for name, part in (value or schema())["properties"].items():
-        choices = [one for one in part.get("anyOf", ()) if one != {"type": "null"}]
-        maps = [one for one in choices if "properties" in one]
-        own = {key: value for key, value in part.items() if key != "anyOf"}
-        own |= (maps or choices)[0] if len(maps or choices) == 1 else {"anyOf": choices} if choices else {}
-        own |= {key: part[key] for key in ("description", "default") if key in part and not maps}
-        entry = Entry(path=prefix + name, schema=own, nullable={"type": "null"} in part.get("anyOf", ()))
+        choices = [choice for choice in part.get("anyOf", ()) if choice != {"type": "null"}]
+        maps = [choice for choice in choices if "properties" in choice]
+        inner = {key: value for key, value in part.items() if key != "anyOf"}
+        inner |= (maps or choices)[0] if len(maps or choices) == 1 else {"anyOf": choices} if choices else {}
+        inner |= {key: part[key] for key in ("description", "default") if key in part and not maps}
+        entry = Entry(path=prefix + name, schema=inner, nullable={"type": "null"} in part.get("anyOf", ()))
         yield entry
         if entry.is_section:
-            yield from entries(own, f"{entry.path}.")
-        for of_map in own.get("patternProperties", {}).values():
+            yield from entries(inner, f"{entry.path}.")
+        for of_map in inner.get("patternProperties", {}).values():
             yield from entries({"properties": {f"{name}.NAME": of_map}}, prefix)
 
 
 def page() -> str:
     """Return ``docs/configuration.md``: a table for each section."""
     every = list(entries())
-    settings = [one for one in every if not one.is_section]
-    of_maps = sum(".NAME." in one.path for one in settings)
+    settings = [entry for entry in every if not entry.is_section]
+    of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
-    parts.append(_chapter("Begin with these", BEGIN, [one for one in settings if one.is_basic]))
-    parts.append(_chapter("The run itself", "Keys at the top of the file.", [one for one in settings if "." not in one.path]))
-    for one in every:
-        if one.is_section:
-            text = f"{one.sentence} {'Left out, or `null`: nothing is made.' if one.nullable else ''}".strip()
-            parts.append(_chapter(f"`{one.path}`", text, [each for each in settings if each.path.rpartition(".")[0] == one.path]))
+    parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
+    parts.append(_chapter("The run itself", "Keys at the top of the file.", [entry for entry in settings if "." not in entry.path]))
+    for entry in every:
+        if entry.is_section:
+            text = f"{entry.sentence} {'Left out, or `null`: nothing is made.' if entry.nullable else ''}".strip()
+            within = [setting for setting in settings if setting.path.rpartition(".")[0] == entry.path]
+            parts.append(_chapter(f"`{entry.path}`", text, within))
     return "\n".join(parts)
 
 
 def _chapter(title: str, text: str, settings: Sequence[Entry]) -> str:
-    rows = [_row(one) for one in settings]
+    rows = [_row(setting) for setting in settings]
     head = ["| key | type | default | allowed | meaning |", "|---|---|---|---|---|"] if rows else []
     return "\n".join([f"## {title}", "", text, "", *head, *rows, *([""] if rows else [])])
 
 
-def _row(one: Entry) -> str:
-    cells = (_kind(one.schema), _default(one), _allowed(one.schema), one.sentence)
-    return f"| `{one.path}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+def _row(setting: Entry) -> str:
+    cells = (_kind(setting.schema), _default(setting), _allowed(setting.schema), setting.sentence)
+    return f"| `{setting.path}` | {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _kind(value: JsonObject) -> str:
@@ -151,17 +152,17 @@ def _kind(value: JsonObject) -> str:
     return f"list of {_kind(value['items'])}s" if word == "list" else word
 
 
-def _default(one: Entry) -> str:
-    name = one.path.removeprefix("learner.algorithm.")
-    if one.schema.get("default") is None and "default" in one.schema:
+def _default(setting: Entry) -> str:
+    name = setting.path.removeprefix("learner.algorithm.")
+    if setting.schema.get("default") is None and "default" in setting.schema:
         return "preset" if name in unset_names() else "`null`"
-    if "default" not in one.schema:
-        return "`{}`" if one.schema.get("type") == "object" else ""
-    return f"`{yaml_file.dump(one.schema['default'], flow=True)}`"
+    if "default" not in setting.schema:
+        return "`{}`" if setting.schema.get("type") == "object" else ""
+    return f"`{yaml_file.dump(setting.schema['default'], flow=True)}`"
 
 
 def _allowed(value: JsonObject) -> str:
     """Return the choices or bounds of a setting."""
-    choices = [*value.get("enum", ()), *(name for one in value.get("anyOf", ()) for name in one.get("enum", ["module:function"]))]
+    choices = [*value.get("enum", ()), *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"]))]
     bounds = [f"{sign} {value[name]:g}" for name, sign in _BOUNDS.items() if name in value]
     return ", ".join(f"`{choice}`" for choice in choices if choice is not None) or ", ".join(bounds)

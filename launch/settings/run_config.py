@@ -177,16 +177,16 @@ class RunConfig:
 
     @property
     def sampled_limits(self) -> dict[str, int]:
-        """The most tokens that a sample may have sampled, by the setting that says it; 0 = no limit."""
-        trained = {name: one for name, one in self.trained_rollouts.items() if name not in self.recorded_rollouts}
-        limits = {f"rollouts.{name}.budget.tokens": one.budget.tokens for name, one in trained.items()}
+        """Maximum number of sampled tokens of a sample, by the setting that limits it; 0 = no limit."""
+        trained = {name: rollout for name, rollout in self.trained_rollouts.items() if name not in self.recorded_rollouts}
+        limits = {f"rollouts.{name}.budget.tokens": rollout.budget.tokens for name, rollout in trained.items()}
         return limits | ({"sampling.max_new_tokens": self.sampling.max_new_tokens} if self.data.single_turns else {})
 
     @property
     def samples_nothing(self) -> bool:
         """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
-        return bool(sources) and not self.eval.every and all(one.rollout in recorded and not one.rollout_key for one in sources)
+        return bool(sources) and not self.eval.every and all(source.rollout in recorded and not source.rollout_key for source in sources)
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
         """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible.
@@ -194,7 +194,7 @@ class RunConfig:
         ``routed_bytes``: bytes of the experts of one token, where samples have them.
         """
         tokens = self.sampling.max_new_tokens + max_prompt_tokens
-        tokens = max(tokens, *(one.budget.total_tokens for one in self.trained_rollouts.values()), 0)
+        tokens = max(tokens, *(rollout.budget.total_tokens for rollout in self.trained_rollouts.values()), 0)
         per_sample = SAMPLE_BYTES + (SAMPLE_BYTES_PER_TOKEN + routed_bytes) * tokens
         interval = self.learner.checkpoint_every or self.learner.steps
         steps = min(self.learner.keep_checkpoints * interval, self.learner.steps) + self.staleness.max_lag + 2
@@ -209,13 +209,14 @@ class RunConfig:
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
-            parts["teachers"] = [(one.name, one.model, dict(one.when)) for one in self.actor.teachers.values()]
+            parts["teachers"] = [(teacher.name, teacher.model, dict(teacher.when)) for teacher in self.actor.teachers.values()]
         if self.actor.group_reward:
             when = [self.actor.group_reward_when] if self.actor.group_reward_when else []
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options, *when)
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
         _leave_out(parts["sampling"], {"stop_token_ids": ()})
-        rollouts = {name: (one.use, one.options, dataclasses.asdict(one.budget)) for name, one in self.trained_rollouts.items()}
+        trained = self.trained_rollouts.items()
+        rollouts = {name: (rollout.use, rollout.options, dataclasses.asdict(rollout.budget)) for name, rollout in trained}
         if rollouts:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
@@ -305,10 +306,10 @@ def _refuse_contradictions(config: RunConfig) -> None:
     processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
         raise ValueError(f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got {config.bus.auth_users}")
-    for name, one in config.rollouts.items():
-        if one.drain_s is not None and one.drain_s >= config.up.drain_s:
+    for name, rollout in config.rollouts.items():
+        if rollout.drain_s is not None and rollout.drain_s >= config.up.drain_s:
             want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
-            raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {one.drain_s:g}")
+            raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {rollout.drain_s:g}")
     if config.up.scorers and not config.actor.scorers.enabled:
         raise ValueError(f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}")
 
@@ -368,7 +369,7 @@ def _refuse_hooks(config: RunConfig) -> None:
 def _refuse_columns(config: RunConfig) -> None:
     """Raise ValueError for columns of the prompts that other settings would pass over, or that would mislead them."""
     algorithm = config.learner.algorithm
-    held_out = [one.data(config.data) for one in config.eval.sets.values()]
+    held_out = [eval_set.data(config.data) for eval_set in config.eval.sets.values()]
     if config.actor.reward and any(data.names_rewards for data in (config.data, *held_out)):
         raise ValueError(
             f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: {config.actor.reward}, which scores all "
@@ -384,7 +385,7 @@ def _refuse_columns(config: RunConfig) -> None:
 
 def _places(config: RunConfig) -> dict[str, DataConfig]:
     """Return the data of training and of each evaluation set, by the section of the configuration."""
-    return {"data": config.data} | {f"eval.sets.{name}": one.data(config.data) for name, one in config.eval.sets.items()}
+    return {"data": config.data} | {f"eval.sets.{name}": eval_set.data(config.data) for name, eval_set in config.eval.sets.items()}
 
 
 def _refuse_rollouts(config: RunConfig) -> None:
@@ -445,8 +446,8 @@ def _refuse_debug(config: RunConfig) -> None:
 def _refuse_recorded(config: RunConfig) -> None:
     """Raise ValueError for recorded responses where nothing can use them."""
     recorded = config.recorded_rollouts
-    for name, one in config.eval.sets.items():
-        if wrong := sorted(one.data(config.data).rollouts(config.rollouts) & recorded):
+    for name, eval_set in config.eval.sets.items():
+        if wrong := sorted(eval_set.data(config.data).rollouts(config.rollouts) & recorded):
             raise ValueError(
                 f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got {wrong[0]!r}, whose use is {DATASET}"
             )
@@ -454,7 +455,7 @@ def _refuse_recorded(config: RunConfig) -> None:
     if used:
         return
     cure = f"rollouts: {{NAME: {{use: {DATASET}}}}} and data.rollout: NAME"
-    if any(one.responses_key for one in config.data.used):
+    if any(source.responses_key for source in config.data.used):
         raise ValueError(f"data.responses_key: want a rollout of recorded responses with it ({cure}), got none; set them, or remove it")
     if config.learner.algorithm.sft_coef:
         raise ValueError(f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; set them, or 0")
@@ -493,7 +494,8 @@ def _refuse_rewards(config: RunConfig) -> None:
             f"staleness.filter_zero_variance: want false with learner.algorithm.advantage: {algorithm.advantage}: groups of equal rewards "
             "teach a critic too, and without them its values are biased"
         )
-    equal = [one.name for one in config.data.filters.values() if one.use == "equal_rewards" and not one.count_only]
+    filters = config.data.filters.values()
+    equal = [entry.name for entry in filters if entry.use == "equal_rewards" and not entry.count_only]
     if equal and config.learner.group_size == 1:
         raise ValueError(
             f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "

@@ -152,7 +152,7 @@ class _Recorder:
         line = node.start_mark.line + 1
         key_line = self._written.get(path, Written(line)).line
         self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
-        if any(node is one for one in above):
+        if any(node is outer for outer in above):
             raise SettingsError(f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out")
         if self._nodes > MOST_NODES:
             raise SettingsError(f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?")

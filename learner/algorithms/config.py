@@ -155,7 +155,7 @@ class AlgorithmConfig:
     """Upper bound of that range; see ``m2_keep_low``."""
 
     top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Share of the trainable tokens, those of the highest entropy, that the policy loss trains; 1 = all."""
+    """Share of the trainable tokens that the policy loss trains, the tokens of highest entropy; 1 = all."""
 
     aggregation: Annotated[str, OneOf(AGGREGATIONS, by_path=True)] | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
@@ -205,7 +205,7 @@ class AlgorithmConfig:
 
     @property
     def by_constant(self) -> bool:
-        """True if a loss is divided by the most tokens that a sample may have sampled."""
+        """True if a loss is divided by the maximum number of sampled tokens of a sample."""
         return self.aggregation == "constant" and not self.loss_constant
 
     @property
@@ -310,8 +310,8 @@ def _refuse_ignored_bounds(config: AlgorithmConfig) -> None:
     """Raise ValueError for bounds that the configuration itself sets and nothing reads: of a clip range, or of importance weights."""
     preset = {**DEFAULTS, **PRESETS[config.correction]}
     loss, weight = (config.loss or str(preset["loss"])), (config.weight or str(preset["weight"]))
-    own = ":" in loss
-    unread = (*(() if own or loss in _RANGES else ("clip_low", "clip_high")), *(() if own or loss in _DPPO else ("dppo_penalty",)))
+    is_own = ":" in loss
+    unread = (*(() if is_own or loss in _RANGES else ("clip_low", "clip_high")), *(() if is_own or loss in _DPPO else ("dppo_penalty",)))
     for name in (*unread, *(("weight_action", "weight_low", "weight_high") if weight == "none" else ())):
         value = getattr(config, name)
         if value not in (None, 0, preset[name]):
@@ -324,14 +324,14 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
     if config.clip_low is not None and config.clip_high is not None:
         return
     preset = PRESETS[config.correction]
-    own, loss = str(preset["loss"]), config.loss or str(preset["loss"])
-    if own not in _RANGES or loss not in _RANGES:
+    preset_loss, loss = str(preset["loss"]), config.loss or str(preset["loss"])
+    if preset_loss not in _RANGES or loss not in _RANGES:
         return
     got = f"{preset['clip_low']}, {preset['clip_high']}"
-    if _RANGES[own] != _RANGES[loss]:
+    if _RANGES[preset_loss] != _RANGES[loss]:
         raise ValueError(
             f"clip_low, clip_high: want both set with loss: {loss} on correction: {config.correction}, "
-            f"whose range {got} is {_RANGES[own]}, not {_RANGES[loss]}; or take correction: {loss}"
+            f"whose range {got} is {_RANGES[preset_loss]}, not {_RANGES[loss]}; or take correction: {loss}"
         )
     if loss in ("gspo", "gspo_token") and config.anchor == "rollout":
         raise ValueError(

@@ -108,37 +108,37 @@ class DataConfig:
 
     @property
     def used(self) -> list[Source]:
-        """The sources with their own settings or those of this section. Raises ValueError."""
-        return [self._source(one) for one in self.chosen]
+        """The sources, each with its own settings or the settings of this section. Raises ValueError."""
+        return [self._source(source) for source in self.chosen]
 
     @property
     def names_rewards(self) -> bool:
         """True if rows or sources may name a reward."""
-        return any(one.reward or one.reward_key for one in self.used)
+        return any(source.reward or source.reward_key for source in self.used)
 
     def rollouts(self, known: Collection[str]) -> set[str]:
         """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
-        named = {rollout_named(name) for name in (self.rollout, *(one.rollout for one in self.used))}
-        columns = self.rollout_key or any(one.rollout_key for one in self.used)
+        named = {rollout_named(name) for name in (self.rollout, *(source.rollout for source in self.used))}
+        columns = self.rollout_key or any(source.rollout_key for source in self.used)
         return (named | set(known) if columns else named) - {""}
 
     @property
     def single_turns(self) -> bool:
         """True if rows may be answered by one call, without a program."""
-        names = [one.rollout for one in self.used] or [self.rollout]
-        return not all(map(rollout_named, names)) or any(one.rollout_key for one in self.used)
+        names = [source.rollout for source in self.used] or [self.rollout]
+        return not all(map(rollout_named, names)) or any(source.rollout_key for source in self.used)
 
     @property
     def limits_rows(self) -> bool:
         """True if rows may have settings of sampling of their own."""
-        return any(one.sampling_key for one in self.used)
+        return any(source.sampling_key for source in self.used)
 
-    def _source(self, one: SourceConfig) -> Source:
-        def own(name: str) -> str:
-            value: str | None = getattr(one, name)
+    def _source(self, source: SourceConfig) -> Source:
+        def setting_of(name: str) -> str:
+            value: str | None = getattr(source, name)
             return str(getattr(self, name)) if value is None else value
 
-        keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
+        keys = (setting_of("prompt_key"), setting_of("label_key"), setting_of("metadata_key"))
         names = (
             "template",
             "system_prompt",
@@ -150,4 +150,4 @@ class DataConfig:
             "rollout_key",
             "responses_key",
         )
-        return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
+        return Source.at(source.path, weight=source.weight, keys=keys, **{name: setting_of(name) for name in names})

@@ -57,5 +57,9 @@ Filters = ShortNamed[Annotated[FilterConfig, short("use", FilterConfig)]]
 def identity_of(filters: Iterable[FilterConfig]) -> str:
     """Return what the content of a step depends on, as JSON; empty without filters, ``[]`` where they only count."""
     filters = list(filters)
-    deciding = [[one.name, one.use, one.options, *(["buffer"] if one.scope == "buffer" else [])] for one in filters if not one.count_only]
+    deciding = [
+        [config.name, config.use, config.options, *(["buffer"] if config.scope == "buffer" else [])]
+        for config in filters
+        if not config.count_only
+    ]
     return json.dumps(deciding, sort_keys=True, default=str) if filters else ""

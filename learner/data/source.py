@@ -49,11 +49,11 @@ class Source:
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
         """Return the source for a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError for a wrong slice."""
-        found = SLICE.fullmatch(path)
-        if found is None:
+        sliced = SLICE.fullmatch(path)
+        if sliced is None:
             return cls(path=Path(path), **values)
-        bounds = [_bound(path, found[name]) for name in ("start", "stop")]
-        return cls(path=Path(found["path"]), start=bounds[0], stop=bounds[1], **values)
+        bounds = [_bound(path, sliced[name]) for name in ("start", "stop")]
+        return cls(path=Path(sliced["path"]), start=bounds[0], stop=bounds[1], **values)
 
     @property
     def plain(self) -> bool:
@@ -110,7 +110,7 @@ def rollout_named(name: str) -> str:
 
 
 def _bound(path: str, text: str) -> int | None:
-    found = BOUND.fullmatch(text)
-    if found is None:
+    bound = BOUND.fullmatch(text)
+    if bound is None:
         raise PromptError(path, "a slice path@[a:b] of whole numbers, either of which may be left out", f"{text!r} in it")
-    return None if found[1] is None else int(found[1])
+    return None if bound[1] is None else int(bound[1])

@@ -13,7 +13,7 @@ class DumpModulesConfig:
     """Dump of the learner's activations for fixed prompts (docs/debugging.md)."""
 
     step: NotNegative = 0
-    """The dump is made with the weights that this step starts from (1 = those of the model directory); 0 = no dump."""
+    """The dump is made with the weights that this step starts from (1 = the weights of the model directory); 0 = no dump."""
     prompts: str = ""
     """File of prompts: one JSON list of token ids per line, or a map with ``tokens``."""
     names: str = "*"
@@ -32,7 +32,7 @@ class DebugConfig:
     """Debugging modes: generation without a learner, training on recorded batches, and dumps (docs/debugging.md)."""
 
     rollout_only: bool = False
-    """Run engines and actors for ``learner.steps`` steps without training: the weights stay those of ``model.path``."""
+    """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in ``model.path``."""
     train_only: bool = False
     """Train without engines and actors, on the batches of ``load_rollout``, which implies it."""
     save_rollout: str = ""
@@ -75,12 +75,12 @@ def refuse_places(name: str, template: str, *, required: Collection[str] = (), a
     """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is accepted."""
     if not template:
         return
-    known = [*required, *(one for one in allowed if one not in required)]
-    want = " and ".join(f"{{{one}}}" for one in known) or "no placeholder"
+    known = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
     try:
-        found = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+        places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
         template.format(**dict.fromkeys(known, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
-    if missing := [one for one in required if one not in found]:
+    if missing := [place for place in required if place not in places]:
         raise ValueError(f"{name}: want {want} in the file name, got {template!r}: {{{missing[0]}}} is missing")

@@ -67,8 +67,8 @@ class EvalSet:
     """Overrides ``data.rollout_key`` for this set."""
 
     def data(self, training: DataConfig) -> DataConfig:
-        """Return the settings of the set's prompts: its own, else those of the training prompts."""
-        names = {one.name for one in dataclasses.fields(SourceConfig)} - {"path", "weight", "responses_key"} | {"chat_template_args"}
+        """Return the settings of the set's prompts: its own, else the settings of the training prompts."""
+        names = {field.name for field in dataclasses.fields(SourceConfig)} - {"path", "weight", "responses_key"} | {"chat_template_args"}
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(
             training, path=self.path, sources=ShortNamed(), shuffle=False, max_prompt_tokens=0, responses_key="", **own
@@ -101,7 +101,7 @@ class EvalConfig:
     stop_after: NotNegative = 0
     """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: Positive = 8
-    """Most evaluation prompts that are out at a time; bounds the share of the engines that evaluation takes."""
+    """Maximum number of evaluation prompts that are out at a time; bounds the share of the engines that evaluation takes."""
     exact: bool = False
     """No step is trained before the evaluation of a version is over, so that all its tokens are of that version; false = of version 0."""
     stall_s: PositiveFloat = 600.0

@@ -32,4 +32,4 @@ class HooksConfig:
     @property
     def given(self) -> dict[str, str]:
         """Import paths by setting, of the hooks that are set."""
-        return {one.name: path for one in fields(self) if (path := getattr(self, one.name))}
+        return {field.name: path for field in fields(self) if (path := getattr(self, field.name))}

@@ -84,25 +84,25 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
         return []
     path = Path(config.adapter) / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        adapter = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [ConfigRefused("learner.lora.adapter", "a directory with PEFT's adapter_config.json", f"{path}: {error}")]
-    if not isinstance(found, dict) or str(found.get("peft_type", "")).upper() != "LORA":
-        kind = found.get("peft_type") if isinstance(found, dict) else found
+    if not isinstance(adapter, dict) or str(adapter.get("peft_type", "")).upper() != "LORA":
+        kind = adapter.get("peft_type") if isinstance(adapter, dict) else adapter
         return [ConfigRefused(f"{path}: peft_type", "LORA", kind)]
     if not (path.parent / WEIGHTS).is_file():
         return [ConfigRefused("learner.lora.adapter", f"a directory with {WEIGHTS}", str(path.parent))]
     refused = [
-        ConfigRefused(f"{path}: {name}", f"{plain[0]!r}, or no such field", found[name])
+        ConfigRefused(f"{path}: {name}", f"{plain[0]!r}, or no such field", adapter[name])
         for name, plain in _PLAIN.items()
-        if name in found and found[name] not in plain
+        if name in adapter and adapter[name] not in plain
     ]
-    targets = found.get("target_modules")
-    named = sorted(str(one).rpartition(".")[2] for one in targets) if isinstance(targets, list) else targets
+    targets = adapter.get("target_modules")
+    named = sorted(str(target).rpartition(".")[2] for target in targets) if isinstance(targets, list) else targets
     same: Mapping[str, tuple[object, object]] = {
-        "rank": (found.get("r"), config.rank),
-        "alpha": (found.get("lora_alpha"), config.alpha),
-        "rslora": (bool(found.get("use_rslora")), config.rslora),
+        "rank": (adapter.get("r"), config.rank),
+        "alpha": (adapter.get("lora_alpha"), config.alpha),
+        "rslora": (bool(adapter.get("use_rslora")), config.rslora),
         "targets": (named, sorted(config.targets)),
     }
     return refused + [

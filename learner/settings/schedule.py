@@ -117,7 +117,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: tuple[
 
 
 def frozen_names(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
-    """Return those of the Hugging Face names in which a pattern is found."""
+    """Return the Hugging Face names in which a pattern is found."""
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 
