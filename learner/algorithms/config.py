@@ -64,7 +64,8 @@ class AlgorithmConfig:
     pass_k: Positive = 2
     """k of ``pass_at_k``; at most the samples of a group."""
     rae_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    """rae: share of a role's baseline that stays when one reward of the role has been added to it."""
+    """rae: share of a role's baseline that stays when one reward of the role has been added to it; at 1 it
+    would never move."""
     rae_role: str = ""
     """rae: key of the samples' metadata with the role, each of which has a baseline of its own; empty = one baseline for all samples."""
     gdpo_weights: dict[str, Annotated[float, AfterValidator(_factor)]] = field(default_factory=dict)
@@ -121,9 +122,10 @@ class AlgorithmConfig:
     clip_cov_high: float = 5.0
     """Upper bound of that covariance; see ``clip_cov_low``."""
     kl_cov_coef: PositiveFloat = 1.0
-    """Coefficient of the absolute log-ratio of kl_cov's tokens."""
+    """Coefficient of the absolute log-ratio of kl_cov's tokens; at 0 nothing would hold the policy to its data."""
     dro_tau: PositiveFloat = 0.1
-    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
+    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat; at 0 nothing would correct
+    for old data."""
 
     weight: Annotated[str, OneOf(("none", "token", "sequence", "geometric", "prefix"), by_path=True)] | None = None
     """Importance weight: none | token | sequence | geometric | prefix, or module:function; of pi_proximal / mu where the anchor is

@@ -33,7 +33,8 @@ class KLConfig:
     reference_every: NotNegative = 0
     """The policy becomes the reference after every so many steps; 0 = never."""
     reference_ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average); 0 = off."""
+    """Share of the reference that stays in each step, the rest becoming the policy's weights (0.99: a moving average; at 1 it would
+    never move); 0 = off."""
 
     def __post_init__(self) -> None:
         if self.reward_by != "sample" and not self.reward_coef:
