@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from actors.teacher_settings import Teachers
-from bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
-from bus.wire.json_object import JsonObject
-from rewards.part_settings import SCORE, RewardParts
+from tidemill.actors.teacher_settings import Teachers
+from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.rewards.part_settings import SCORE, RewardParts
 
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
 """Arguments of SGLang, each with its other names; their product is the number of its devices."""

@@ -10,14 +10,14 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bus.config import SINGLE_TURN
-from bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, refusal, section
-from bus.wire.budget import Budget
-from bus.wire.json_object import JsonObject
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, refusal, section
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.json_object import JsonObject
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
-OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime_generate:Slime"
+OF_SLIME, SLIME = "slime:", "tidemill.actors.episodes.programs.slime_generate:Slime"
 """Beginning of ``use`` for a generate function of slime by import path, and the program that calls it."""
 SLIME_FILE = f"{Path(__file__).parent / 'episodes/programs/slime_generate.py'}:Slime"
 """That program for an interpreter that lacks our packages."""
@@ -30,7 +30,7 @@ VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}
 DATASET = "dataset"
 """``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and no actor does."""
 MULTI_TURN = "multi_turn"
-BUILT_IN = {MULTI_TURN: "actors.episodes.programs.multi_turn:MultiTurn"}
+BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 MULTI_TURN_FILE = f"{Path(__file__).parent / 'episodes/programs/multi_turn_file.py'}:MultiTurn"
 """The rollout ``multi_turn`` for an interpreter that lacks our packages."""

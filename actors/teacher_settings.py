@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from pydantic import AfterValidator, BeforeValidator, Strict
 from pydantic.json_schema import SkipJsonSchema
 
-from bus.section import Sections, refusal, section, short
-from bus.wire.json_object import JsonMapping, JsonObject
-from rewards.part_settings import fits
+from tidemill.bus.section import Sections, refusal, section, short
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.rewards.part_settings import fits
 
 
 def _server(url: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
+from tidemill.bus.section import Derived, Name, NotNegative, OneOf, Positive, PositiveFloat, section
 
 SINGLE_TURN = "single_turn"
 """Name of the rollout that is none: an engine is asked once."""

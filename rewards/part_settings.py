@@ -6,8 +6,8 @@ from typing import Annotated
 from pydantic import Field
 from pydantic.json_schema import SkipJsonSchema
 
-from bus.section import Sections, section, short
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.section import Sections, section, short
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SCORE = "score"
 BY_ROLLOUT = "by_rollout"

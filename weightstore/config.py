@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from bus.section import NotNegative, Positive, PositiveFloat, section
+from tidemill.bus.section import NotNegative, Positive, PositiveFloat, section
 
 SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_000
 """Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one takes 20 s of the 30

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from actors.rollout_settings import OF_VERIFIERS
-from bus.config import SINGLE_TURN
-from launch.settings.run_config import RunConfig
-from learner.data.prompts import Row
-from learner.errors import PromptError
+from tidemill.actors.rollout_settings import OF_VERIFIERS
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.prompts import Row
+from tidemill.learner.errors import PromptError
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:

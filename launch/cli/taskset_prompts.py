@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, RolloutConfig
-from bus.section import read
-from learner.errors import PromptError
-from rewards.children.keeper_process import environment
+from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, RolloutConfig
+from tidemill.bus.section import read
+from tidemill.learner.errors import PromptError
+from tidemill.rewards.children.keeper_process import environment
 
 PROGRAM = VERIFIERS.rpartition(":")[0]
 

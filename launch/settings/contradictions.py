@@ -2,17 +2,17 @@
 
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import DATASET, served
-from actors.sglang_arguments import refuse_untried
-from bus.config import RUN_NAME, SINGLE_TURN
-from learner.algorithms.alarms import refuse_unknown
-from learner.data.config import DataConfig
-from learner.data.rules import refuse_rare_pushes, refuse_sampling
-from learner.settings.checkpoint_store import masked
-from rewards.part_settings import BY_ROLLOUT
+from tidemill.actors.rollout_settings import DATASET, served
+from tidemill.actors.sglang_arguments import refuse_untried
+from tidemill.bus.config import RUN_NAME, SINGLE_TURN
+from tidemill.learner.algorithms.alarms import refuse_unknown
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.rules import refuse_rare_pushes, refuse_sampling
+from tidemill.learner.settings.checkpoint_store import masked
+from tidemill.rewards.part_settings import BY_ROLLOUT
 
 if TYPE_CHECKING:
-    from launch.settings.run_config import RunConfig
+    from tidemill.launch.settings.run_config import RunConfig
 
 
 def refuse_contradictions(config: "RunConfig") -> None:

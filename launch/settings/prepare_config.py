@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from bus.section import NotNegative, OneOf, Positive, PositiveFloat, section
+from tidemill.bus.section import NotNegative, OneOf, Positive, PositiveFloat, section
 
 TASKS = ("largest", "copy", "reverse", "sort", "sum", "walk")
 SMALLEST_VOCABULARY = {"digits": 13, "gsm8k": 258}

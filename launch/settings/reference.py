@@ -6,11 +6,11 @@ Knows no setting by name.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus import section
-from bus.wire.json_object import JsonObject
-from launch.settings import yaml_file
-from launch.settings.run_config import RunConfig
-from learner.algorithms.config import unset_names
+from tidemill.bus import section
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.algorithms.config import unset_names
 
 HEAD = """# Configuration reference
 

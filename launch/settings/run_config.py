@@ -12,20 +12,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from actors.config import ActorConfig, EngineConfig
-from actors.rollout_settings import RolloutConfig, recorded_in
-from bus.config import BusConfig, refuse_odd
-from bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
-from bus.wire.json_object import JsonMapping, JsonObject
-from launch.settings.contradictions import refuse_contradictions
-from launch.settings.prepare_config import PrepareConfig
-from learner.data.config import DataConfig, Stops, StopTokens
-from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from learner.debug.config import DebugConfig
-from learner.evaluation.config import EvalConfig
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.routing_replay import ROLLOUT
-from weightstore.config import WeightsConfig
+from tidemill.actors.config import ActorConfig, EngineConfig
+from tidemill.actors.rollout_settings import RolloutConfig, recorded_in
+from tidemill.bus.config import BusConfig, refuse_odd
+from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Sections, section
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.launch.settings.contradictions import refuse_contradictions
+from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.data.config import DataConfig, Stops, StopTokens
+from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.evaluation.config import EvalConfig
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
 """File in a run's directory with all settings of its last start."""
@@ -135,7 +135,7 @@ class RunConfig:
         refuse_contradictions(self)
 
     def _set_derived(self) -> None:
-        """Set the fields of other sections that follow from settings (``bus.section.Derived``)."""
+        """Set the fields of other sections that follow from settings (``tidemill.bus.section.Derived``)."""
         routed, algorithm = self.learner.routing_replay == ROLLOUT, self.learner.algorithm
         sections = {
             "bus": dataclasses.replace(self.bus, rollouts=tuple(sorted(self.rollouts))),

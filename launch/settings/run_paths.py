@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bus.wire.json_object import JsonObject
-from learner.data.source import SLICE
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.source import SLICE
 
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),

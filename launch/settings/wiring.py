@@ -2,20 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from actors.config import EngineConfig
+from tidemill.actors.config import EngineConfig
 
 if TYPE_CHECKING:
-    from actors.serving.port import Factory
+    from tidemill.actors.serving.port import Factory
 
 
 def engine_factory(config: EngineConfig) -> "Factory":
     """Return the factory of the engine that ``config.kind`` names."""
     match config.kind:
         case "builtin":
-            from actors.serving.builtin.engine import BuiltinEngine
+            from tidemill.actors.serving.builtin.engine import BuiltinEngine
 
             return BuiltinEngine
         case "sglang":
-            from actors.serving.sglang.engine import SglangEngine
+            from tidemill.actors.serving.sglang.engine import SglangEngine
 
             return SglangEngine

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from bus.section import Positive, section
+from tidemill.bus.section import Positive, section
 
 MIN_TOKENS = 256
 """With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped minibatches are checked."""

@@ -10,9 +10,9 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, refusal, section
-from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.choices import (
+from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, refusal, section
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.choices import (
     ADVANTAGES,
     AGGREGATIONS,
     ANCHORED,
@@ -24,9 +24,9 @@ from learner.algorithms.choices import (
     LOSSES,
     RUNNING,
 )
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.presets import DEFAULTS, PRESETS
-from learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.presets import DEFAULTS, PRESETS
+from tidemill.learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
 MAX_LISTED = 1024
 """Maximum number of tokens that a teacher may list at each position."""

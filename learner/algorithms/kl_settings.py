@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from bus.section import NotNegative, NotNegativeFloat, OneOf, PositiveFloat, section
-from learner.algorithms.choices import KL_ESTIMATORS
+from tidemill.bus.section import NotNegative, NotNegativeFloat, OneOf, PositiveFloat, section
+from tidemill.learner.algorithms.choices import KL_ESTIMATORS
 
 
 @section

@@ -6,12 +6,12 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, Strict
 
-from bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
-from bus.wire.json_object import JsonObject
-from bus.wire.template_args import OF_TEMPLATE
-from learner.data.bad_rows import POLICIES, SKIP
-from learner.data.filter_settings import Filters
-from learner.data.source import Source, SourceConfig, rollout_named
+from tidemill.bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.template_args import OF_TEMPLATE
+from tidemill.learner.data.bad_rows import POLICIES, SKIP
+from tidemill.learner.data.filter_settings import Filters
+from tidemill.learner.data.source import Source, SourceConfig, rollout_named
 
 MAX_STOPS = 16
 """Maximum number of strings, and of tokens, at which a response ends."""

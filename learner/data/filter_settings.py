@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic.json_schema import SkipJsonSchema
 
-from bus.section import PositiveFloat, ShortNamed, refusal, section, short
-from bus.wire.json_object import JsonObject
+from tidemill.bus.section import PositiveFloat, ShortNamed, refusal, section, short
+from tidemill.bus.wire.json_object import JsonObject
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
 """Names of the filters that ship (``learner/data/filters.py``)."""

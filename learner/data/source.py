@@ -8,9 +8,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bus.config import SINGLE_TURN
-from bus.section import PositiveFloat, section
-from learner.errors import PromptError
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.section import PositiveFloat, section
+from tidemill.learner.errors import PromptError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")
 BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")

@@ -4,7 +4,7 @@ import string
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from bus.section import NotNegative, section
+from tidemill.bus.section import NotNegative, section
 
 
 @section

@@ -7,10 +7,10 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bus.section import NotNegative, Positive, PositiveFloat, ShortNamed, section
-from learner.data.config import DataConfig, Stops, StopTokens
-from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from learner.data.source import SourceConfig
+from tidemill.bus.section import NotNegative, Positive, PositiveFloat, ShortNamed, section
+from tidemill.learner.data.config import DataConfig, Stops, StopTokens
+from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from tidemill.learner.data.source import SourceConfig
 
 MAX_SAMPLES = 1024
 """Maximum number of responses to one prompt."""

@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from bus.section import Positive, section
+from tidemill.bus.section import Positive, section
 
 LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")

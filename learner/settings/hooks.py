@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator
 
-from bus.section import IMPORT_PATH, refusal, section
+from tidemill.bus.section import IMPORT_PATH, refusal, section
 
 
 def _checked(path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, section
+from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, section
 
 FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main as cli
-from launch.cli.init import CONFIG, KINDS, OF_MODELS
-from launch.settings import reference
-from launch.settings.config_loader import load
 from tests.check_kit import write_model
+from tidemill.launch.cli import main as cli
+from tidemill.launch.cli.init import CONFIG, KINDS, OF_MODELS
+from tidemill.launch.settings import reference
+from tidemill.launch.settings.config_loader import load
 
 
 @pytest.fixture(autouse=True)

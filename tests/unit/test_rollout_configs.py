@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import load
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rollouts.md").read_text()

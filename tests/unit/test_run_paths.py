@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.checks.resume import began_with
-from launch.settings import yaml_file
-from launch.settings.config_loader import load, to_map
-from launch.settings.run_paths import recorded
+from tidemill.launch.checks.resume import began_with
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import load, to_map
+from tidemill.launch.settings.run_paths import recorded
 
 
 @pytest.fixture
