@@ -1,15 +1,21 @@
 """Settings of actors and engines."""
 
 from dataclasses import dataclass, field
+from typing import Annotated, Literal
 
-from tidemill.actors.teacher_settings import parse_teachers
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+
+from tidemill.actors.teacher_settings import Teachers
+from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, Positive, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.part_settings import SCORE, RewardParts
 
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
 """Arguments of SGLang, each with its other names; their product is the number of its devices."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class SglangConfig:
     """A real SGLang server behind the engine process (``engine.kind: sglang``)."""
@@ -17,38 +23,32 @@ class SglangConfig:
     url: str = ""
     """A server that is running, with the model's weights and ``--weight-version 0``; empty = one is started."""
     python: str = "python3"
-    """Interpreter that has SGLang: that of an environment of its own, usually."""
+    """Interpreter that has SGLang, usually of an environment of its own."""
     arguments: JsonObject = field(default_factory=dict)
     """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables set for the server besides those of this process."""
-    start_timeout_s: float = 900.0
+    """Variables set for the server besides the variables of this process."""
+    start_timeout_s: PositiveFloat = 900.0
     """Loading a large model takes minutes."""
-    silent_s: float = 60.0
+    silent_s: PositiveFloat = 60.0
     """Seconds without an answer of its scheduler after which a server counts as dead; must be longer than its longest step."""
-    pause: str = "in_place"
+    pause: Literal["in_place", "retract"] = "in_place"
     """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new weights)."""
     log: str = ""
     """File for the server's output; empty = one in the directory for temporary files."""
 
-    def __post_init__(self) -> None:
-        if self.pause not in ("in_place", "retract"):
-            raise ValueError(f"pause: want in_place or retract, got {self.pause!r}")
-        for name in ("start_timeout_s", "silent_s"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-
     def argument(self, *names: str) -> object:
         """Return an argument under any of its names, with hyphens or underscores; None if it is not given."""
-        given = {name.replace("-", "_"): value for name, value in self.arguments.items()}
-        return next((given[name] for name in names if name in given), None)
+        arguments = {name.replace("-", "_"): value for name, value in self.arguments.items()}
+        return next((arguments[name] for name in names if name in arguments), None)
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The inference engine."""
 
-    kind: str = "builtin"
+    kind: Annotated[Literal["builtin", "sglang"], BASIC] = "builtin"
     """Adapter by name (see launch/settings/wiring.py): builtin | sglang."""
     host: str = "auto"
     """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this machine). Engines that
@@ -57,46 +57,34 @@ class EngineConfig:
     """Host, or host:port, at which other processes reach it, where that is not ``host`` (containers, NAT)."""
     insecure: bool = False
     """Answer requests of other machines without the run's api key; commands need the admin key even so."""
-    port: int = 0
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
     """0 = any free one."""
-    device: str = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
     """GPUs of the engines of a machine: numbers of nvidia-smi or UUIDs, as many for each engine as it has ranks; empty = those that the
     learner leaves (docs/devices.md). Engines that are started without ``--config`` take ``TIDEMILL_ENGINE__DEVICES`` instead."""
-    dtype: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info`` have the one in use."""
-    max_running: int = 64
+    max_running: Annotated[Positive, BASIC] = 64
     """Sequences decoded together."""
-    max_context: int = 0
+    max_context: NotNegative = 0
     """Tokens of prompt + response; 0 = the model's limit (max_position_embeddings)."""
-    max_waiting: int = 4096
-    """Responses that may wait besides those that are decoded; a request beyond them gets HTTP 503."""
-    threads: int = 1
+    max_waiting: Positive = 4096
+    """Responses that may wait for decoding; a request beyond them gets HTTP 503."""
+    threads: Positive = 1
     """Torch threads of the decoding process."""
     share_prefix: bool = True
     """Requests that wait together with the same prompt share one prefill."""
-    colocated: bool = False
-    """Derived from ``learner.colocated``: the engine releases its memory for each step. Engines on other machines never do."""
-    routed_experts: bool = False
-    """Derived from ``learner.routing_replay: rollout``: a SGLang server is started with ``--enable-return-routed-experts``."""
+    colocated: Annotated[bool, Derived("learner.colocated"), SkipJsonSchema()] = False
+    """The engine releases its memory for each step. Engines on other machines never do."""
+    routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
+    """A SGLang server is started with ``--enable-return-routed-experts``."""
     sglang: SglangConfig = field(default_factory=SglangConfig)
     """The SGLang server, for ``engine.kind: sglang``."""
 
-    def __post_init__(self) -> None:
-        for name in ("max_running", "max_waiting", "threads"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        if not 0 <= self.port < 65536:
-            raise ValueError(f"port: want 1..65535, or 0 for any free one, got {self.port}")
-        if self.max_context < 0:
-            raise ValueError(f"max_context: want > 0, or 0 for the model's limit, got {self.max_context}")
-        if self.dtype not in ("auto", "float32", "bfloat16"):
-            raise ValueError(f"dtype: want auto, float32 or bfloat16, got {self.dtype!r}")
-        if self.device not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device: want auto, cpu or cuda, got {self.device!r}")
 
-
+@section
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
     """The listener of an actor through which programs of episodes ask the model. Every request needs the key of its episode."""
@@ -112,16 +100,15 @@ class GatewayConfig:
     name. Empty = the model's chat template, and calls of two formats."""
     renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
-    untrained_models: tuple[str, ...] = ()
+    untrained_models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a judge."""
 
     def __post_init__(self) -> None:
         if self.renderer_options and not self.renderer:
             raise ValueError(f"renderer_options: want none without a renderer, got {self.renderer_options!r}")
-        if isinstance(self.untrained_models, str) or not all(isinstance(name, str) and name for name in self.untrained_models):
-            raise ValueError(f"untrained_models: want a list of names, got {self.untrained_models!r}")
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class ScorersConfig:
     """Processes ``tidemill scorer``, which compute the rewards of a run instead of its actors (docs/rewards.md)."""
@@ -133,82 +120,68 @@ class ScorersConfig:
     advertise: str = ""
     """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.enabled, bool):
-            raise ValueError(f"enabled: want true or false, got {self.enabled!r}")
 
-
+@section
 @dataclass(frozen=True, kw_only=True)
 class ActorConfig:
     """The rollout loop."""
 
-    max_samples_in_flight: int = 64
+    max_samples_in_flight: Annotated[Positive, BASIC] = 64
     """Responses an actor has in generation or reward at once; it leases tasks to keep this full."""
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     rollouts: tuple[str, ...] = ()
     """Names of ``rollouts`` that the actor loads, and whose tasks it leases; ``single_turn`` for tasks without one. Empty = all, and single
     turns. For one actor: ``tidemill actor --rollouts a,b``."""
-    reward: str = ""
+    reward: Annotated[str, BASIC] = ""
     """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
-    reward_parts: JsonObject = field(default_factory=dict)
-    """Instead of ``reward``: named rewards, the weighted scores of which are added: ``{NAME: {reward, weight, options, when}}``."""
+    reward_parts: RewardParts = field(default_factory=RewardParts)
+    """Instead of ``reward``: named rewards, whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
     group_reward: str = ""
     """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
     group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
     group_reward_when: JsonObject = field(default_factory=dict)
     """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward. Empty = any."""
-    reward_timeout_s: float = 30.0
+    reward_timeout_s: PositiveFloat = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
-    reward_workers: int = 16
+    reward_workers: Positive = 16
     """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
-    reward_memory_mb: int = 4096
+    reward_memory_mb: NotNegative = 4096
     """Private memory of each of these processes; 0 = no limit."""
     scorers: ScorersConfig = field(default_factory=ScorersConfig)
     """Processes of their own for the rewards."""
-    teachers: JsonObject = field(default_factory=dict)
+    teachers: Teachers = field(default_factory=Teachers)
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
     its samples (docs/distillation.md)."""
-    teacher_top_k: int = 0
-    """Tokens that a teacher lists at each position; derived: ``learner.algorithm.distill_top_k``."""
-    teacher_timeout_s: float = 120.0
+    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill_top_k"), SkipJsonSchema()] = 0
+    """Tokens that a teacher lists at each position."""
+    teacher_timeout_s: PositiveFloat = 120.0
     """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED after them."""
-    teacher_attempts: int = 3
+    teacher_attempts: Positive = 3
     """Failures of a teacher, or answers that are no scores, after which the sample is FAILED."""
-    generate_timeout_s: float = 300.0
+    generate_timeout_s: PositiveFloat = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
     """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the longest is done."""
-    routed_experts: bool = False
-    """Derived from ``learner.routing_replay: rollout``: engines return the experts of each token, which become part of samples."""
-    retries: int = 3
+    routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
+    """Engines return the experts of each token, which become part of samples."""
+    retries: Positive = 3
     """Attempts at one response on any engine before its task is reported as failed."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Where programs of episodes reach the actor."""
     partials: bool = True
     """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first."""
-    drain_finish_s: float = 10.0
+    drain_finish_s: NotNegativeFloat = 10.0
     """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this process."""
 
     def __post_init__(self) -> None:
-        for name in ("max_samples_in_flight", "reward_timeout_s", "generate_timeout_s", "retries", "teacher_timeout_s", "teacher_attempts"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
         if self.reward and self.reward_parts:
             raise ValueError(f"reward_parts: want either reward or reward_parts, got both (reward is {self.reward!r})")
-        read_parts(self.reward_parts)
+        if SCORE in self.reward_parts:
+            raise ValueError(f"reward_parts.{SCORE}: want another name; the sum has this one")
         if self.group_reward_when and not (self.group_reward and (self.reward or self.reward_parts)):
             want = "want group_reward, and reward or reward_parts for the rows that it does not fit"
             raise ValueError(f"group_reward_when: {want}, got {self.group_reward_when!r:.200}")
-        parse_teachers(self.teachers)
-        if self.teacher_top_k < 0:
-            raise ValueError(f"teacher_top_k: want >= 0, got {self.teacher_top_k!r}")
-        if self.reward_workers <= 0:
-            raise ValueError(f"reward_workers: want > 0, got {self.reward_workers!r}")
-        if self.reward_memory_mb < 0:
-            raise ValueError(f"reward_memory_mb: want >= 0, got {self.reward_memory_mb!r}")
-        if self.drain_finish_s < 0:
-            raise ValueError(f"drain_finish_s: want >= 0, got {self.drain_finish_s!r}")

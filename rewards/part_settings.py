@@ -1,27 +1,32 @@
 """Settings of rewards: ``reward_parts``, several of them by name, with weights and conditions; ``by_rollout``. Loads no reward."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
-from tidemill.bus.wire.json_object import JsonMapping
+from pydantic import Field
+from pydantic.json_schema import SkipJsonSchema
+
+from tidemill.bus.section import Sections, section, short
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SCORE = "score"
 BY_ROLLOUT = "by_rollout"
 """``actor.reward`` of a run in which every episode gets its reward from its rollout."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@section
+@dataclass(frozen=True, kw_only=True)
 class RewardPart:
-    """One reward of a sum."""
+    """One reward of a sum, an entry of ``actor.reward_parts``."""
 
-    name: str
+    name: SkipJsonSchema[str] = field(default="", init=False)
     reward: str
     """Name or import path."""
-    weight: float = 1.0
+    weight: Annotated[float, Field(ge=-1e6, le=1e6)] = 1.0
     """Factor of its score in the sum; 0 = it is only recorded."""
-    options: JsonMapping = field(default_factory=dict)
-    when: JsonMapping = field(default_factory=dict)
+    options: JsonObject = field(default_factory=dict)
+    """Passed to the reward."""
+    when: JsonObject = field(default_factory=dict)
     """Metadata that a sample must have for this part to apply; empty = any."""
 
     def applies(self, metadata: JsonMapping) -> bool:
@@ -29,32 +34,10 @@ class RewardPart:
         return fits(self.when, metadata)
 
 
+RewardParts = Sections[Annotated[RewardPart, short("reward", RewardPart)]]
+"""The parts by name; one that is a text alone is the name of its reward."""
+
+
 def fits(when: JsonMapping, metadata: JsonMapping) -> bool:
     """Return whether metadata has every value of a setting ``when``."""
     return all(metadata.get(key) == value for key, value in when.items())
-
-
-def read_parts(values: JsonMapping) -> list[RewardPart]:
-    """Return the parts of the setting ``reward_parts``. Raises ValueError naming the field."""
-    return [_part(name, value) for name, value in values.items()]
-
-
-def _part(name: str, value: Any) -> RewardPart:
-    where = f"reward_parts.{name}"
-    if name == SCORE:
-        raise ValueError(f"{where}: want another name; the sum has this one")
-    if isinstance(value, str):
-        value = {"reward": value}
-    if not isinstance(value, Mapping) or not isinstance(value.get("reward"), str):
-        raise ValueError(f"{where}: want a reward, or a map with reward and, if needed, weight, options and when, got {value!r}")
-    if unknown := sorted(map(str, value.keys() - {"reward", "weight", "options", "when"})):
-        raise ValueError(f"{where}.{unknown[0]}: want one of reward, weight, options and when")
-    weight = value.get("weight", 1.0)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not abs(weight) <= 1e6:
-        raise ValueError(f"{where}.weight: want a number within +-1e6, got {weight!r}")
-    for key in ("options", "when"):
-        if not isinstance(value.get(key, {}), Mapping):
-            raise ValueError(f"{where}.{key}: want a map, got {value[key]!r}")
-    return RewardPart(
-        name=name, reward=value["reward"], weight=float(weight), options=dict(value.get("options", {})), when=dict(value.get("when", {}))
-    )

@@ -19,7 +19,7 @@ _COMPARED: Mapping[str, Callable[[Any, Any], bool]] = {
     "exclusiveMinimum": lambda value, bound: value > bound,
     "exclusiveMaximum": lambda value, bound: value < bound,
 }
-_NOTES = ("$schema", "title", "description", "default")
+_NOTES = ("$schema", "title", "description", "default", "advanced")
 
 
 def errors(value: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[str]:
@@ -49,10 +49,26 @@ def errors(value: Any, schema: Mapping[str, Any], path: str = "") -> Iterator[st
                 for key, one in value.items() if isinstance(value, dict) else ():
                     if key in wanted:
                         yield from errors(one, wanted[key], f"{path}.{key}" if path else key)
+            case "patternProperties":
+                for key, one in value.items() if isinstance(value, dict) else ():
+                    for pattern, entry in wanted.items():
+                        if re.search(pattern, key):
+                            yield from errors(one, entry, f"{path}.{key}")
             case "additionalProperties":
-                assert wanted is False
-                for key in value if isinstance(value, dict) else ():
-                    if key not in schema["properties"]:
+                for key, one in value.items() if isinstance(value, dict) else ():
+                    if key in schema.get("properties", ()):
+                        continue
+                    if wanted is False:
                         yield f"{path}: unknown key {key!r}"
+                    elif wanted is not True:
+                        yield from errors(one, wanted, f"{path}.{key}")
+            case "required":
+                for key in wanted if isinstance(value, dict) else ():
+                    if key not in value:
+                        yield f"{path}: want the key {key!r}"
+            case "minLength" | "maxItems":
+                sized = str if keyword == "minLength" else list
+                if isinstance(value, sized) and (len(value) < wanted if sized is str else len(value) > wanted):
+                    yield f"{path}: want {keyword} {wanted}, got {value!r}"
             case _:
                 assert keyword in _NOTES, f"a keyword that nothing here checks: {keyword}"

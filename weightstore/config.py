@@ -1,6 +1,9 @@
 """Settings of the weight pushes."""
 
 from dataclasses import dataclass
+from typing import Literal
+
+from tidemill.bus.section import NotNegative, Positive, PositiveFloat, section
 
 SMALL_BUCKET, LARGE_BUCKET, SHARED_BUCKET = 64_000_000, 256_000_000, 4_000_000_000
 """Sizes of buckets where none is set. Large ones spare requests on a fast transport; over a network of 100 Mbit/s one
@@ -8,78 +11,59 @@ takes 20 s of the 30 that a phase has. Memory of a GPU that engines read takes n
 copies 4 GB of it in 3 ms."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     """When and how versions reach the engines."""
 
-    push_every: int = 1
+    push_every: Positive = 1
     """Steps between two versions."""
-    transport: str = "broadcast"
-    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies;
-    others: broadcast)."""
-    staging: str = "host"
+    transport: Literal["broadcast", "handles"] = "broadcast"
+    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies; others: broadcast)."""
+    staging: Literal["host", "cuda"] = "host"
     """Memory of the staged copies: host | cuda (two more copies on the learner's GPU; with handles only)."""
-    backend: str = "auto"
-    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal
-    NCCL version (major and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
-    senders_per_stage: int = 0
-    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
-    the stage (its tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal NCCL version (major
+    and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
+    senders_per_stage: NotNegative = 0
+    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of the stage (its
+    tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
     group: str = "pairs"
-    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many)
-    | all."""
-    bucket_bytes: int = 0
-    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000
-    where a learner on a GPU sends over NCCL, else 64,000,000."""
-    phase_deadline_s: float = 30.0
-    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with
-    work on all weights have more: at first a second for each 20 MB, then four times the longest time measured, up to
-    ``load_deadline_s``."""
-    load_deadline_s: float = 600.0
-    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a
-    colocated run. No phase of a push has more, unless ``phase_deadline_s`` is more."""
-    min_engines: int = 0
+    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
+    bucket_bytes: NotNegative = 0
+    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000 where a learner on
+    a GPU sends over NCCL, else 64,000,000."""
+    phase_deadline_s: PositiveFloat = 30.0
+    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with work on all weights
+    have more: at first a second for each 20 MB, then four times the longest time measured, up to ``load_deadline_s``."""
+    load_deadline_s: PositiveFloat = 600.0
+    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run. No
+    phase of a push has more, unless ``phase_deadline_s`` is more."""
+    min_engines: NotNegative = 0
     """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
     """Push from a staging copy while the next step runs (never at max_lag 0)."""
-    snapshot_every: int = 0
+    snapshot_every: NotNegative = 0
     """Write a snapshot of every n-th version (0 = on demand and with checkpoints only)."""
     host: str = "auto"
     """Address on which the learner serves process-group rendezvous and snapshots; auto = the address of its route to
     the bus (a bus on this machine: 127.0.0.1)."""
     advertise: str = ""
     """Host at which engines reach it, if that is not ``host`` (containers, NAT)."""
-    keep_snapshots: int = 2
+    keep_snapshots: Positive = 2
     """Snapshots of versions kept on disk."""
-    verify: str = "first"
-    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) |
-    always | never."""
+    verify: Literal["first", "always", "never"] = "first"
+    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
 
     def __post_init__(self) -> None:
-        for name in ("push_every", "phase_deadline_s", "load_deadline_s", "keep_snapshots"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name}: want > 0, got {getattr(self, name)!r}")
-        for name in ("min_engines", "snapshot_every", "senders_per_stage"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
-        if self.bucket_bytes < 0:
-            raise ValueError(f"bucket_bytes: want > 0, or 0 for a size by the transport, got {self.bucket_bytes!r}")
-        if self.transport not in ("broadcast", "handles"):
-            raise ValueError(f"transport: want broadcast or handles, got {self.transport!r}")
-        if self.staging not in ("host", "cuda"):
-            raise ValueError(f"staging: want host or cuda, got {self.staging!r}")
         if self.staging == "cuda" and self.transport != "handles":
             raise ValueError(f"staging: want host with transport {self.transport}, got 'cuda'")
-        if self.backend not in ("auto", "gloo", "nccl"):
-            raise ValueError(f"backend: want auto, gloo or nccl, got {self.backend!r}")
         if self.group not in ("pairs", "all") and not (self.group.isdecimal() and int(self.group) > 0):
             raise ValueError(f"group: want pairs, all or a number > 0, got {self.group!r}")
-        if self.verify not in ("first", "always", "never"):
-            raise ValueError(f"verify: want first, always or never, got {self.verify!r}")
 
     @property
     def engines_together(self) -> int:
-        """The maximum number of engines in one process group."""
+        """Maximum number of engines of one process group."""
         return {"pairs": 1, "all": 1 << 30}.get(self.group) or int(self.group)
 
     def bucket_size(self, *, on_gpu: bool) -> int:

@@ -4,7 +4,6 @@ Knows the bus, not the work of the process.
 """
 
 import asyncio
-import dataclasses
 import logging
 import os
 import re
@@ -12,13 +11,14 @@ import socket
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import TypeVar, cast
 
 from tidemill.actors.allowed import refuse_foreign
 from tidemill.actors.errors import BadRow
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
 from tidemill.bus.liveness.waiting import Waiting
+from tidemill.bus.section import read
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import LiveRow
@@ -103,20 +103,7 @@ async def config_of_run(
 
 def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
     """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
-    given = config.get(name, {})
-    if not isinstance(given, dict):
-        raise BadRow(f"{name}: want a map of settings, got {given!r}")
-    values = dict(given)
-    known = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            raise BadRow(f"{name}.{key}: unknown setting; known: {sorted(known)}")
-        inner = known[key].default_factory
-        if isinstance(inner, type) and dataclasses.is_dataclass(inner):  # a section of its own
-            values[key] = section({f"{name}.{key}": values[key]}, f"{name}.{key}", inner)
-        elif isinstance(values[key], list):  # JSON has no tuples, which the settings have
-            values[key] = tuple(values[key])
     try:
-        return kind(**values)
-    except (TypeError, ValueError) as error:
-        raise BadRow(f"{name}.{error}") from error
+        return cast(Config, read(kind, config.get(name) or {}, name))
+    except ValueError as error:
+        raise BadRow(str(error)) from error

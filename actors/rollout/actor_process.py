@@ -19,7 +19,7 @@ from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
 from tidemill.actors.rollout.actor import Actor, Scorers
 from tidemill.actors.rollout.single_turn import SingleTurn
-from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts, served
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served
 from tidemill.actors.scoring.opened import open_rewards
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from tidemill.actors.teachers.teachers import Teachers
@@ -27,6 +27,7 @@ from tidemill.bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import LiveRow
@@ -102,7 +103,7 @@ def reach_of_gateway(config: GatewayConfig, bus_url: str) -> Reach:
 def programs_in(found: JsonMapping) -> RolloutPrograms:
     """Return the rollouts of a run's config. Raises BadRow."""
     try:
-        rollouts = parse_rollouts(found.get("rollouts") or {})
+        rollouts = read(Sections[RolloutConfig], found.get("rollouts") or {}, "rollouts")
     except (ValueError, AttributeError) as error:
         raise BadRow(str(error)) from None
     return RolloutPrograms(rollouts=rollouts, model=str((found.get("model") or {}).get("path", "")))

@@ -3,7 +3,10 @@
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from tidemill.bus.section import NotNegative, Positive, PositiveFloat, section
 
+
+@section
 @dataclass(frozen=True, kw_only=True)
 class RouterConfig:
     """One router."""
@@ -24,43 +27,35 @@ class RouterConfig:
     ``tidemill.actors.router.exchange.Middleware``."""
     model: str = ""
     """Directory of the model with the tokenizer and the chat template that the middleware uses."""
-    timeout_s: float = 3600.0
+    timeout_s: PositiveFloat = 3600.0
     """Time limit of a request, from its arrival to the last byte of its answer."""
-    idle_s: float = 600.0
+    idle_s: PositiveFloat = 600.0
     """Time limit between two chunks of an answer, and for a client to accept one."""
-    connect_s: float = 5.0
+    connect_s: PositiveFloat = 5.0
     """Time limit of a connection to an engine."""
-    wait_s: float = 60.0
+    wait_s: PositiveFloat = 60.0
     """Longest wait of a request for an engine that serves."""
-    retries: int = 3
+    retries: NotNegative = 3
     """Further attempts at a request that can be repeated safely, each at another engine if there is one."""
-    health_every_s: float = 1.0
+    health_every_s: PositiveFloat = 1.0
     """Interval of the health checks of an engine."""
-    health_timeout_s: float = 5.0
+    health_timeout_s: PositiveFloat = 5.0
     """Time limit of one health check."""
-    health_failures: int = 3
+    health_failures: Positive = 3
     """Health checks in a row without an answer after which an engine gets no requests until it answers again."""
-    max_sessions: int = 100_000
-    """Most sessions for which the engine is remembered; those unused for longest are evicted first."""
-    max_text: int = 64 << 20
-    """Most characters and tokens of prompts and responses that the token-exact middleware remembers."""
+    max_sessions: Positive = 100_000
+    """Maximum number of sessions for which the engine is remembered; the sessions unused for longest are evicted first."""
+    max_text: Positive = 64 << 20
+    """Maximum number of characters and tokens of prompts and responses that the token-exact middleware remembers."""
     paths: tuple[str, ...] = ()
     """Further paths that are forwarded, for a middleware or an engine with more requests; a part in braces stands for any name."""
-    max_body_bytes: int = 64 << 20
-    """Most bytes of a request's body."""
+    max_body_bytes: Positive = 64 << 20
+    """Maximum size in bytes of a request's body."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout_s", "idle_s", "connect_s", "wait_s", "health_every_s", "health_timeout_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"router.{name}: want > 0, got {getattr(self, name)!r}")
-        for name in ("health_failures", "max_sessions", "max_text", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"router.{name}: want >= 1, got {getattr(self, name)!r}")
-        if self.retries < 0:
-            raise ValueError(f"router.retries: want >= 0, got {self.retries!r}")
         for path in self.paths:
             if not path.startswith("/"):
-                raise ValueError(f"router.paths: want paths that begin with /, got {path!r}")
+                raise ValueError(f"paths: want paths that begin with /, got {path!r}")
         for url in self.workers:
             check_url(url)
 

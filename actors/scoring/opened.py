@@ -4,7 +4,6 @@ from contextlib import AsyncExitStack
 
 from tidemill.actors.config import ActorConfig
 from tidemill.bus.processes.limits import ProcessLimits
-from tidemill.rewards.part_settings import read_parts
 from tidemill.rewards.port import Scorer
 from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 
@@ -17,7 +16,7 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
     limits = ProcessLimits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
     score: Scorer | None = None
     if config.reward_parts:
-        score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
+        score = await stack.enter_async_context(opened_parts([*config.reward_parts.values()], limits))
     elif config.reward or not config.group_reward:
         score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
     group_score: GroupScorer | None = None

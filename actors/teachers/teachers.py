@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import error_of_call
 from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
-from tidemill.actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from tidemill.actors.teacher_settings import TeacherConfig, chosen
 from tidemill.actors.teachers.scores import Scores, request_of, scores_in
 from tidemill.bus.wire.messages import Sample
 from tidemill.weightstore.transport.engine_api import EngineApi
@@ -45,9 +45,9 @@ class Teachers:
     """The teachers of a run. ``score`` any number of samples at once; ``close`` at the end."""
 
     def __init__(self, config: ActorConfig) -> None:
-        self._teachers = parse_teachers(config.teachers)
+        self._teachers = list(config.teachers.values())
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
-        self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.urls}
+        self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.servers}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
 
@@ -56,7 +56,7 @@ class Teachers:
         teacher = chosen(self._teachers, metadata)
         if teacher is None:
             raise TeacherFailed("", f"none applies to a row with metadata {dict(metadata)!r:.200}; add one without when")
-        if not teacher.urls:
+        if not teacher.servers:
             cure = f"start `tidemill teacher {teacher.model}`, and set its address"
             raise TeacherFailed(teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}")
         left = 0
@@ -81,10 +81,10 @@ class Teachers:
         deadline, pause_s, failures = time.monotonic() + self._timeout_s, FIRST_PAUSE_S, 0
         last: dict[str, float] = {}
         while True:
-            url = min(teacher.urls, key=lambda one: (last.get(one, 0.0), self._in_flight[one]))
+            url = min(teacher.servers, key=lambda one: (last.get(one, 0.0), self._in_flight[one]))
             try:
                 left_s = max(deadline - time.monotonic(), LAST_S)
-                each_s = min(left_s, self._timeout_s / min(2, len(teacher.urls)))  # one that hangs leaves time for another
+                each_s = min(left_s, self._timeout_s / min(2, len(teacher.servers)))  # one that hangs leaves time for another
                 return await self._ask(url, tokens, response_length, temperature, timeout_s=each_s)
             except EngineError as error:
                 failures += not isinstance(error, EngineUnavailable)

@@ -200,7 +200,7 @@ def check_data(
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
     rows: list[Row] = []
-    for name, eval_set in config.eval.parsed.items() if config.eval.every else ():
+    for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
         new = eval_set.max_new_tokens or config.sampling.max_new_tokens
         cure = f"fix the file, or the keys of {setting} ({data.path})"

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
+from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, served
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.foreign import described, errors_as
 from tidemill.bus.system.functions import FunctionRefused, check_call, find_function
@@ -23,11 +23,10 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED
 from tidemill.learner.data.buffer_filters import contract_of
-from tidemill.learner.data.filter_settings import read_filters
 from tidemill.learner.data.prompts import Row
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
-from tidemill.rewards.part_settings import BY_ROLLOUT, read_parts
+from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import RewardRequest, Scorer
 from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
 from tidemill.rewards.scorers import opened
@@ -68,7 +67,7 @@ def check_reward(report: Report, config: RunConfig, rows: Sequence[Row], *, here
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
         _check_group(report, config, here=here)
-    for part in read_parts(config.actor.reward_parts):
+    for part in config.actor.reward_parts.values():
         row = next((row for row in scored if part.applies(row.metadata)), None)
         settings = (f"actor.reward_parts.{part.name}", f"actor.reward_parts.{part.name}.options")
         _check_one(report, part.reward, dict(part.options), row, settings=settings, here=here, call=call)
@@ -95,7 +94,7 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
     """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this machine."""
-    rollouts = parse_rollouts(config.rollouts)
+    rollouts = config.rollouts
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
         severity = report.error if here and name in loaded else report.warning
@@ -145,7 +144,7 @@ def _absent(path: str) -> str:
 
 def check_filters(report: Report, config: RunConfig) -> None:
     """Load every filter with its options, as the feeder does."""
-    for chosen in read_filters(config.data.filters):
+    for chosen in config.data.filters.values():
         setting = f"data.filters.{chosen.name}"
         try:
             bind(chosen.use, chosen.options, contract_of(chosen))

@@ -24,7 +24,6 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
-from tidemill.launch.settings.wiring import ENGINES
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
 from tidemill.learner.data.plans import plan_bytes
 from tidemill.learner.errors import StoreFailed
@@ -51,9 +50,6 @@ STORE_ANSWER_S = 20.0
 def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
     """Check that the engine's program exists, and the release of SGLang beside it; ``here``: engines are started on this machine."""
     engine = config.engine
-    if engine.kind not in ENGINES:
-        report.error("engine", report.at("engine.kind"), want=" or ".join(ENGINES), got=engine.kind, cure="there are no others")
-        return
     if engine.kind != "sglang" or engine.sglang.url:
         user = "a server that is running (engine.sglang.url)" if engine.kind == "sglang" else f"engine.kind: {engine.kind}"
         for name in ("arguments", "environment"):
@@ -152,7 +148,7 @@ def _check_plan(report: Report, config: RunConfig, max_payload: int, where: str)
         report.error("bus", where, want=want, got=f"{max_payload}, for a plan of {least} bytes", cure=cure)
         return
     for name, rollout in config.trained_rollouts.items():
-        num_sequences = _most_sequences(rollout.budget)
+        num_sequences = _most_sequences(rollout.limits)
         largest = plan_bytes(groups=groups, samples=samples, sequences=samples * num_sequences, versions=versions)
         if largest > room:
             got = (

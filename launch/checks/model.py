@@ -304,7 +304,7 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     settings = {
         "sampling": config.sampling.stop_token_ids,
-        **{f"eval.sets.{name}": eval_set.stop_token_ids for name, eval_set in config.eval.parsed.items()},
+        **{f"eval.sets.{name}": eval_set.stop_token_ids for name, eval_set in config.eval.sets.items()},
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:

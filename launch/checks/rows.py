@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Mapping
 
-from tidemill.actors.rollout_settings import OF_VERIFIERS, parse_rollouts
+from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.data.prompts import Row
 from tidemill.learner.errors import PromptError
-from tidemill.rewards.part_settings import read_parts
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:
@@ -15,8 +14,8 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
     """
-    tasksets = {name: rollout.taskset for name, rollout in parse_rollouts(config.rollouts).items() if rollout.taskset}
-    parts, recorded = read_parts(config.actor.reward_parts), config.recorded_rollouts
+    tasksets = {name: rollout.taskset for name, rollout in config.rollouts.items() if rollout.taskset}
+    parts, recorded = [*config.actor.reward_parts.values()], config.recorded_rollouts
 
     def check(row: Row) -> None:
         if row.rollout in recorded:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from tidemill.actors.teacher_settings import TeacherConfig, chosen
 from tidemill.bus.system.proxies import direct_opener
 from tidemill.launch.checks.data import Prompts
 from tidemill.launch.checks.findings import Report
@@ -19,12 +19,12 @@ TOKENIZER = "tokenizer.json"
 
 def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
     """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their servers."""
-    teachers = parse_teachers(config.actor.teachers)
+    teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
         where = report.at("actor.teachers")
         if teacher.model:
             _check_directory(report, config, teacher, where, model)
-        for url in teacher.urls if reach and not teacher.model else ():
+        for url in teacher.servers if reach and not teacher.model else ():
             _check_server(report, config, teacher, url, where, model, data)
     row = None if data is None else data.first
     if row is not None and teachers and chosen(teachers, row.metadata) is None:

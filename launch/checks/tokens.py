@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
 from tidemill.actors.errors import NoRenderer, RendererMissing
-from tidemill.actors.rollout_settings import MULTI_TURN, PROGRAM, RolloutConfig, parse_rollouts
+from tidemill.actors.rollout_settings import MULTI_TURN, PROGRAM, RolloutConfig
 from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.rendering import Renderer, config_of
 from tidemill.actors.text.text import Text
@@ -95,9 +95,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
     """
     if model is None or model.directory is None or config.actor.gateway.renderer:
         return
-    rollouts = [
-        (name, rollout) for name, rollout in parse_rollouts(config.rollouts).items() if rollout.use.startswith((MULTI_TURN, PROGRAM))
-    ]
+    rollouts = [(name, rollout) for name, rollout in config.rollouts.items() if rollout.use.startswith((MULTI_TURN, PROGRAM))]
     got = _leaves_out_tools(model.directory, config.data.chat_template_args) if rollouts else ""
     for name, rollout in rollouts if got else ():
         setting, tools = "options.tools", rollout.options.get("tools")
@@ -183,7 +181,7 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
     template_arguments = {
-        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {} for name, eval_set in config.eval.parsed.items()
+        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {} for name, eval_set in config.eval.sets.items()
     }
     for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **template_arguments}.items():
         if rejected := _rejects(renderer, template_args):

@@ -5,8 +5,7 @@ import argparse
 from tidemill.bus import exit_codes
 from tidemill.launch.checks import run as checks
 from tidemill.launch.cli.arguments import add_config
-from tidemill.launch.cli.inputs import loaded_config
-from tidemill.launch.settings.config_loader import render
+from tidemill.launch.cli.inputs import loaded_config, print_checked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -19,8 +18,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the findings of all checks. Returns 0, or 78 when there are errors. Raises SettingsError."""
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     report = checks.check(loaded, checks.Purpose(uses_bus=True, call_reward=args.check_reward))
     for finding in report.findings:
         print(finding)

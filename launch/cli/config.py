@@ -4,8 +4,7 @@ import argparse
 import json
 
 from tidemill.launch.cli.arguments import add_config
-from tidemill.launch.cli.inputs import check_loaded, loaded_config
-from tidemill.launch.settings.config_loader import render
+from tidemill.launch.cli.inputs import check_loaded, loaded_config, print_checked
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("want CONFIG, a YAML file; or --schema, or --reference")
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     if args.memory:
         from tidemill.launch.cli.memory import print_memory
 

@@ -11,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, RolloutConfig
 from tidemill.actors.text.text import Text
 from tidemill.bus.processes.limits import environment
+from tidemill.bus.section import read
 from tidemill.launch.checks.data import tokens_of
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import check_model
@@ -202,7 +203,7 @@ def write_tasks(args: argparse.Namespace) -> int:
         options = json.loads(args.options)
     except ValueError as error:
         raise ValueError(f"--options: want JSON, as in rollouts.NAME.options: {error}") from None
-    parse_rollouts({"taskset": {"use": f"{OF_VERIFIERS}{args.taskset}", "options": options}}, "the arguments' rollouts")
+    read(RolloutConfig, {"use": f"{OF_VERIFIERS}{args.taskset}", "options": options}, "the arguments' rollouts.taskset")
     part = out.with_name(f"{out.name}.part")
     try:
         with part.open("w", encoding="utf-8") as file:

@@ -72,7 +72,6 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
         "eval.stop_after=0",
         f"eval.max_open_tasks={OPEN_TASKS}",
         "learner.colocated=false",
-        "engine.colocated=false",
         "actor.scorers.enabled=false",
         "up.scorers=0",
         'bus.url=""',

@@ -47,6 +47,13 @@ def unprinted_config(args: argparse.Namespace) -> RunConfig | None:
     return loaded.config
 
 
+def print_checked(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Print the configuration, also one that cannot work, then check it. Returns 0. Raises CheckFailed after errors."""
+    print(render(loaded), end="", flush=True)
+    check_loaded(args, loaded)
+    return 0
+
+
 def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "Report":
     """Check the configuration and print warnings to stderr. Returns the report. Raises CheckFailed after errors."""
     from tidemill.launch.checks.run import Purpose, check

@@ -16,6 +16,7 @@ from tidemill.launch.settings.extras import explain
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 COMMANDS: Mapping[str, str] = {
+    "init": "write the files of a new run here: its configuration, with comments, and examples of its data",
     "up": "run everything on this machine, with a live view",
     "config": "check a configuration; with --print-config show every value and where it comes from",
     "check": "check model, data, reward, bus, disk and memory before a run starts",

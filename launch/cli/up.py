@@ -3,8 +3,7 @@
 import argparse
 
 from tidemill.launch.cli.arguments import add_config, add_from_checkpoint
-from tidemill.launch.cli.inputs import check_loaded, loaded_config, with_iteration
-from tidemill.launch.settings.config_loader import render
+from tidemill.launch.cli.inputs import check_loaded, loaded_config, print_checked, with_iteration
 from tidemill.launch.settings.extras import require
 
 
@@ -24,8 +23,7 @@ def run(args: argparse.Namespace) -> int:
     """
     loaded = loaded_config(args)
     if args.print_config:
-        print(render(loaded), end="")
-        return 0
+        return print_checked(args, loaded)
     require("engine", "learner")
     check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     loaded = with_iteration(args, loaded)

@@ -23,6 +23,7 @@ from tidemill.launch.run.supervisor import GaveUp, Supervisor
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.feed.evaluations import EvalPlan, Evaluations
 from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
@@ -39,7 +40,7 @@ async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated
     Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that cannot work,
     PromptError, BusError, TasksFail.
     """
-    write_whole(config.root / CONFIG_FILE, yaml_file.dump(to_map(config)))
+    write_whole(config.root / CONFIG_FILE, yaml_file.dump(recorded(to_map(config))))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
     plan = await asyncio.to_thread(_plan, config)
     try:

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.actors.rollout_settings import parse_rollouts, recorded_in
+from tidemill.actors.rollout_settings import recorded_in
 from tidemill.launch.run.workers import importing
 from tidemill.launch.settings.config_loader import SettingsError
 from tidemill.launch.settings.run_config import RunConfig
@@ -35,7 +35,6 @@ async def run_feeder(
     from tidemill.bus.wire.messages import Sampling
     from tidemill.launch.checks.resume import model_identity
     from tidemill.learner.data.curriculum import CurriculumRules
-    from tidemill.learner.data.filter_settings import read_filters
     from tidemill.learner.feed import feeder, recorded_steps
 
     model, debug = Path(config.model.path), config.debug
@@ -66,10 +65,10 @@ async def run_feeder(
             skip_passes=config.data.skip_passes,
             passes_at=config.data.passes_at,
         ),
-        filters=read_filters(config.data.filters),
+        filters=tuple(config.data.filters.values()),
         budgets=budgets(config, max_context),
         debug=debug,
-        recorded=recorded_in(parse_rollouts(config.rollouts)),
+        recorded=recorded_in(config.rollouts),
     )
 
 
@@ -95,7 +94,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from tidemill.learner.feed.feeder import within
 
-    return {name: within(rollout.budget, max_context) for name, rollout in parse_rollouts(config.rollouts).items() if not rollout.recorded}
+    return {name: within(rollout.limits, max_context) for name, rollout in config.rollouts.items() if not rollout.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -107,7 +106,7 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
     if not chosen.every:
         return EvalPlan()
     sets = []
-    for name, chosen_set in chosen.parsed.items():
+    for name, chosen_set in chosen.sets.items():
         longest = sampling.max_new_tokens if chosen_set.max_new_tokens is None else chosen_set.max_new_tokens
         temperature = sampling.temperature if chosen_set.temperature is None else chosen_set.temperature
         sets.append(
@@ -165,7 +164,7 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
         seed=data.seed,
         recordings=Recordings(
             tokenize,
-            rollouts=recorded_in(parse_rollouts(config.rollouts)),
+            rollouts=recorded_in(config.rollouts),
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,
             chat=data.apply_chat_template,

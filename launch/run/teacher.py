@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from tidemill.actors.teacher_settings import TeacherConfig, parse_teachers
+from tidemill.actors.teacher_settings import TeacherConfig, Teachers
+from tidemill.bus.section import read
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
@@ -49,12 +50,12 @@ def placed(config: RunConfig, ports: ExitStack) -> RunConfig:
 
     A port of an earlier start is used again if it is free.
     """
-    teachers = {teacher.name: _entry(teacher, ports) for teacher in parse_teachers(config.actor.teachers)}
-    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, teachers=teachers))
+    teachers = {teacher.name: _entry(teacher, ports) for teacher in config.actor.teachers.values()}
+    return dataclasses.replace(config, actor=dataclasses.replace(config.actor, teachers=read(Teachers, teachers)))
 
 
 def _entry(teacher: TeacherConfig, ports: ExitStack) -> dict[str, object]:
-    urls: Sequence[str] = teacher.urls
+    urls: Sequence[str] = teacher.servers
     if teacher.model:
         urls = [f"http://{LOOPBACK}:{ports.enter_context(_kept_port(urls)).number}"]
     values: dict[str, object] = {"urls": list(urls), "model": teacher.model, "when": dict(teacher.when)}
@@ -75,9 +76,9 @@ def _kept_port(before: Sequence[str]) -> KeptPort:
 def commands(config: RunConfig) -> dict[str, list[str]]:
     """Return the arguments behind ``python -m tidemill`` of every teacher with a model, by the name of its process."""
     arguments = {}
-    for teacher in parse_teachers(config.actor.teachers):
-        if teacher.model and teacher.urls:
-            port = urlsplit(teacher.urls[0]).port
+    for teacher in config.actor.teachers.values():
+        if teacher.model and teacher.servers:
+            port = urlsplit(teacher.servers[0]).port
             words = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--threads", str(config.engine.threads)]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments

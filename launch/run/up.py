@@ -43,6 +43,7 @@ from tidemill.launch.run.watch import RunWatch
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import Loaded, to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.launch.settings.run_paths import recorded
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
@@ -161,7 +162,7 @@ class Up:
         self._console.print(text, markup=False)
 
     def _write_config(self) -> None:
-        write_whole(self._root / CONFIG_FILE, yaml_file.dump(to_map(self._config)))
+        write_whole(self._root / CONFIG_FILE, yaml_file.dump(recorded(to_map(self._config))))
 
     def _leader(self) -> list[str]:
         """Return the arguments of the learner's leader: this machine's part of a learner on several."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.actors.rollout_settings import parse_rollouts
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
 from tidemill.launch.settings.run_config import RunConfig
@@ -216,7 +215,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     actor, bus, rollouts = None, None, None
     if config is not None:
         actor, bus = config.actor, config.bus
-        rollouts = RolloutPrograms(rollouts=parse_rollouts(config.rollouts), model=config.model.path)
+        rollouts = RolloutPrograms(rollouts=config.rollouts, model=config.model.path)
     await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 

@@ -1,15 +1,18 @@
 """Relative paths in the configuration of a run (``config.yaml`` in its directory), read from another working directory than the run's own.
 
 The run's working directory follows from the file: ``/home/me/runs/digits/config.yaml`` with ``directory: runs/digits`` has ``/home/me``.
-It is not recorded, so that a project can be moved. With an absolute ``directory`` it is not known, and paths stay as they are.
+It is not recorded, so that a project can be moved. With an absolute ``directory`` it does not follow, and relative paths are recorded as
+absolute ones.
 """
 
+import copy
 import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.source import SLICE
 
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),
@@ -20,7 +23,8 @@ PATHS = (
         "learner.algorithm.kl.reference",
         "learner.checkpoint.store",
     ),
-    *("bus.auth_dir", "bus.tls_cert", "bus.tls_key", "bus.tls_ca", "actor.teachers.*.model", "engine.sglang.log", "engine.sglang.python"),
+    *("bus.auth_dir", "bus.tls_cert", "bus.tls_key", "bus.tls_ca", "actor.teachers.*.model", "engine.sglang.log"),
+    *("engine.sglang.python", "rollouts.*.python"),
     *("debug.save_rollout", "debug.load_rollout", "debug.save_train", "debug.dump_modules.path", "debug.dump_modules.prompts"),
 )
 """Settings that may be paths; a value that is none (``python:module:function``, a URL) does not exist as a file, and stays as it is."""
@@ -36,12 +40,26 @@ def set_base(values: JsonObject, file: Path) -> None:
     if not parts or directory.is_absolute() or there.parts[-len(parts) :] != parts:
         return
     base = Path(*there.parts[: -len(parts)])
-    if base == Path.cwd():
-        return
+    if base != Path.cwd():
+        _make_absolute(values, base)
+
+
+def recorded(values: JsonObject) -> JsonObject:
+    """Return a copy of a configuration for the file in its run's directory, which may be read from any working directory."""
+    result = copy.deepcopy(values)
+    if Path(str(values["directory"])).is_absolute():
+        _make_absolute(result, Path.cwd())
+    return result
+
+
+def _make_absolute(values: JsonObject, base: Path) -> None:
+    """Put ``base`` before the settings that are relative paths of files there."""
     for holder, name, setting in list(_texts(values, "")):
-        path = Path(str(holder[name]))
+        text = str(holder[name])
+        sliced = SLICE.fullmatch(text)
+        path = Path(sliced["path"] if sliced else text)
         if any(fnmatchcase(setting, pattern) for pattern in PATHS) and not path.is_absolute() and (base / path).exists():
-            holder[name] = str(base / path)
+            holder[name] = str(base / text)
 
 
 def _texts(values: JsonObject, above: str) -> Iterator[tuple[JsonObject, str, str]]:

@@ -1,6 +1,5 @@
 """YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one SettingsError of one line."""
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from typing import Any
 import yaml
 
 from tidemill.bus import exit_codes
+from tidemill.bus.section import shown
 from tidemill.launch.settings.run_paths import set_base
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
-SHOWN_CHARACTERS = 120
-"""Most characters of a value in a message."""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -108,15 +106,6 @@ def dump(values: object, *, flow: bool = False) -> str:
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
-def shown(value: object) -> str:
-    """Return a value in YAML notation, shortened."""
-    try:
-        text = repr(value) if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
-    except (ValueError, TypeError):
-        text = str(value)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
-
-
 def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, dict[str, Written]]:
     written: dict[str, Written] = {}
     try:
@@ -163,7 +152,7 @@ class _Recorder:
         line = node.start_mark.line + 1
         key_line = self._written.get(path, Written(line)).line
         self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
-        if any(node is one for one in above):
+        if any(node is outer for outer in above):
             raise SettingsError(f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out")
         if self._nodes > MOST_NODES:
             raise SettingsError(f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?")

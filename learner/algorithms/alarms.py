@@ -7,7 +7,9 @@ Thresholds marked "practice" are our judgement.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
+
+from tidemill.bus.section import Positive, section
 
 MIN_TOKENS = 256
 """With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped minibatches are checked."""
@@ -19,24 +21,19 @@ MIN_SPREAD = 0.1
 """Standard deviation of mu's probabilities below which their correlation is not meaningful."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class AlarmConfig:
     """Action when a diagnostic passes its threshold (docs/metrics.md)."""
 
-    action: str = "warn"
+    action: Literal["off", "warn", "stop"] = "warn"
     """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that train nothing end it."""
-    patience: int = 3
+    patience: Positive = 3
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()
     """Names of alarms to ignore."""
     thresholds: dict[str, Any] = field(default_factory=dict)
     """Alarm -> [warn, error] in place of the defaults."""
-
-    def __post_init__(self) -> None:
-        if self.action not in ("off", "warn", "stop"):
-            raise ValueError(f"action: want off, warn or stop, got {self.action!r}")
-        if self.patience < 1:
-            raise ValueError(f"patience: want >= 1, got {self.patience}")
 
 
 @dataclass(frozen=True, slots=True)

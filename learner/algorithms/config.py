@@ -4,11 +4,13 @@
 the result. Formulas, sources and recommendations: ``docs/algorithms.md``.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Literal
 
+from pydantic import AfterValidator, Field
+
+from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, Share, refusal, section
 from tidemill.learner.algorithms.alarms import AlarmConfig
 from tidemill.learner.algorithms.choices import (
     ADVANTAGES,
@@ -26,133 +28,145 @@ from tidemill.learner.algorithms.kl_settings import KLConfig
 from tidemill.learner.algorithms.presets import DEFAULTS, PRESETS
 from tidemill.learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
+MAX_LISTED = 1024
+"""Maximum number of tokens that a teacher may list at each position."""
 
+
+def _factor(weight: float) -> float:
+    if not weight:
+        raise refusal("a number other than 0")
+    return weight
+
+
+@section
 @dataclass(frozen=True, kw_only=True)
 class AlgorithmConfig:
     """Advantages, loss, correction, divergence."""
 
-    correction: str = "decoupled"
+    correction: Annotated[Annotated[str, OneOf(tuple(PRESETS))], BASIC] = "decoupled"
     """A preset: none | naive | bypass | tis | aipo | decoupled | a3po | mis | icepop | seq_tis | seq_mis | geo_mask | kpop | opsm | m2po |
     m2po_harmful | cispo | gspo | gspo_token | luspo | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo |
     dro | sft."""
     train_without_correction: bool = False
     """Needed to train asynchronously on data that nothing corrects (none, naive)."""
 
-    advantage: str = "grpo"
+    advantage: Annotated[Annotated[str, OneOf((*ADVANTAGES, *RUNNING, *BY_CRITIC), by_path=True)], BASIC] = "grpo"
     """grpo | grpo_no_std (Dr. GRPO) | batch_std | rloo | reinforce | reinforce_pp | reinforce_pp_baseline | opo | maxrl |
     pass_at_k | gdpo | rae; with a critic gae | vtrace; or module:function."""
-    gamma: float = 1.0
+    gamma: Share = 1.0
     """Discount from a trainable token to the next (gae, vtrace, reinforce, reinforce_pp)."""
-    lam: float = 1.0
+    lam: Share = 1.0
     """GAE's lambda, from 0 (one step ahead) to 1 (the whole return); with vtrace a factor of its traces."""
-    vtrace_rho: float = 1.0
+    vtrace_rho: PositiveFloat = 1.0
     """vtrace: upper bound of the weight of a temporal difference; it decides which policy's values the critic learns."""
-    vtrace_c: float = 1.0
+    vtrace_c: PositiveFloat = 1.0
     """vtrace: upper bound of the weight with which later differences reach earlier tokens; <= vtrace_rho."""
-    pass_k: int = 2
+    pass_k: Positive = 2
     """k of ``pass_at_k``; at most the samples of a group."""
-    rae_decay: float = 0.95
-    """rae: share of a role's baseline that stays when one reward of the role has been added to it."""
+    rae_decay: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """rae: share of a role's baseline that stays when one reward of the role has been added to it; at 1 it
+    would never move."""
     rae_role: str = ""
     """rae: key of the samples' metadata with the role, each of which has a baseline of its own; empty = one baseline for all samples."""
-    gdpo_weights: dict[str, Any] = field(default_factory=dict)
+    gdpo_weights: dict[str, Annotated[float, AfterValidator(_factor)]] = field(default_factory=dict)
     """Weight of each reward part in ``gdpo``, by name; parts without one are ignored. Empty = 1 for every part."""
     whiten: bool | None = None
     """Advantages to mean 0 and variance 1 over the trainable tokens of the step; None = as the estimator wants it."""
-    overlong_buffer: int = 0
+    overlong_buffer: NotNegative = 0
     """Responses that end within so many tokens of max_new_tokens lose reward, linearly, up to overlong_penalty; 0 = off."""
-    overlong_penalty: float = 1.0
+    overlong_penalty: NotNegativeFloat = 1.0
     """Reward that a response of ``max_new_tokens`` loses."""
     mask_truncated: bool = False
     """Do not train responses that ran into their length limit; their rewards still count in the baseline of their group."""
-    sft_coef: float = 0.0
+    sft_coef: NotNegativeFloat = 0.0
     """Coefficient of the cross-entropy of demonstrations (recorded responses without log-probs) beside another loss; 0 = none
     (docs/sft.md)."""
-    distill_coef: float = 0.0
+    distill_coef: NotNegativeFloat = 0.0
     """On-policy distillation: adds coef (log pi_teacher - log pi) to each token's advantage, or coef times a KL of the teacher's top-k
     tokens to the loss (``distill_loss``)."""
-    distill_teacher: str = "reference"
+    distill_teacher: Literal["reference", "engine"] = "reference"
     """The teacher: reference (``kl.reference``, a model of the trained one's architecture) | engine (the scores in the samples, from one
     of ``actor.teachers``); derived: engine where there are ``actor.teachers``."""
-    distill_loss: str = "token"
+    distill_loss: Literal["token", "forward_kl", "reverse_kl"] = "token"
     """token (the sampled token alone, as an advantage) | forward_kl, reverse_kl (of the teacher's ``distill_top_k`` tokens and the rest,
     as a loss)."""
-    distill_top_k: int = 0
+    distill_top_k: Annotated[int, Field(ge=0, le=MAX_LISTED)] = 0
     """Most probable tokens of the teacher at each position, for forward_kl and reverse_kl."""
 
-    loss: str | None = None
+    loss: Annotated[str, OneOf(LOSSES, by_path=True)] | None = None
     """ppo | reinforce | cispo | gspo | gspo_token | gmpo | clip_cov | kl_cov | topr | sapo | vespo | dppo_tv | dppo_kl | ipo | dro |
     sft, or module:function."""
-    anchor: str | None = None
+    anchor: Literal["proximal", "rollout", "none"] | None = None
     """Policy that the loss compares with: proximal (three policies) | rollout (two) | none."""
-    proximal: str | None = None
+    proximal: Literal["recompute", "loglinear"] | None = None
     """recompute (a forward pass under the weights the step starts from, or those last published) | loglinear (none: A-3PO)."""
-    clip_low: float | None = None
+    clip_low: NotNegativeFloat | None = None
     """Trust region 1 - clip_low .. 1 + clip_high (dppo_tv, ipo: of the probability; dppo_kl: of the binary KL; gmpo: of the
     log-ratio, nats; cispo: of the weight, 1 = no lower bound)."""
-    clip_high: float | None = None
+    clip_high: NotNegativeFloat | None = None
     """Upper half of the trust region; see ``clip_low``."""
-    clip_dual: float = 0.0
+    clip_dual: NotNegativeFloat = 0.0
     """Upper bound of the ratio where the advantage is negative; 0 = none, else > 1."""
-    sapo_tau_positive: float = 1.0
+    sapo_tau_positive: PositiveFloat = 1.0
     """Temperature of SAPO's gate for positive advantages."""
-    sapo_tau_negative: float = 1.05
+    sapo_tau_negative: PositiveFloat = 1.05
     """Temperature of SAPO's gate for negative advantages."""
-    dppo_penalty: float | None = None
+    dppo_penalty: NotNegativeFloat | None = None
     """Coefficient of the squared log-ratio (dppo_tv, dppo_kl, ipo)."""
-    dppo_ratio_cap: float = 0.0
+    dppo_ratio_cap: NotNegativeFloat = 0.0
     """Largest ratio that multiplies the gradient (dppo_tv, dppo_kl, ipo); 0 = none, else >= 1."""
-    cov_share: float = 0.0002
+    cov_share: Annotated[float, Field(gt=0, le=1)] = 0.0002
     """Share of the tokens, at least one, whose gradient clip_cov drops (drawn) or which kl_cov holds back (largest covariance)."""
-    clip_cov_low: float = 1.0
+    clip_cov_low: NotNegativeFloat = 1.0
     """clip_cov draws from tokens with a covariance (A - mean A) (log pi - mean log pi) of clip_cov_low .. clip_cov_high."""
     clip_cov_high: float = 5.0
     """Upper bound of that covariance; see ``clip_cov_low``."""
-    kl_cov_coef: float = 1.0
-    """Coefficient of the absolute log-ratio of kl_cov's tokens."""
-    dro_tau: float = 0.1
-    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat."""
+    kl_cov_coef: PositiveFloat = 1.0
+    """Coefficient of the absolute log-ratio of kl_cov's tokens; at 0 nothing would hold the policy to its data."""
+    dro_tau: PositiveFloat = 0.1
+    """Weight of the squared log-ratio of a response in DRO, in units of the advantage per nat; at 0 nothing would correct
+    for old data."""
 
-    weight: str | None = None
+    weight: Annotated[str, OneOf(("none", "token", "sequence", "geometric", "prefix"), by_path=True)] | None = None
     """Importance weight: none | token | sequence | geometric | prefix, or module:function; of pi_proximal / mu where the anchor is
     proximal, else pi / mu."""
-    weight_action: str | None = None
+    weight_action: Literal["clip", "truncate", "mask"] | None = None
     """Outside weight_low .. weight_high: clip | truncate (the upper bound alone) | mask (0)."""
-    weight_low: float | None = None
+    weight_low: NotNegativeFloat | None = None
     """Lower bound of the importance weight; see ``weight_action``."""
-    weight_high: float | None = None
+    weight_high: NotNegativeFloat | None = None
     """Upper bound of the importance weight; 0 = no bound."""
     self_normalise: bool = False
     """Divide the weights by their mean over the update on all ranks."""
 
     reject: tuple[str, ...] | None = None
     """Rules "METRIC SPAN HIGH" or "k1 SPAN LOW HIGH" with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function."""
-    veto: float = 0.0
+    veto: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Reject a sample with a token whose ratio is below this (1e-4), which is below 1; 0 = off."""
-    binary_kl_limit: float | None = None
+    binary_kl_limit: NotNegativeFloat | None = None
     """Largest binary KL of a token (KPop); 0 = off."""
-    opsm_threshold: float | None = None
+    opsm_threshold: NotNegativeFloat | None = None
     """Off-policy sequence masking of negative samples; 0 = off."""
-    m2_limit: float | None = None
+    m2_limit: NotNegativeFloat | None = None
     """Largest mean of the squared log-ratio (M2PO, 0.04); 0 = off."""
-    m2_tokens: str | None = None
+    m2_tokens: Literal["all", "harmful"] | None = None
     """Tokens that m2_limit counts and rejects: all | harmful (A > 0 and ratio > 1, or both below: the update moves them away from mu)."""
-    m2_keep_low: float | None = None
+    m2_keep_low: NotNegativeFloat | None = None
     """Tokens with a ratio of m2_keep_low .. m2_keep_high are not rejected by m2_limit; both 0 = no such range."""
-    m2_keep_high: float | None = None
+    m2_keep_high: NotNegativeFloat | None = None
     """Upper bound of that range; see ``m2_keep_low``."""
 
-    top_entropy: float = 1.0
-    """Share of the trainable tokens, those of the highest entropy, that the policy loss trains; 1 = all."""
+    top_entropy: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Share of the trainable tokens that the policy loss trains, the tokens of highest entropy; 1 = all."""
 
-    aggregation: str | None = None
+    aggregation: Annotated[str, OneOf(AGGREGATIONS, by_path=True)] | None = None
     """token_mean | seq_mean_token_mean | seq_mean_token_sum | prompt_mean | token_sum |
     constant (sum / (samples x loss_constant): Dr. GRPO), or module:function."""
-    loss_constant: float = 0.0
+    loss_constant: NotNegativeFloat = 0.0
     """Divisor of ``aggregation: constant``; 0 = max_new_tokens."""
-    entropy_coef: float = 0.0
+    entropy_coef: NotNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the loss, with ``entropy_target`` the first one; 0 = none."""
-    entropy_target: float = 0.0
+    entropy_target: NotNegativeFloat = 0.0
     """> 0: mean entropy per token, nats, below which the coefficient grows; above it there is no bonus, and the coefficient falls."""
     entropy_delta: float = 0.005
     """Change of the coefficient in a step, with ``entropy_target``."""
@@ -160,7 +174,7 @@ class AlgorithmConfig:
     """Largest coefficient, with ``entropy_target``."""
     ess_lr: bool = False
     """Learning rate times ``sqrt(min(1, share / ess_lr_base))``, share = effective sample share of the sequence weights (VCPO)."""
-    ess_lr_base: float = 1.0
+    ess_lr_base: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Effective sample share from which on ``ess_lr`` leaves the learning rate as it is, such as the share on fresh data."""
     kl: KLConfig = field(default_factory=KLConfig)
     """Divergence from a reference model."""
@@ -168,9 +182,6 @@ class AlgorithmConfig:
     """Alarms on diagnostics."""
 
     def __post_init__(self) -> None:
-        if self.correction not in PRESETS:
-            raise ValueError(f"correction: want {' | '.join(PRESETS)}, got {self.correction!r}")
-        _refuse_negative(self)
         _refuse_ignored_bounds(self)
         _refuse_foreign_range(self)
         for name, value in {**DEFAULTS, **PRESETS[self.correction]}.items():
@@ -196,7 +207,7 @@ class AlgorithmConfig:
 
     @property
     def by_constant(self) -> bool:
-        """True if a loss is divided by the most tokens that a sample may have sampled."""
+        """True if a loss is divided by the maximum number of sampled tokens of a sample."""
         return self.aggregation == "constant" and not self.loss_constant
 
     @property
@@ -255,27 +266,6 @@ class AlgorithmConfig:
         return self.coupled or (self.anchor == "proximal" and self.proximal == "recompute" and moved)
 
 
-_CHOICES: Mapping[str, tuple[str, ...]] = {
-    "anchor": ("proximal", "rollout", "none"),
-    "proximal": ("recompute", "loglinear"),
-    "weight": ("none", "token", "sequence", "geometric", "prefix"),
-    "weight_action": ("clip", "truncate", "mask"),
-    "m2_tokens": ("all", "harmful"),
-    "distill_teacher": ("reference", "engine"),
-    "distill_loss": ("token", "forward_kl", "reverse_kl"),
-    "aggregation": AGGREGATIONS,
-}
-_BY_PATH = ("weight", "aggregation")
-"""Choices that may also be the import path of a function."""
-_NOT_NEGATIVE = (
-    *("clip_low", "clip_high", "clip_dual", "weight_low", "weight_high", "veto", "binary_kl_limit", "opsm_threshold", "m2_limit"),
-    *("m2_keep_low", "m2_keep_high"),
-    *("loss_constant", "overlong_buffer", "overlong_penalty", "dppo_penalty", "dppo_ratio_cap", "distill_coef", "entropy_coef"),
-    "entropy_target",
-    "sft_coef",
-    "rae_decay",
-    "clip_cov_low",
-)
 _DPPO = ("dppo_tv", "dppo_kl", "ipo")
 _OF_LOSS: Mapping[str, tuple[str, ...]] = {
     "dppo_ratio_cap": _DPPO,
@@ -297,8 +287,6 @@ _OF_ADVANTAGE: Mapping[str, tuple[str, ...]] = {
     "rae_role": RUNNING,
 }
 """Settings that only some of the built-in estimators use."""
-MOST_LISTED = 1024
-"""Most tokens that a teacher may list at each position."""
 _OF_ADVANTAGES = ("advantage", "whiten", "overlong_buffer", "distill_coef")
 """Settings that sft ignores, because it has no advantages."""
 
@@ -324,8 +312,8 @@ def _refuse_ignored_bounds(config: AlgorithmConfig) -> None:
     """Raise ValueError for bounds that the configuration itself sets and nothing reads: of a clip range, or of importance weights."""
     preset = {**DEFAULTS, **PRESETS[config.correction]}
     loss, weight = (config.loss or str(preset["loss"])), (config.weight or str(preset["weight"]))
-    own = ":" in loss
-    unread = (*(() if own or loss in _RANGES else ("clip_low", "clip_high")), *(() if own or loss in _DPPO else ("dppo_penalty",)))
+    is_own = ":" in loss
+    unread = (*(() if is_own or loss in _RANGES else ("clip_low", "clip_high")), *(() if is_own or loss in _DPPO else ("dppo_penalty",)))
     for name in (*unread, *(("weight_action", "weight_low", "weight_high") if weight == "none" else ())):
         value = getattr(config, name)
         if value not in (None, 0, preset[name]):
@@ -338,14 +326,14 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
     if config.clip_low is not None and config.clip_high is not None:
         return
     preset = PRESETS[config.correction]
-    own, loss = str(preset["loss"]), config.loss or str(preset["loss"])
-    if own not in _RANGES or loss not in _RANGES:
+    preset_loss, loss = str(preset["loss"]), config.loss or str(preset["loss"])
+    if preset_loss not in _RANGES or loss not in _RANGES:
         return
     got = f"{preset['clip_low']}, {preset['clip_high']}"
-    if _RANGES[own] != _RANGES[loss]:
+    if _RANGES[preset_loss] != _RANGES[loss]:
         raise ValueError(
             f"clip_low, clip_high: want both set with loss: {loss} on correction: {config.correction}, "
-            f"whose range {got} is {_RANGES[own]}, not {_RANGES[loss]}; or take correction: {loss}"
+            f"whose range {got} is {_RANGES[preset_loss]}, not {_RANGES[loss]}; or take correction: {loss}"
         )
     if loss in ("gspo", "gspo_token") and config.anchor == "rollout":
         raise ValueError(
@@ -356,68 +344,19 @@ def _refuse_foreign_range(config: AlgorithmConfig) -> None:
 
 def _refuse(config: AlgorithmConfig) -> None:
     """Raise ValueError for an invalid value, and for values that contradict each other, with the reason."""
-    _refuse_names(config)
     _refuse_numbers(config)
     config.rejects  # noqa: B018  # parsed for its errors
     _refuse_ignored(config)
     _refuse_contradictions(config)
 
 
-def _refuse_names(config: AlgorithmConfig) -> None:
-    for name, choices in _CHOICES.items():
-        by_path = name in _BY_PATH
-        if getattr(config, name) not in choices and not (by_path and ":" in getattr(config, name)):
-            raise ValueError(f"{name}: want {' | '.join(choices)}{' or module:function' * by_path}, got {getattr(config, name)!r}")
-    for name, choices in (("loss", LOSSES), ("advantage", (*ADVANTAGES, *RUNNING, *BY_CRITIC))):
-        value = getattr(config, name)
-        if value not in choices and ":" not in value:
-            raise ValueError(f"{name}: want {' | '.join(choices)} or module:function, got {value!r}")
-
-
-def _refuse_negative(config: AlgorithmConfig) -> None:
-    for name in _NOT_NEGATIVE:
-        if (value := getattr(config, name)) is not None and value < 0:
-            raise ValueError(f"{name}: want >= 0, got {value!r}")
-
-
 def _refuse_numbers(config: AlgorithmConfig) -> None:
-    for name in ("sapo_tau_positive", "sapo_tau_negative"):
-        if getattr(config, name) <= 0:
-            raise ValueError(f"{name}: want > 0 (a temperature: the loss divides by it), got {getattr(config, name)!r}")
-    for name, weight in config.gdpo_weights.items():
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight) or not weight:
-            raise ValueError(f"gdpo_weights.{name}: want a number other than 0, got {weight!r}")
-    for name in ("gamma", "lam"):
-        if not 0 <= getattr(config, name) <= 1:
-            raise ValueError(f"{name}: want 0..1, got {getattr(config, name)!r}")
-    for name in ("vtrace_rho", "vtrace_c"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
     if config.vtrace_c > config.vtrace_rho:
         raise ValueError(f"vtrace_c: want <= vtrace_rho = {config.vtrace_rho!r} (else there is no fixed point), got {config.vtrace_c!r}")
-    if config.rae_decay >= 1:
-        raise ValueError(f"rae_decay: want < 1 (at 1 the baseline would never move), got {config.rae_decay!r}")
-    if config.pass_k < 1:
-        raise ValueError(f"pass_k: want >= 1, got {config.pass_k!r}")
-    for name in ("cov_share", "top_entropy"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name}: want > 0, got {getattr(config, name)!r}")
-        if getattr(config, name) > 1:
-            raise ValueError(f"{name}: want <= 1 (a share of the tokens), got {getattr(config, name)!r}")
     if not config.clip_cov_low < config.clip_cov_high:
         raise ValueError(f"clip_cov_low: want < clip_cov_high = {config.clip_cov_high!r}, got {config.clip_cov_low!r}")
-    if config.dro_tau <= 0:
-        raise ValueError(f"dro_tau: want > 0 (at 0 nothing corrects for old data), got {config.dro_tau!r}")
-    if config.kl_cov_coef <= 0:
-        raise ValueError(f"kl_cov_coef: want > 0 (at 0 nothing holds the policy to its data), got {config.kl_cov_coef!r}")
     if 0 < config.dppo_ratio_cap < 1:
         raise ValueError(f"dppo_ratio_cap: want >= 1 (the ratio of fresh data), or 0, got {config.dppo_ratio_cap!r}")
-    if config.veto >= 1:
-        raise ValueError(f"veto: want < 1, such as 1e-4 (fresh data has ratio 1 and would be rejected), or 0, got {config.veto!r}")
-    if config.ess_lr_base <= 0:
-        raise ValueError(f"ess_lr_base: want > 0, got {config.ess_lr_base!r}")
-    if config.ess_lr_base > 1:
-        raise ValueError(f"ess_lr_base: want <= 1 (a share of the samples), got {config.ess_lr_base!r}")
 
 
 def _refuse_ignored(config: AlgorithmConfig) -> None:
@@ -456,8 +395,8 @@ def _refuse_ignored(config: AlgorithmConfig) -> None:
         )
     if config.distill_loss != "token" and not config.distill_coef:
         raise ValueError(f"distill_loss: nothing reads it without distill_coef > 0; want token, or that, got {config.distill_loss}")
-    if (config.distill_loss == "token") != (config.distill_top_k == 0) or not 0 <= config.distill_top_k <= MOST_LISTED:
-        want = "0 with distill_loss: token" if config.distill_loss == "token" else f"1 to {MOST_LISTED} with {config.distill_loss}"
+    if (config.distill_loss == "token") != (config.distill_top_k == 0):
+        want = "0 with distill_loss: token" if config.distill_loss == "token" else f"1 to {MAX_LISTED} with {config.distill_loss}"
         raise ValueError(f"distill_top_k: want {want}, got {config.distill_top_k!r}")
     for name in ("reference", "reference_every", "reference_ema"):
         if getattr(config.kl, name) and not config.needs_reference:

@@ -10,7 +10,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import chat_tools
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling
-from tidemill.learner.data.config import MOST_LETTERS, MOST_STOPS
+from tidemill.learner.data.config import MAX_LETTERS, MAX_STOPS
 from tidemill.learner.data.formats import kind_of, refuse_unsendable, value_at
 from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.source import rollout_named
@@ -69,10 +69,10 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
     if longest is not None and not _whole(longest, at_least=1):
         raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
     stop, ids = _listed(said.get("stop")), _listed(said.get("stop_token_ids"))
-    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in stop)):
-        raise PromptError(where, f"at most {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
-    if ids is not None and not (len(ids) <= MOST_STOPS and all(_whole(one, at_least=0) for one in ids)):
-        raise PromptError(where, f"at most {MOST_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
+    if stop is not None and not (len(stop) <= MAX_STOPS and all(isinstance(one, str) and 0 < len(one) <= MAX_LETTERS for one in stop)):
+        raise PromptError(where, f"at most {MAX_STOPS} texts of 1 to {MAX_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
+    if ids is not None and not (len(ids) <= MAX_STOPS and all(_whole(one, at_least=0) for one in ids)):
+        raise PromptError(where, f"at most {MAX_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
     return RowSampling(
         temperature=None if temperature is None else float(temperature), max_new_tokens=longest, stop=stop, stop_token_ids=ids
     )
@@ -95,7 +95,7 @@ def reward_in(values: Mapping[str, object], key: str, *, where: str) -> str:
     found = value_at(values, key, where=where, setting="data.reward_key") if key else None
     if found is None:
         return ""
-    if not isinstance(found, str) or not 0 < len(found) <= MOST_LETTERS:
+    if not isinstance(found, str) or not 0 < len(found) <= MAX_LETTERS:
         raise PromptError(where, f"the name of a reward, or null, in {key!r}", repr(found)[:80])
     refuse_unsendable(found, where=where, key=key)
     return found

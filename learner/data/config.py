@@ -1,41 +1,48 @@
 """Settings of the section ``data``: files and columns of prompts, templates, the curriculum and filters."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Annotated
 
+from pydantic import AfterValidator, Field, Strict
+
+from tidemill.bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.template_args import OF_TEMPLATE
 from tidemill.learner.data.bad_rows import POLICIES, SKIP
-from tidemill.learner.data.filter_settings import read_filters
-from tidemill.learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from tidemill.learner.data.filter_settings import Filters
+from tidemill.learner.data.source import Source, SourceConfig, rollout_named
 
-MOST_STOPS = 16
-"""Most strings, and most tokens, at which a response ends."""
-MOST_LETTERS = 200
-"""Longest name of a reward, and longest of these strings."""
-
-
-def refuse_stops(stop: Sequence[object] | None, stop_token_ids: Sequence[object] | None) -> None:
-    """Raise ValueError for settings that no engine takes: too many stops, empty or long texts, ids that are none."""
-    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in stop)):
-        raise ValueError(f"stop: want at most {MOST_STOPS} strings of 1 to {MOST_LETTERS} letters, got {list(stop)!r}")
-    ids = stop_token_ids or ()
-    if len(ids) > MOST_STOPS or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
-        raise ValueError(f"stop_token_ids: want at most {MOST_STOPS} token ids >= 0, got {list(ids)!r}")
+MAX_STOPS = 16
+"""Maximum number of strings, and of tokens, at which a response ends."""
+MAX_LETTERS = 200
+"""Maximum length of a reward's name, and of these strings."""
 
 
+def _stops(texts: tuple[str, ...]) -> tuple[str, ...]:
+    if len(texts) > MAX_STOPS or not all(0 < len(text) <= MAX_LETTERS for text in texts):
+        raise refusal(f"at most {MAX_STOPS} strings of 1 to {MAX_LETTERS} letters")
+    return texts
+
+
+Stops = Annotated[tuple[str, ...], Strict(False), AfterValidator(_stops)]
+"""Strings at which a response ends, as many and as long as engines take."""
+StopTokens = Annotated[tuple[NotNegative, ...], Strict(False), Field(max_length=MAX_STOPS)]
+
+
+@section
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Where prompts come from."""
 
-    path: str = ""
+    path: Annotated[str, BASIC] = ""
     """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
     ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
-    sources: JsonObject = field(default_factory=dict)
+    sources: ShortNamed[SourceConfig] = field(default_factory=ShortNamed)
     """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
     prompt_key: str = "prompt"
     """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
-    label_key: str = "label"
+    label_key: Annotated[str, BASIC] = "label"
     """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
     """Column with a map that travels with the sample and reaches the reward; empty = none."""
@@ -55,7 +62,7 @@ class DataConfig:
     responses_key: str = ""
     """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
     messages, and those of the assistant are the response."""
-    apply_chat_template: bool = False
+    apply_chat_template: Annotated[bool, BASIC] = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
     """Text with ``{prompt}`` put around every text prompt; empty = as it is."""
@@ -63,84 +70,75 @@ class DataConfig:
     """System message before prompts that begin with none; makes chat messages of text prompts. Empty = none."""
     chat_template_args: JsonObject = field(default_factory=dict)
     """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
-    bad_rows: str = SKIP
+    bad_rows: Annotated[str, OneOf(POLICIES)] = SKIP
     """Rows that cannot be used (unreadable, a column missing, rejected by the chat template, too long): ``skip`` = leave them out, counted
     and named; ``refuse`` = end with the first one, before the run begins. If no row can be used, the run ends with both."""
-    max_prompt_tokens: int = 0
+    max_prompt_tokens: NotNegative = 0
     """Longer prompts are bad rows; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
     """Shuffle the prompts anew for each pass; false = the order of the file."""
-    skip_easy: float = 0.0
+    skip_easy: Share = 0.0
     """Leave a prompt out of the next passes when this share of its samples or more passed; 0 = never (docs/data.md)."""
-    skip_hard: float = -1.0
+    skip_hard: Annotated[float, Field(lt=1)] = -1.0
     """Leave a prompt out of the next passes when this share of its samples or fewer passed; negative = never."""
-    skip_passes: int = 3
+    skip_passes: Positive = 3
     """Passes for which such a prompt is left out; then it is asked again."""
     passes_at: float = 1.0
     """A sample passes with at least this score, for ``skip_easy`` and ``skip_hard``."""
     seed: int = 0
     """Seed of the order of prompts; derived from ``seed`` of the run."""
 
-    filters: JsonObject = field(default_factory=dict)
+    filters: Filters = field(default_factory=Filters)
     """Functions that drop groups, mask samples or order them: ``{NAME: {use, options, ...}}`` (docs/filters.md)."""
 
     def __post_init__(self) -> None:
-        read_filters(self.filters)
         if self.path and self.sources:
             raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
         if taken := OF_TEMPLATE & self.chat_template_args.keys():
             raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
         for source in self.chosen:
             Source.at(source.path)
-        if self.bad_rows not in POLICIES:
-            raise ValueError(f"bad_rows: want {' or '.join(POLICIES)}, got {self.bad_rows!r}")
-        if self.max_prompt_tokens < 0:
-            raise ValueError(f"max_prompt_tokens: want > 0, or 0 for what the model leaves, got {self.max_prompt_tokens}")
-        if not 0 <= self.skip_easy <= 1:
-            raise ValueError(f"skip_easy: want 0..1, got {self.skip_easy!r}")
-        if not self.skip_hard < 1 or (self.skip_easy and self.skip_hard >= self.skip_easy):
-            raise ValueError(f"skip_hard: want < 1, and < skip_easy if that is set, got {self.skip_hard!r}")
-        if self.skip_passes < 1:
-            raise ValueError(f"skip_passes: want >= 1, got {self.skip_passes}")
+        if self.skip_easy and self.skip_hard >= self.skip_easy:
+            raise ValueError(f"skip_hard: want < skip_easy = {self.skip_easy!r}, got {self.skip_hard!r}")
 
     @property
     def chosen(self) -> tuple[SourceConfig, ...]:
         """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names the setting."""
-        return tuple(parse_sources(self.sources).values()) or ((SourceConfig(path=self.path),) if self.path else ())
+        return tuple(self.sources.values()) or ((SourceConfig(path=self.path),) if self.path else ())
 
     @property
     def used(self) -> list[Source]:
-        """The sources with their own settings or those of this section. Raises ValueError."""
-        return [self._source(one) for one in self.chosen]
+        """The sources, each with its own settings or the settings of this section. Raises ValueError."""
+        return [self._source(source) for source in self.chosen]
 
     @property
     def names_rewards(self) -> bool:
         """True if rows or sources may name a reward."""
-        return any(one.reward or one.reward_key for one in self.used)
+        return any(source.reward or source.reward_key for source in self.used)
 
     def rollouts(self, known: Collection[str]) -> set[str]:
         """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
-        named = {rollout_named(name) for name in (self.rollout, *(one.rollout for one in self.used))}
-        columns = self.rollout_key or any(one.rollout_key for one in self.used)
+        named = {rollout_named(name) for name in (self.rollout, *(source.rollout for source in self.used))}
+        columns = self.rollout_key or any(source.rollout_key for source in self.used)
         return (named | set(known) if columns else named) - {""}
 
     @property
     def single_turns(self) -> bool:
         """True if rows may be answered by one call, without a program."""
-        names = [one.rollout for one in self.used] or [self.rollout]
-        return not all(map(rollout_named, names)) or any(one.rollout_key for one in self.used)
+        names = [source.rollout for source in self.used] or [self.rollout]
+        return not all(map(rollout_named, names)) or any(source.rollout_key for source in self.used)
 
     @property
     def limits_rows(self) -> bool:
         """True if rows may have settings of sampling of their own."""
-        return any(one.sampling_key for one in self.used)
+        return any(source.sampling_key for source in self.used)
 
-    def _source(self, one: SourceConfig) -> Source:
-        def own(name: str) -> str:
-            value: str | None = getattr(one, name)
+    def _source(self, source: SourceConfig) -> Source:
+        def setting_of(name: str) -> str:
+            value: str | None = getattr(source, name)
             return str(getattr(self, name)) if value is None else value
 
-        keys = (own("prompt_key"), own("label_key"), own("metadata_key"))
+        keys = (setting_of("prompt_key"), setting_of("label_key"), setting_of("metadata_key"))
         names = (
             "template",
             "system_prompt",
@@ -152,4 +150,4 @@ class DataConfig:
             "rollout_key",
             "responses_key",
         )
-        return Source.at(one.path, weight=one.weight, keys=keys, **{name: own(name) for name in names})
+        return Source.at(source.path, weight=source.weight, keys=keys, **{name: setting_of(name) for name in names})

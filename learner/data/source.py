@@ -1,20 +1,19 @@
 """Settings of one source of prompts: its path, slice, weight and columns. Reads no file."""
 
-import difflib
-import math
 import re
 import typing
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
 
 from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.section import PositiveFloat, section
 from tidemill.learner.errors import PromptError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")
 BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")
-NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
-"""Names of sources: they are part of settings and messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +49,11 @@ class Source:
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
         """Return the source for a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError for a wrong slice."""
-        found = SLICE.fullmatch(path)
-        if found is None:
+        sliced = SLICE.fullmatch(path)
+        if sliced is None:
             return cls(path=Path(path), **values)
-        bounds = [_bound(path, found[name]) for name in ("start", "stop")]
-        return cls(path=Path(found["path"]), start=bounds[0], stop=bounds[1], **values)
+        bounds = [_bound(path, sliced[name]) for name in ("start", "stop")]
+        return cls(path=Path(sliced["path"]), start=bounds[0], stop=bounds[1], **values)
 
     @property
     def plain(self) -> bool:
@@ -67,60 +66,42 @@ class Source:
         return f"{self.path}@[{'' if self.start is None else self.start}:{'' if self.stop is None else self.stop}]"
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class SourceConfig:
     """One entry of ``data.sources``. A field that is None is as in ``data``."""
 
-    path: str
-    weight: float = 1.0
+    path: Annotated[str, Field(min_length=1)]
+    """File or directory of prompts, as in ``data.path``."""
+    weight: PositiveFloat = 1.0
+    """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
     prompt_key: str | None = None
+    """Overrides ``data.prompt_key`` for this source."""
     label_key: str | None = None
+    """Overrides ``data.label_key`` for this source."""
     metadata_key: str | None = None
+    """Overrides ``data.metadata_key`` for this source."""
     template: str | None = None
+    """Overrides ``data.template`` for this source."""
     system_prompt: str | None = None
+    """Overrides ``data.system_prompt`` for this source."""
     reward: str | None = None
+    """Overrides ``data.reward`` for this source."""
     reward_key: str | None = None
+    """Overrides ``data.reward_key`` for this source."""
     sampling_key: str | None = None
+    """Overrides ``data.sampling_key`` for this source."""
     tools_key: str | None = None
+    """Overrides ``data.tools_key`` for this source."""
     rollout: str | None = None
+    """Overrides ``data.rollout`` for this source."""
     rollout_key: str | None = None
+    """Overrides ``data.rollout_key`` for this source."""
     responses_key: str | None = None
+    """Overrides ``data.responses_key`` for this source."""
 
     def __post_init__(self) -> None:
-        if not self.path:
-            raise ValueError("path: want a file or directory of prompts, got nothing")
-        if not 0 < self.weight < math.inf:
-            raise ValueError(f"weight: want > 0, got {self.weight!r}; remove a source that is not used")
         Source.at(self.path)
-
-
-def parse_sources(sources: Mapping[str, object]) -> dict[str, SourceConfig]:
-    """Return the entries of ``data.sources`` in their order. Raises ValueError that names the setting."""
-    return {name: _parsed(name, values) for name, values in sources.items()}
-
-
-def _parsed(name: object, values: object) -> SourceConfig:
-    where = f"sources.{name}"
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ValueError(f"sources: want names of 1 to 40 of A-Z a-z 0-9 _ -, got {name!r}")
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where}: want a map with at least path, got {values!r}")
-    known = {one.name for one in fields(SourceConfig)}
-    for key, value in values.items():
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1)
-            raise ValueError(
-                f"{where}.{key}: no such setting; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(known))}")
-            )
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (number if key == "weight" else isinstance(value, str)):
-            raise ValueError(f"{where}.{key}: want {'a number' if key == 'weight' else 'text'}, got {value!r}")
-    if "path" not in values:
-        raise ValueError(f"{where}.path: want a file or directory of prompts, got nothing")
-    try:
-        return SourceConfig(**values)
-    except ValueError as bad:
-        raise ValueError(f"{where}.{bad}") from None
 
 
 def rollout_named(name: str) -> str:
@@ -129,7 +110,7 @@ def rollout_named(name: str) -> str:
 
 
 def _bound(path: str, text: str) -> int | None:
-    found = BOUND.fullmatch(text)
-    if found is None:
+    bound = BOUND.fullmatch(text)
+    if bound is None:
         raise PromptError(path, "a slice path@[a:b] of whole numbers, either of which may be left out", f"{text!r} in it")
-    return None if found[1] is None else int(found[1])
+    return None if bound[1] is None else int(bound[1])

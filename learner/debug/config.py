@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from tidemill.bus.section import NotNegative, section
 from tidemill.bus.system.files import write_whole
 
 DIRECTORY = "debug"
@@ -69,12 +70,13 @@ def take_request(root: Path, num_ranks: int) -> ProfileRequest | None:
     return request
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class DumpModulesConfig:
     """Dump of the learner's activations for fixed prompts (docs/debugging.md)."""
 
-    step: int = 0
-    """The dump is made with the weights that this step starts from (1 = those of the model directory); 0 = no dump."""
+    step: NotNegative = 0
+    """The dump is made with the weights that this step starts from (1 = the weights of the model directory); 0 = no dump."""
     prompts: str = ""
     """File of prompts: one JSON list of token ids per line, or a map with ``tokens``."""
     names: str = "*"
@@ -83,18 +85,17 @@ class DumpModulesConfig:
     """File to write; empty = ``debug/modules.safetensors`` in the run's directory."""
 
     def __post_init__(self) -> None:
-        if self.step < 0:
-            raise ValueError(f"step: want >= 0, got {self.step}")
         if self.step and not self.prompts:
             raise ValueError(f"prompts: want a file of prompts with step: {self.step}, got none")
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
     """Debugging modes: generation without a learner, training on recorded batches, and dumps (docs/debugging.md)."""
 
     rollout_only: bool = False
-    """Run engines and actors for ``learner.steps`` steps without training: the weights stay those of ``model.path``."""
+    """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in ``model.path``."""
     train_only: bool = False
     """Train without engines and actors, on the batches of ``load_rollout``, which implies it."""
     save_rollout: str = ""
@@ -137,12 +138,12 @@ def refuse_places(name: str, template: str, *, required: Collection[str] = (), a
     """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is accepted."""
     if not template:
         return
-    known = [*required, *(one for one in allowed if one not in required)]
-    want = " and ".join(f"{{{one}}}" for one in known) or "no placeholder"
+    known = [*required, *(place for place in allowed if place not in required)]
+    want = " and ".join(f"{{{place}}}" for place in known) or "no placeholder"
     try:
-        found = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
+        places = {field for _, field, _, _ in string.Formatter().parse(template) if field is not None}
         template.format(**dict.fromkeys(known, 0))
     except (ValueError, KeyError, IndexError, AttributeError, TypeError):
         raise ValueError(f"{name}: want a file name with {want}, got {template!r}; write other braces twice") from None
-    if missing := [one for one in required if one not in found]:
+    if missing := [place for place in required if place not in places]:
         raise ValueError(f"{name}: want {want} in the file name, got {template!r}: {{{missing[0]}}} is missing")

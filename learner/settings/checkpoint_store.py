@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from tidemill.bus.section import Positive, section
+
 LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")
 """Protocols for directories of the machine itself."""
@@ -15,6 +17,7 @@ _SECRET = re.compile(r"(?i)((?:AccountKey|Signature|Token)=)[^\s;&'\"]+")
 _QUERY = re.compile(r"(\w://[^\s?'\"]*)\?[^\s'\"]*")
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
@@ -22,7 +25,7 @@ class CheckpointConfig:
     store: str = LOCAL
     """`local`, each node's files on its own disk; `shared`, one directory for all nodes (the same with one node); or the URL of an object
     store, such as `s3://bucket/path`, to which the files on the disks are uploaded, and from which nodes without them resume."""
-    copies: int = 2
+    copies: Positive = 2
     """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
     background: bool = True
     """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy is kept."""
@@ -30,8 +33,6 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if self.store not in (LOCAL, SHARED):
             refuse_url(self.store)
-        if self.copies < 1:
-            raise ValueError(f"copies: want >= 1, got {self.copies}")
         if self.url and self.copies != 2:
             want = "2 with a URL as store, where each file is on the disk of the node that wrote it and in the store"
             raise ValueError(f"copies: want {want}, got {self.copies}")

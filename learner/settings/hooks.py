@@ -1,25 +1,35 @@
 """Settings of the section ``learner.hooks``: functions of users that the ranks call within a step."""
 
 from dataclasses import dataclass, fields
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from tidemill.bus.section import IMPORT_PATH, refusal, section
 
 
+def _checked(path: str) -> str:
+    module, colon, function = path.partition(":")
+    if path and not (module and colon and function):
+        raise refusal(IMPORT_PATH)
+    return path
+
+
+Hook = Annotated[str, AfterValidator(_checked)]
+
+
+@section
 @dataclass(frozen=True, kw_only=True)
 class HooksConfig:
     """Functions by import path that every rank calls within a step (docs/extending.md)."""
 
-    before_log_probs: str = ""
+    before_log_probs: Hook = ""
     """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient (of the proximal policy, of the reference);
     empty = none."""
-    before_step: str = ""
+    before_step: Hook = ""
     """module:function of a ``BeforeStep``, before each optimizer step of the policy; empty = none."""
-
-    def __post_init__(self) -> None:
-        for name, path in self.given.items():
-            module, colon, function = path.partition(":")
-            if not (module and colon and function):
-                raise ValueError(f"{name}: want module:function, got {path!r}")
 
     @property
     def given(self) -> dict[str, str]:
         """Import paths by setting, of the hooks that are set."""
-        return {one.name: path for one in fields(self) if (path := getattr(self, one.name))}
+        return {field.name: path for field in fields(self) if (path := getattr(self, field.name))}

@@ -7,7 +7,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
+from tidemill.bus.section import NotNegative, OneOf, PositiveFloat, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.learner.errors import ConfigRefused
 
@@ -31,28 +33,23 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
 """Fields of adapter_config.json that change the model, at other values, in ways that the learner does not compute."""
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
     """Low-rank adapters on frozen weights (LoRA): only they are trained (docs/lora.md)."""
 
-    rank: int = 0
+    rank: NotNegative = 0
     """Rank of each adapter; 0 = no adapters: all weights are trained."""
-    alpha: float = 32.0
+    alpha: PositiveFloat = 32.0
     """The product of an adapter's two matrices is scaled by alpha / rank."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rank-stabilised LoRA)."""
-    targets: tuple[str, ...] = TARGETS
+    targets: tuple[Annotated[str, OneOf(TARGETS)], ...] = TARGETS
     """Layers with adapters, by the last part of their Hugging Face names."""
     adapter: str = ""
     """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those here."""
 
     def __post_init__(self) -> None:
-        if self.rank < 0:
-            raise ValueError(f"rank: want >= 0, got {self.rank}")
-        if not self.alpha > 0:
-            raise ValueError(f"alpha: want > 0, got {self.alpha!r}")
-        if unknown := [name for name in self.targets if name not in TARGETS]:
-            raise ValueError(f"targets: want names of {', '.join(TARGETS)}, got {unknown[0]!r}")
         if not self.targets or len(set(self.targets)) != len(self.targets):
             raise ValueError(f"targets: want at least one name, each once, got {list(self.targets)!r}")
         if self.adapter and not self.rank:
@@ -87,25 +84,25 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
         return []
     path = Path(config.adapter) / CONFIG
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        adapter = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         return [ConfigRefused("learner.lora.adapter", "a directory with PEFT's adapter_config.json", f"{path}: {error}")]
-    if not isinstance(found, dict) or str(found.get("peft_type", "")).upper() != "LORA":
-        kind = found.get("peft_type") if isinstance(found, dict) else found
+    if not isinstance(adapter, dict) or str(adapter.get("peft_type", "")).upper() != "LORA":
+        kind = adapter.get("peft_type") if isinstance(adapter, dict) else adapter
         return [ConfigRefused(f"{path}: peft_type", "LORA", kind)]
     if not (path.parent / WEIGHTS).is_file():
         return [ConfigRefused("learner.lora.adapter", f"a directory with {WEIGHTS}", str(path.parent))]
     refused = [
-        ConfigRefused(f"{path}: {name}", f"{plain[0]!r}, or no such field", found[name])
+        ConfigRefused(f"{path}: {name}", f"{plain[0]!r}, or no such field", adapter[name])
         for name, plain in _PLAIN.items()
-        if name in found and found[name] not in plain
+        if name in adapter and adapter[name] not in plain
     ]
-    targets = found.get("target_modules")
-    named = sorted(str(one).rpartition(".")[2] for one in targets) if isinstance(targets, list) else targets
+    targets = adapter.get("target_modules")
+    named = sorted(str(target).rpartition(".")[2] for target in targets) if isinstance(targets, list) else targets
     same: Mapping[str, tuple[object, object]] = {
-        "rank": (found.get("r"), config.rank),
-        "alpha": (found.get("lora_alpha"), config.alpha),
-        "rslora": (bool(found.get("use_rslora")), config.rslora),
+        "rank": (adapter.get("r"), config.rank),
+        "alpha": (adapter.get("lora_alpha"), config.alpha),
+        "rslora": (bool(adapter.get("use_rslora")), config.rslora),
         "targets": (named, sorted(config.targets)),
     }
     return refused + [

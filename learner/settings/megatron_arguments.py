@@ -138,17 +138,17 @@ def refuse_untried(arguments: JsonMapping) -> None:
 
 def refusals(arguments: JsonMapping) -> list[ConfigRefused]:
     """Return an error for each argument that the installed Megatron does not have, that is not tried, or that has another type."""
-    known, found = annotations(), []
+    known, refused = annotations(), []
     for name, value in arguments.items():
         if name not in known:
             near = get_close_matches(name, known, 1)
             meant = f" (did you mean {near[0]}?)" if near else ""
-            found.append(ConfigRefused(f"learner.megatron.{name}", f"an argument of Megatron's TransformerConfig{meant}", name))
+            refused.append(ConfigRefused(f"learner.megatron.{name}", f"an argument of Megatron's TransformerConfig{meant}", name))
         elif name not in TRIED:
-            found.append(ConfigRefused(f"learner.megatron.{name}", f"an argument with a known effect ({', '.join(TRIED)})", value))
+            refused.append(ConfigRefused(f"learner.megatron.{name}", f"an argument with a known effect ({', '.join(TRIED)})", value))
         elif not _fits(known[name], value):
-            found.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {known[name]}", value))
-    return found
+            refused.append(ConfigRefused(f"learner.megatron.{name}", f"a value of type {known[name]}", value))
+    return refused
 
 
 @functools.cache
@@ -161,15 +161,15 @@ def annotations() -> Mapping[str, str]:
         for root in roots:
             if (root / file).exists():
                 body = ast.parse((root / file).read_text(encoding="utf-8")).body
-                owners = [one for one in body if isinstance(one, ast.ClassDef) and one.name in classes]
+                owners = [statement for statement in body if isinstance(statement, ast.ClassDef) and statement.name in classes]
                 found |= {name: kind for owner in owners for name, kind in _fields(owner)}
     return found
 
 
 def _fields(owner: ast.ClassDef) -> Iterator[tuple[str, str]]:
-    for one in owner.body:
-        if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name):
-            yield one.target.id, ast.unparse(one.annotation)
+    for statement in owner.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, ast.unparse(statement.annotation)
 
 
 def _fits(annotation: str, value: Any) -> bool:

@@ -4,88 +4,65 @@ import math
 import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from tidemill.bus.section import BASIC, NotNegative, NotNegativeFloat, OneOf, Positive, PositiveFloat, section
 
 FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""
 DECAYS = ("constant", *FALLING, "inverse_sqrt")
 OPTIMIZERS = ("adamw", "adam", "sgd")
+MUON = {"muon": " (Megatron's Muon needs the package emerging-optimizers, which this learner does not use, and no distributed optimizer)"}
 
 
+@section
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer: AdamW, Adam or SGD."""
 
-    name: str = "adamw"
+    name: Annotated[str, OneOf(OPTIMIZERS, refused=MUON)] = "adamw"
     """adamw | adam (weight decay is added to the gradient) | sgd (with ``momentum``)."""
-    lr: float = 1e-6
+    lr: Annotated[PositiveFloat, BASIC] = 1e-6
     """Peak learning rate."""
-    warmup_steps: int = 0
+    warmup_steps: NotNegative = 0
     """Steps of linear warm-up from 0."""
-    lr_decay: str = "constant"
+    lr_decay: Annotated[str, OneOf(DECAYS)] = "constant"
     """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after the warm-up)."""
-    lr_decay_steps: int = 0
+    lr_decay_steps: NotNegative = 0
     """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = those of the run."""
-    warmup_tokens: int = 0
+    warmup_tokens: NotNegative = 0
     """Trained tokens of linear warm-up, in a schedule by tokens."""
-    lr_decay_tokens: int = 0
+    lr_decay_tokens: NotNegative = 0
     """Trained tokens behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps."""
-    wsd_share: float = 0.2
+    wsd_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of the steps, or tokens, in which ``wsd`` decays."""
-    min_lr: float = 0.0
+    min_lr: NotNegativeFloat = 0.0
     """Learning rate behind the decay, which the last step of a run does not reach; the least one of ``inverse_sqrt``."""
-    beta1: float = 0.9
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Adam's decay of the first moment."""
-    beta2: float = 0.98
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
     """Adam's decay of the second moment."""
-    eps: float = 1e-8
+    eps: PositiveFloat = 1e-8
     """Adam's term in the denominator."""
-    momentum: float = 0.9
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of ``sgd``."""
-    weight_decay: float = 0.0
+    weight_decay: NotNegativeFloat = 0.0
     """Weight decay of matrices; norms and biases have none."""
-    clip_grad: float = 1.0
+    clip_grad: NotNegativeFloat = 1.0
     """Largest norm of the gradient; a larger one is scaled down to it. 0 = any."""
     freeze: tuple[str, ...] = ()
     """Regular expressions, searched in Hugging Face names: weights that are not trained (docs/lora.md)."""
-    reset_at: tuple[int, ...] = ()
+    reset_at: tuple[Positive, ...] = ()
     """Steps before which the optimizer's state is set to 0, such as those with a new reference or new data."""
 
     def __post_init__(self) -> None:
-        if self.lr <= 0:
-            raise ValueError(f"lr: want > 0, got {self.lr!r}")
-        if self.name == "muon":
-            raise ValueError(
-                "name: want adamw, adam or sgd, got 'muon': Megatron's Muon needs the package emerging-optimizers, which this learner does "
-                "not use, and takes no distributed optimizer"
-            )
-        for name, choices in (("name", OPTIMIZERS), ("lr_decay", DECAYS)):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name}: want {', '.join(choices[:-1])} or {choices[-1]}, got {getattr(self, name)!r}")
-        for name in ("beta1", "beta2"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
-            if not getattr(self, name) < 1:
-                raise ValueError(f"{name}: want < 1, got {getattr(self, name)!r}")
-        if not self.eps > 0:
-            raise ValueError(f"eps: want > 0, got {self.eps!r}")
-        if self.min_lr < 0:
-            raise ValueError(f"min_lr: want >= 0, got {self.min_lr!r}")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: want <= lr = {self.lr:g}, got {self.min_lr!r}")
-        for name in ("warmup_steps", "lr_decay_steps", "warmup_tokens", "lr_decay_tokens", "momentum", "weight_decay", "clip_grad"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"{name}: want >= 0, got {getattr(self, name)!r}")
         if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:
             raise ValueError(f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}")
         self._refuse_mixed()
-        if not self.momentum < 1:
-            raise ValueError(f"momentum: want < 1, got {self.momentum!r}")
-        if not self.wsd_share > 0:
-            raise ValueError(f"wsd_share: want > 0, got {self.wsd_share!r}")
-        if self.wsd_share > 1:
-            raise ValueError(f"wsd_share: want <= 1, got {self.wsd_share!r}")
-        if any(step < 1 for step in self.reset_at):
-            raise ValueError(f"reset_at: want steps >= 1, got {list(self.reset_at)}")
         for pattern in self.freeze:
             try:
                 re.compile(pattern)
@@ -140,7 +117,7 @@ def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: tuple[
 
 
 def frozen_names(patterns: Iterable[str], names: Sequence[str]) -> set[str]:
-    """Return those of the Hugging Face names in which a pattern is found."""
+    """Return the Hugging Face names in which a pattern is found."""
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
 
 

@@ -1,4 +1,4 @@
-"""Settings that decide the result of an optimizer step: a step that is executed again has those of its first execution. Loads no torch.
+"""Settings that decide the result of an optimizer step: a repeated step has the settings of its first execution. Loads no torch.
 
 Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings`` between two steps.
 The others are built into the models, so another value of one is refused until the steps recorded with it are in a checkpoint.
@@ -7,10 +7,10 @@ The others are built into the models, so another value of one is refused until t
 import dataclasses
 import json
 import typing
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
+from tidemill.bus import section
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.errors import ConfigRefused
@@ -25,12 +25,12 @@ BUILT_IN = (
 """Settings below ``learner`` that no rank can change between two steps, and ``weights.push_every``."""
 MODELS = {"by_critic": "a critic", "needs_reference": "a reference model", "may_need_metadata": "the metadata of samples"}
 """Needs of an algorithm that are decided when a rank starts."""
-_Kind = typing.TypeVar("_Kind")
 
 
+@section.section
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """The settings of one step that can differ from those of the next."""
+    """The settings that can differ from step to step."""
 
     steps: int
     """``learner.steps``, at which the learning rate's decay ends."""
@@ -41,13 +41,14 @@ class StepSettings:
 
     @classmethod
     def of(cls, learner: LearnerConfig) -> "StepSettings":
-        """Return those of a configuration."""
+        """Return the settings of a configuration."""
         return cls(**{field.name: getattr(learner, field.name) for field in dataclasses.fields(cls)})
 
     @classmethod
     def read(cls, record: JsonMapping) -> "StepSettings":
-        """Return those of a record."""
-        return _read(cls, {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)})
+        """Return the settings of a record."""
+        values = {field.name: record["learner"][field.name] for field in dataclasses.fields(cls)}
+        return typing.cast(StepSettings, section.read(cls, values, "learner"))
 
     @property
     def turn_gamma(self) -> float | None:
@@ -77,15 +78,3 @@ def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
 
 def _at(record: JsonMapping, path: str) -> object:
     return reduce(lambda values, name: values[name], path.split("."), record)
-
-
-def _read(kind: type[_Kind], values: Mapping[str, typing.Any]) -> _Kind:
-    """Return a dataclass of the plain values of ``asdict``, with those of nested ones."""
-    kinds = typing.get_type_hints(kind)
-    return kind(**{name: _value(kinds[name], value) for name, value in values.items()})
-
-
-def _value(kind: typing.Any, value: typing.Any) -> typing.Any:
-    if dataclasses.is_dataclass(kind):
-        return _read(typing.cast(type, kind), value)
-    return tuple(value) if isinstance(value, list) else value

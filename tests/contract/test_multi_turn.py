@@ -21,7 +21,8 @@ from tidemill.actors.episodes.children import ChildBounds, Children
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
 from tidemill.actors.episodes.programs.sum_game import SumGame
-from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.actors.rollout_settings import RolloutConfig
+from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Sample, Status
@@ -377,7 +378,13 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 def test_it_is_a_rollout_by_name() -> None:
-    assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
-    assert parse_rollouts({"a": {"use": "multi_turn", "python": "/usr/bin/python3"}})["a"].python == "/usr/bin/python3"
+    assert (
+        read(Sections[RolloutConfig], {"a": {"use": "multi_turn"}}, "rollouts")["a"].program
+        == "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
+    )
+    assert (
+        read(Sections[RolloutConfig], {"a": {"use": "multi_turn", "python": "/usr/bin/python3"}}, "rollouts")["a"].python
+        == "/usr/bin/python3"
+    )
     with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"):
-        parse_rollouts({"a": {"use": "multiturn"}})
+        read(Sections[RolloutConfig], {"a": {"use": "multiturn"}}, "rollouts")

@@ -20,7 +20,8 @@ from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
 from tidemill.actors.episodes.programs.slime_generate import Sample, Slime
-from tidemill.actors.rollout_settings import SLIME, parse_rollouts
+from tidemill.actors.rollout_settings import SLIME, RolloutConfig
+from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.codec import check_sample
 
 HERE = "tests.slime_functions"
@@ -79,7 +80,7 @@ async def test_a_function_that_fails_fails_the_episode(model_dir: Path, name: st
 
 
 async def test_it_runs_in_a_child_and_what_is_no_generate_function_is_refused_at_the_start() -> None:
-    found = parse_rollouts({"a": {"use": f"slime:{HERE}:by_text"}})["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": f"slime:{HERE}:by_text"}}, "rollouts")["a"]
     assert (found.program, found.module, found.arguments("models/m")) == (SLIME, HERE, {"generate": f"{HERE}:by_text"})
     async with Children(found.program, options=found.arguments("")) as children:
         await children.load()
@@ -97,7 +98,7 @@ async def test_an_interpreter_that_has_nothing_of_ours(model_dir: Path, tmp_path
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'functions'}:{Path(aiohttp.__file__).parents[1]}")
-    found = parse_rollouts({"a": {"use": "slime:of_slime:by_ids", "python": str(python)}})["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": "slime:of_slime:by_ids", "python": str(python)}}, "rollouts")["a"]
     options = {**found.arguments(""), "args": {"hf_checkpoint": str(model_dir)}}
     async with Children(found.program, options=options, python=found.python) as children:
         await children.load()

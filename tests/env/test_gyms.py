@@ -15,7 +15,8 @@ from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.children import ChildBounds, Children
 from tidemill.actors.episodes.port import ProgramFailed
 from tidemill.actors.episodes.rollouts import ProgramRollout
-from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.actors.rollout_settings import RolloutConfig
+from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Sample, Status
 
@@ -48,7 +49,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 async def playing(python: str, model_dir: Path, environment: str, options: Any, **more: Any) -> AsyncIterator[ProgramRollout]:
     """Give the rollout of an environment, with one child."""
     asked = {"environment": environment, "environment_options": options, "max_tokens": 8, **more}  # moves, which are whole
-    config = parse_rollouts({"it": {"use": "multi_turn", "options": asked, "python": python}})["it"]
+    config = read(Sections[RolloutConfig], {"it": {"use": "multi_turn", "options": asked, "python": python}}, "rollouts")["it"]
 
     async def none(client: object) -> None:
         raise AssertionError("no program of this process is played")

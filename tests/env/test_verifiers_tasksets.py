@@ -24,7 +24,8 @@ from tidemill.actors.engines.responses import GenerationFailed
 from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
 from tidemill.actors.episodes.rollouts import ProgramRollout
-from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.actors.rollout_settings import RolloutConfig
+from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Sample, Status
@@ -56,7 +57,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @asynccontextmanager
 async def playing(python: str, model_dir: Path, name: str, /, **options: Any) -> AsyncIterator[tuple[ProgramRollout, Any]]:
     """Give the rollout of a taskset, and the model's own address for comparisons."""
-    config = parse_rollouts({"it": {"use": f"verifiers:{name}", "options": options, "python": python}})["it"]
+    config = read(Sections[RolloutConfig], {"it": {"use": f"verifiers:{name}", "options": options, "python": python}}, "rollouts")["it"]
 
     async def none(client: object) -> None:
         raise AssertionError("no program of this process is played")
@@ -214,7 +215,7 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     model = f"http://127.0.0.1:{runner.addresses[0][1]}/e/k/v1"
-    config = parse_rollouts({"it": {"use": "verifiers:verifiers_ask", "python": python}})["it"]
+    config = read(Sections[RolloutConfig], {"it": {"use": "verifiers:verifiers_ask", "python": python}}, "rollouts")["it"]
     try:
         async with Children(config.program, options=config.arguments(""), python=python) as children:
             result = await children.run("1", base_url=model, api_key="k", task={**row, "kind": "train"})

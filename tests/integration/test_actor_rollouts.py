@@ -16,9 +16,10 @@ from tests.bus_fixtures import BusOpener
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout.actor_process import run_actor
-from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.processes.limits import children_of
+from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
@@ -35,7 +36,7 @@ def _model() -> None:
 
 
 def programs(**rollouts: Any) -> RolloutPrograms:
-    return RolloutPrograms(rollouts=parse_rollouts(rollouts), model=str(model_dir()))
+    return RolloutPrograms(rollouts=read(Sections[RolloutConfig], rollouts, "rollouts"), model=str(model_dir()))
 
 
 TRIES = {"use": "agent:tests.rollout_programs:Tries"}

@@ -13,9 +13,10 @@ from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a f
 from tests.unit.test_rewards_http import answering
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.rollout.actor_process import run_actor
-from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.actors.scoring.server import RewardServer, serving
 from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Kind, Sample, Status
@@ -47,7 +48,8 @@ async def test_episodes_of_several_sequences_are_scored_together(open_bus: BusOp
         (task,) = await issue(bus, await take_over(bus), rollout="tries", budget=Budget(turns=8))
         draining, config = asyncio.Event(), ActorConfig(group_reward=f"{HERE}:of_episodes")
         rollouts = RolloutPrograms(
-            rollouts=parse_rollouts({"tries": {"use": "agent:tests.rollout_programs:Tries"}}), model=str(model_dir())
+            rollouts=read(Sections[RolloutConfig], {"tries": {"use": "agent:tests.rollout_programs:Tries"}}, "rollouts"),
+            model=str(model_dir()),
         )
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
         found = await samples_until(bus, complete([task]))

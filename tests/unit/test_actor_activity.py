@@ -76,13 +76,13 @@ def test_a_section_of_the_config_becomes_its_dataclass() -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        ({"retry": 5}, r"actor\.retry: unknown setting; known: \['drain_finish_s'.*'retries'"),
+        ({"retry": 5}, r"actor\.retry: no such setting; did you mean actor\.retries"),
         ({"retries": 0}, "retries: want > 0, got 0"),
         (
             {"gateway": {"hots": "x"}},
-            r"actor\.gateway\.hots: unknown setting; known: \['advertise', 'host', 'renderer', 'renderer_options', 'untrained_models'\]",
+            r"actor\.gateway\.hots: no such setting",
         ),
-        ({"gateway": 5}, r"actor\.gateway: want a map of settings, got 5"),
+        ({"gateway": 5}, r"actor\.gateway: want a map of settings"),
     ],
 )
 def test_a_wrong_section_names_the_expected_value(told: dict[str, Any], message: str) -> None:

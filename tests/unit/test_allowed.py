@@ -1,6 +1,6 @@
 """The machine settings that the run's row may change, and those that it may not."""
 
-import dataclasses
+import typing
 from typing import Any
 
 import pytest
@@ -49,8 +49,8 @@ def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> No
         "engine": EngineConfig,
         "engine.sglang": SglangConfig,
     }
-    numbers = (int, float, bool)
-    found = {f"{path}.{field.name}" for path, kind in kinds.items() for field in dataclasses.fields(kind) if field.type not in numbers}
+    hints = {path: typing.get_type_hints(kind) for path, kind in kinds.items()}
+    found = {f"{path}.{name}" for path, types in hints.items() for name, kind in types.items() if kind not in (int, float, bool)}
     assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()
 
 

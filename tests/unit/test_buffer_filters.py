@@ -10,6 +10,7 @@ import pytest
 
 from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond
+from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
 from tidemill.learner.data.buffer_filters import (
     BUFFER_FILTER,
@@ -20,7 +21,7 @@ from tidemill.learner.data.buffer_filters import (
     decisions_in,
     decisions_of,
 )
-from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.filter_settings import Filters
 from tidemill.learner.data.filters import Decision
 from tidemill.learner.data.groups import Verdict
 from tidemill.learner.data.waits import Waits
@@ -256,7 +257,7 @@ async def verdicts(functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuf
     """Call filters with these settings on the groups 1 to 4."""
     opened = []
     for number, (changes, function) in enumerate(functions):
-        (config,) = read_filters({f"f{number}": {"use": "m:f", "scope": "buffer"} | changes})
+        (config,) = tuple(read(Filters, {f"f{number}": {"use": "m:f", "scope": "buffer"} | changes}, "filters").values())
 
         async def judge(of: FilterBuffer, name: str = config.name, function: Callable[[FilterBuffer], object] = function) -> Any:
             return decisions_of(name, function(of))

@@ -218,7 +218,7 @@ MISTAKES: dict[str, Mistake] = {
         module("mistake_loss", "import torch\ndef loss(log_probs_T):\n    return log_probs_T\n"),
     ),
     "an engine that is not known": Mistake(
-        "--set: engine.kind", "builtin or sglang", "got vllm", "there are no others", ("engine.kind=vllm",)
+        "--set: engine.kind", "want builtin or sglang", "got 'vllm'", "builtin or sglang", ("engine.kind=vllm",)
     ),
     "an address of the bus that is none": Mistake("--set: bus.url", "nats://host:port", "'foo'", "remove it", ("bus.url=foo",)),
     "a model and prompts beside `prepare`": Mistake(

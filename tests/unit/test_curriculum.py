@@ -74,10 +74,10 @@ def test_the_next_prompt_is_not_left_out_and_of_a_pass_of_the_run(tmp_path: Path
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"skip_easy": 1.1}, "skip_easy: want 0..1, got 1.1"),
-        ({"skip_hard": 1.0}, "skip_hard: want < 1, and < skip_easy if that is set, got 1.0"),
-        ({"skip_easy": 0.5, "skip_hard": 0.5}, "skip_hard: want < 1, and < skip_easy if that is set, got 0.5"),
-        ({"skip_passes": 0}, "skip_passes: want >= 1, got 0"),
+        ({"skip_easy": 1.1}, "skip_easy: want <= 1, got 1.1"),
+        ({"skip_hard": 1.0}, "skip_hard: want < 1, got 1.0"),
+        ({"skip_easy": 0.5, "skip_hard": 0.5}, "skip_hard: want < skip_easy = 0.5, got 0.5"),
+        ({"skip_passes": 0}, "skip_passes: want > 0, got 0"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], complaint: str) -> None:

@@ -384,7 +384,7 @@ def test_the_baseline_of_an_episode_does_not_see_its_sequences(
         ({"credit": "turn", "algorithm": AlgorithmConfig(advantage="tests.enumerated:x")}, "credit: turn needs"),
         ({"credit": "turn", "algorithm": AlgorithmConfig(correction="sft")}, "sft has no advantages"),
         ({"credit_gamma": 0.9}, "credit_gamma: not used with credit: episode"),
-        ({"credit": "turn", "credit_gamma": 1.1, "algorithm": AlgorithmConfig(advantage="rloo")}, "credit_gamma: want 0..1"),
+        ({"credit": "turn", "credit_gamma": 1.1, "algorithm": AlgorithmConfig(advantage="rloo")}, "credit_gamma: want <= 1, got 1.1"),
     ],
 )
 def test_a_credit_without_meaning_is_refused(changes: dict[str, Any], said: str) -> None:

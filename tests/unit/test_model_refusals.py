@@ -119,7 +119,7 @@ def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict
         ({"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2}, r"expert_parallel: want a divisor of .* = 2, got 4"),
         ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
         ({"bridge": "mine"}, r"bridge: want module:Class, got 'mine'"),
-        ({"routing_replay": "all"}, r"routing_replay: want none or old or rollout, got 'all'"),
+        ({"routing_replay": "all"}, r"routing_replay: want none, old or rollout, got 'all'"),
         ({"moe_aux_loss_coef": -0.1}, r"moe_aux_loss_coef: want >= 0"),
         ({"moe_bias_update_rate": -1.0}, r"moe_bias_update_rate: want >= 0"),
     ],

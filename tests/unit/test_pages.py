@@ -19,7 +19,7 @@ from tidemill.launch.settings.config_loader import REMOVED, SettingsError, from_
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/decisions").glob("*.md"))]
 SETTINGS = {entry.path: entry for entry in reference.entries()}
-SECTIONS = {path for path, entry in SETTINGS.items() if entry.section and "." not in path}
+SECTIONS = {path for path, entry in SETTINGS.items() if entry.is_section and "." not in path}
 SOURCES = "\n".join(
     path.read_text() for room in ("bus", "weightstore", "rewards", "actors", "learner", "launch") for path in (ROOT / room).rglob("*.py")
 )
@@ -122,7 +122,7 @@ def test_every_counterpart_is_a_setting_with_a_value_that_loads() -> None:
 def assert_setting(quote: str) -> None:
     path, given, value = quote.partition(": ")
     assert path in SETTINGS, quote
-    assert SETTINGS[path].section is None, quote
+    assert not SETTINGS[path].is_section, quote
     if given:
         tree: Any = yaml.safe_load(value)
         for key in reversed(path.split(".")):

@@ -167,7 +167,7 @@ def test_buckets_are_large_where_the_transport_is_fast(settings: dict[str, Any],
 
 
 def test_a_negative_size_of_buckets_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"bucket_bytes: want > 0, or 0 for a size by the transport, got -1"):
+    with pytest.raises(ValueError, match=r"bucket_bytes: want >= 0, got -1"):
         WeightsConfig(bucket_bytes=-1)
 
 

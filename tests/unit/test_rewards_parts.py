@@ -11,12 +11,13 @@ from tidemill.actors.allowed import refuse_foreign
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.errors import NotAllowed
 from tidemill.bus.processes.limits import ProcessLimits
+from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.errors import RewardFailed
-from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.part_settings import RewardParts
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.scorers import opened_parts
 
@@ -39,7 +40,7 @@ def request(response: str, label: Any = "7", *, length: int = 5, **metadata: Any
 
 
 async def score(parts: dict[str, Any], of: RewardRequest) -> float | dict[str, float]:
-    async with opened_parts(read_parts(parts), ProcessLimits()) as scorer:
+    async with opened_parts(list(read(RewardParts, parts, "reward_parts").values()), ProcessLimits()) as scorer:
         return await scorer(of)
 
 
@@ -69,11 +70,11 @@ async def test_a_part_that_fails_fails_the_sample_by_name() -> None:
     ("parts", "words"),
     [
         ({"score": "exact"}, r"reward_parts\.score: want another name"),
-        ({"a": 3}, r"reward_parts\.a: want a reward, or a map"),
-        ({"a": {"weight": 1}}, r"reward_parts\.a: want a reward, or a map"),
-        ({"a": {"reward": "exact", "wait": 1}}, r"reward_parts\.a\.wait: want one of"),
+        ({"a": 3}, r"reward_parts\.a.*: want a (map|value)"),
+        ({"a": {"weight": 1}}, r"reward_parts\.a.*: want a (map|value)"),
+        ({"a": {"reward": "exact", "wait": 1}}, r"reward_parts\.a\.wait: no such setting"),
         ({"a": {"reward": "exact", "weight": "1"}}, r"reward_parts\.a\.weight: want a number"),
-        ({"a": {"reward": "exact", "weight": float("nan")}}, r"reward_parts\.a\.weight: want a number"),
+        ({"a": {"reward": "exact", "weight": float("nan")}}, r"reward_parts\.a\.weight: want a finite number"),
         ({"a": {"reward": "exact", "when": "x"}}, r"reward_parts\.a\.when: want a map"),
     ],
 )

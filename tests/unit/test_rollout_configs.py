@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.actors.rollout_settings import parse_rollouts
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import load
 
@@ -19,7 +18,7 @@ def test_a_shipped_run_passes_every_check(tmp_path: Path, name: str) -> None:
     loaded = load([ROOT / f"launch/configs/{name}.yaml"], [f"directory={tmp_path}/run"])
     report = check(loaded, Purpose(fresh=True, call_reward=True))
     assert not report.errors, [finding.text for finding in report.errors]
-    [rollout] = parse_rollouts(loaded.config.rollouts).values()
+    [rollout] = loaded.config.rollouts.values()
     module, _, program = rollout.program.partition(":")
     getattr(importlib.import_module(module), program)(**rollout.arguments(""))
     assert not (tmp_path / "run").exists()

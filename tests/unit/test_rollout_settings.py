@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from tidemill.actors.episodes.children import ChildBounds
-from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
+from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, served
+from tidemill.bus.section import Sections, read
 from tidemill.bus.wire.budget import Budget
 from tidemill.launch.cli.main import _parser
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
@@ -17,31 +18,37 @@ USE = "agent:mine:Agent"
 
 
 def test_defaults() -> None:
-    found = parse_rollouts({"a": {"use": USE, "budget": {"context": 9}}})["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": USE, "budget": {"context": 9}}}, "rollouts")["a"]
     assert (found.program, found.python, found.processes, found.memory_mb) == ("mine:Agent", "", 4, 4096)
-    assert found.budget == Budget(turns=64, context=9, seconds=1800.0)
-    assert parse_rollouts({"a": {"use": "agent:pack.mod:Outer.f"}})["a"] == RolloutConfig(use="agent:pack.mod:Outer.f")
+    assert found.limits == Budget(turns=64, context=9, seconds=1800.0)
+    assert read(Sections[RolloutConfig], {"a": {"use": "agent:pack.mod:Outer.f"}}, "rollouts")["a"] == RolloutConfig(
+        use="agent:pack.mod:Outer.f"
+    )
 
 
 def test_limits_of_processes_are_off_by_default() -> None:
-    config = parse_rollouts({"a": {"use": USE}})["a"]
+    config = read(Sections[RolloutConfig], {"a": {"use": USE}}, "rollouts")["a"]
     assert (config.cpu_s, config.open_files, config.file_mb) == (0, 0, 0)
     assert ChildBounds().limits == {}
     assert ChildBounds(cpu_s=60, file_mb=3).limits == {"cpu_s": 60, "file_mb": 3}
 
 
 def test_a_taskset_of_verifiers() -> None:
-    found = parse_rollouts({"a": {"use": "verifiers:org/sums@1.2", "python": "/opt/python", "options": {"agent": {"max_turns": 2}}}})["a"]
+    found = read(
+        Sections[RolloutConfig],
+        {"a": {"use": "verifiers:org/sums@1.2", "python": "/opt/python", "options": {"agent": {"max_turns": 2}}}},
+        "rollouts",
+    )["a"]
     assert (found.taskset, found.module, found.python) == ("org/sums@1.2", "verifiers", "/opt/python")
     file, _, name = found.program.rpartition(":")
     assert Path(file).is_file() and name == "Taskset"
     assert found.arguments("/m") == {"id": "org/sums@1.2", "model": "/m", "agent": {"max_turns": 2}}
-    assert parse_rollouts({"a": {"use": USE}})["a"].taskset == ""
+    assert read(Sections[RolloutConfig], {"a": {"use": USE}}, "rollouts")["a"].taskset == ""
 
 
 def test_openenv_is_multi_turn_with_a_server() -> None:
     options = {"max_turns": 3, "environment_options": {"action": "text"}}
-    found = parse_rollouts({"a": {"use": "openenv:ws://envs:8000/x", "options": options}})["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": "openenv:ws://envs:8000/x", "options": options}}, "rollouts")["a"]
     assert found.program == BUILT_IN["multi_turn"]
     given = {"url": "ws://envs:8000/x", "action": "text"}
     assert found.arguments("") == {"max_turns": 3, "environment": "openenv", "environment_options": given}
@@ -54,7 +61,7 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
         ({"a": 5}, "rollouts.a: want a map"),
         (
             {"a": {}},
-            "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL, got None",
+            "rollouts.a.use: want a value, got nothing",
         ),
         ({"a": {"use": "many_turns"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
         ({"a": {"use": "agent:mine"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
@@ -70,34 +77,37 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
         ({"a": {"use": USE, "colour": 1}}, "rollouts.a.colour: no such setting"),
         ({"a": {"use": USE, "options": [1]}}, "rollouts.a.options: want a map"),
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
-        ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want a whole number >= 1, got 0"),
+        ({"a": {"use": USE, "processes": 0}}, "rollouts.a.processes: want > 0, got 0"),
         ({"a": {"use": USE, "episodes_per_child": True}}, "rollouts.a.episodes_per_child"),
-        ({"a": {"use": USE, "memory_mb": -1}}, "rollouts.a.memory_mb: want a whole number >= 0, got -1"),
-        ({"a": {"use": USE, "cpu_s": 0.5}}, "rollouts.a.cpu_s: want a whole number >= 0, got 0.5"),
-        ({"a": {"use": USE, "open_files": -1}}, "rollouts.a.open_files: want a whole number >= 0, got -1"),
-        ({"a": {"use": USE, "drain_s": -1}}, "rollouts.a.drain_s: want seconds >= 0, or null for actor.drain_finish_s, got -1"),
-        ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay, resume, got 'retry'"),
-        ({"a": {"use": USE, "again": "replay", "unlogged": "end"}}, "rollouts.a.unlogged: want continue or fail, or null .*, got 'end'"),
+        ({"a": {"use": USE, "memory_mb": -1}}, "rollouts.a.memory_mb: want >= 0, got -1"),
+        ({"a": {"use": USE, "cpu_s": 0.5}}, "rollouts.a.cpu_s: want a whole number, such as 3, got 0.5"),
+        ({"a": {"use": USE, "open_files": -1}}, "rollouts.a.open_files: want >= 0, got -1"),
+        ({"a": {"use": USE, "drain_s": -1}}, "rollouts.a.drain_s: want >= 0, got -1"),
+        ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay or resume .*, got 'retry'"),
+        ({"a": {"use": USE, "again": "replay", "unlogged": "end"}}, "rollouts.a.unlogged: want continue or fail, got 'end'"),
         ({"a": {"use": USE, "unlogged": "fail"}}, "rollouts.a.unlogged: want again: replay or resume with fail, got again: restart"),
         ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
-        ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such limit"),
-        ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want a whole number >= 0"),
+        ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such setting"),
+        ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want >= 0"),
         ({"a": {"use": USE, "budget": {"seconds": float("inf")}}}, "rollouts.a.budget.seconds"),
     ],
 )
 def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
     with pytest.raises(ValueError, match=complaint.replace("(", r"\(").replace(")", r"\)")):
-        parse_rollouts(given)
+        read(Sections[RolloutConfig], given, "rollouts")
 
 
 def test_episodes_that_go_on_behind_a_state_need_their_log() -> None:
     ways = [("restart", None), ("replay", None), ("resume", None), ("replay", "fail"), ("resume", "continue")]
-    found = [parse_rollouts({"a": {"use": USE, "again": again, "unlogged": unlogged}})["a"].needs_log for again, unlogged in ways]
+    found = [
+        read(Sections[RolloutConfig], {"a": {"use": USE, "again": again, "unlogged": unlogged}}, "rollouts")["a"].needs_log
+        for again, unlogged in ways
+    ]
     assert found == [False, False, True, True, False]
 
 
 def test_an_actor_serves_the_rollouts_that_it_names() -> None:
-    known = parse_rollouts({"b": {"use": USE}, "a": {"use": USE}, "written": {"use": "dataset"}})
+    known = read(Sections[RolloutConfig], {"b": {"use": USE}, "a": {"use": USE}, "written": {"use": "dataset"}}, "rollouts")
     assert served(known, ()) == ("single_turn", "b", "a")
     assert served(known, ("a",)) == ("a",) and served(known, ("a", "single_turn", "a")) == ("single_turn", "a")
     with pytest.raises(ValueError, match="got 'written', whose samples are the recorded responses of its rows"):

@@ -253,7 +253,7 @@ def test_a_row_names_its_reward_in_its_metadata_before_its_source_does(tmp_path:
 def test_sources_and_sets_have_columns_and_rewards_of_their_own() -> None:
     data = DataConfig(sources={"a": {"path": "a.jsonl", "reward": "sums"}, "b": {"path": "b.jsonl", "sampling_key": ""}}, sampling_key="s")
     assert [(one.reward, one.sampling_key) for one in data.used] == [("sums", "s"), ("", "")]
-    (held,) = EvalConfig(sets={"held": {"path": "c.jsonl", "reward": "words"}}).parsed.values()
+    (held,) = EvalConfig(sets={"held": {"path": "c.jsonl", "reward": "words"}}).sets.values()
     (source,) = held.data(data).used
     assert (source.reward, source.sampling_key) == ("words", "s")
 
@@ -430,7 +430,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked
-        feeder_process.open_prompts(loaded.config, loaded.config.eval.parsed["held"].data(loaded.config.data), 256, 16)
+        feeder_process.open_prompts(loaded.config, loaded.config.eval.sets["held"].data(loaded.config.data), 256, 16)
     assert complaint in str(refused.value)
 
 

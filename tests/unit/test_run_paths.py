@@ -6,7 +6,9 @@ import pytest
 import yaml
 
 from tidemill.launch.checks.resume import began_with
-from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import load, to_map
+from tidemill.launch.settings.run_paths import recorded
 
 
 @pytest.fixture
@@ -61,3 +63,30 @@ def test_a_path_that_is_not_there_stays_as_it_is_written(project: Path, monkeypa
     monkeypatch.chdir(project / "elsewhere")
     config = load(file).config
     assert (config.model.path, config.learner.checkpoint.store) == ("models/gone", "s3://bucket/x")
+
+
+def test_paths_beside_an_absolute_directory_are_recorded_as_absolute_ones(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's working directory does not follow from an absolute ``directory``, so the file in it has no relative path."""
+    file = written(
+        project,
+        directory=str(project / "runs/digits"),
+        model={"path": "models/m"},
+        data={"sources": {"a": {"path": "data/rows.jsonl@[0:10]"}, "own": {"path": "python:rows:make"}}},
+        rollouts={"game": {"use": "multi_turn", "python": "models/m"}},
+    )
+    monkeypatch.chdir(project)
+    begun = load(file).config
+    file.write_text(yaml_file.dump(recorded(to_map(begun))))
+    assert begun.model.path == "models/m", "the settings in use are not changed"
+    monkeypatch.chdir(project / "elsewhere")
+    config = load(file).config
+    assert config.model.path == str(project / "models/m")
+    assert {str(source) for source in config.data.used} == {f"{project / 'data/rows.jsonl'}@[0:10]", "python:rows:make"}
+    assert load(file).config.rollouts["game"].python == str(project / "models/m")
+
+
+def test_a_recorded_relative_directory_keeps_its_relative_paths(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the project can be moved."""
+    monkeypatch.chdir(project)
+    values = to_map(load(written(project, model={"path": "models/m"})).config)
+    assert recorded(values) == values

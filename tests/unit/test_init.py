@@ -1,0 +1,54 @@
+"""`tidemill init` writes the files of a run that every check accepts, and overwrites nothing."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.check_kit import write_model
+from tidemill.launch.cli import main as cli
+from tidemill.launch.cli.init import CONFIG, KINDS, OF_MODELS
+from tidemill.launch.settings import reference
+from tidemill.launch.settings.config_loader import load
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, with a name that YAML and other programs could read as something else."""
+    directory = tmp_path / "my: project é"
+    directory.mkdir()
+    monkeypatch.chdir(directory)
+    return directory
+
+
+def words(kind: str, model: Path) -> list[str]:
+    return ["init", kind, *(["--model", str(write_model(model))] if kind in OF_MODELS else [])]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_passes_every_check(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(words(kind, tmp_path / "model # 1")) == 0
+    assert f"tidemill check {CONFIG}" in capsys.readouterr().out
+    assert cli.main(["check", CONFIG, "--set", "learner.device=cpu"]) == 0, capsys.readouterr().out
+    assert Path(CONFIG).read_text().count("#") > 5, "a comment at each setting that matters"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    *_, last = (*KINDS[kind], CONFIG)
+    Path(last).write_text("mine")
+    assert cli.main(words(kind, tmp_path / "model")) != 0
+    assert last in capsys.readouterr().err
+    assert [(file.name, file.read_text()) for file in Path().iterdir()] == [(last, "mine")]
+
+
+@pytest.mark.parametrize(("given", "setting"), [(["own"], "--model"), (["gsm8k", "--model", "m"], "--model"), (["sft"], "--model")])
+def test_a_model_is_given_where_there_is_none(given: list[str], setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["init", *given]) != 0
+    assert setting in capsys.readouterr().err
+    assert not [*Path().iterdir()]
+
+
+def test_a_run_of_ones_own_names_every_basic_setting(tmp_path: Path) -> None:
+    cli.main(words("own", tmp_path / "model"))
+    origins = load(Path(CONFIG)).origins
+    assert {one.path for one in reference.entries() if one.is_basic} <= origins.keys()
