@@ -216,8 +216,8 @@ def test_a_check_names_bad_rows_and_how_much_it_read(tmp_path: Path, bad: Any, r
 
 def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "", *GOOD])
-    monkeypatch.setattr("launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 5)
+    monkeypatch.setattr("launch.checks.data.READ_S", 0)
+    monkeypatch.setattr("launch.checks.data.SURE_ROWS", 5)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read of 20 (25 %) (tidemill data check reads all)" in said
     (said,) = check(load(file, [f"data.path={tmp_path}/prompts.jsonl@[0:10]"]), Purpose()).on("data")
@@ -231,8 +231,8 @@ def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: py
     file = run_with(tmp_path, [*GOOD, "no JSON"])
     assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
     reading = Reading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
-    monkeypatch.setattr("launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 4)
+    monkeypatch.setattr("launch.checks.data.READ_S", 0)
+    monkeypatch.setattr("launch.checks.data.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
     reading = Reading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
