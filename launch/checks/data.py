@@ -38,7 +38,7 @@ READ_S = 0.5
 SURE_ROWS = 500
 """Rows that are read and tokenized, however long it takes."""
 MOST_CAUSES = 5
-"""Most causes of bad rows that are reported for a source."""
+"""Maximum number of causes of bad rows that are reported for a source."""
 ROOM = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
 
 
@@ -198,7 +198,7 @@ def check_data(
 
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
+    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are read."""
     rows: list[Row] = []
     for name, eval_set in config.eval.parsed.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)

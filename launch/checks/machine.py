@@ -35,7 +35,7 @@ ANSWER_S = 0.5
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and those of the version that is evaluated and of the next."""
+"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and the ones of the version under evaluation and of the next."""
 MODEL_BYTES = 4
 """Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
@@ -172,7 +172,7 @@ def _most_sequences(budget: Budget) -> int:
 
 
 def _reach(report: Report, where: str, config: RunConfig) -> None:
-    """Ask all servers at once for their INFO lines, and check that of the first one that answers."""
+    """Ask all servers at once for their INFO lines, and check the first answer."""
     servers, reasons = parse(config.bus.url).servers, []
     with ThreadPoolExecutor(len(servers)) as asking:
         answers = {server: asking.submit(_info, server) for server in servers}
@@ -250,7 +250,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
 
 
 def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
-    """Return the bytes of one checkpoint: the policy's state or that of its adapters, the critic's, and a reference that moves."""
+    """Return the bytes of one checkpoint: the state of the policy or of its adapters, the critic's, and a reference that moves."""
     learner, parameters = config.learner, model.num_parameters
     state = model.num_trained or parameters if learner.lora.rank else parameters
     if learner.algorithm.by_critic:
@@ -261,7 +261,7 @@ def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
 
 
 def _models_kept(config: RunConfig) -> int:
-    """Return the number of Hugging Face directories at the end of the run: the last one, and those of earlier steps."""
+    """Return the number of Hugging Face directories at the end of the run: the last one, and the directories of earlier steps."""
     every, keep = config.learner.save_hf_every, config.learner.keep_hf
     num_models = config.learner.steps // every if every else 0
     return 1 + (min(num_models, keep) if keep else num_models)

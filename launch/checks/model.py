@@ -227,7 +227,7 @@ def _tensors(report: Report, path: Path) -> Tensors:
 
 
 def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Tensors) -> None:
-    """Compare names and shapes in the files with those that config.json asks for."""
+    """Compare names and shapes in the files with the names and shapes that follow from config.json."""
     for name, shape in of_config.items():
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"

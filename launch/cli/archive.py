@@ -2,7 +2,7 @@
 
     stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
-Killed at any moment, it resumes: samples behind the reader's position are read again, those that a recording has already are not written
+Killed at any moment, it resumes: samples behind the reader's position are read again, samples in a recording are not written
 twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 

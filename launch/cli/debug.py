@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 SHOWN = 5
-"""Most differences that are printed, after the first one."""
+"""Maximum number of differences that are printed, after the first one."""
 DEFAULT_ENGINE_DTYPE = "bfloat16"
-"""Dtype of an engine that reports none: that of engines on accelerators."""
+"""Dtype of an engine that reports none: engines on accelerators have it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from launch.samples.search import Search, seconds
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000
-"""Most messages read for a window of a number of samples."""
+"""Maximum number of messages read for a window of a number of samples."""
 _RIGHT = ("completed", "truncated")
 """Statuses of samples that count for groups."""
 
@@ -110,7 +110,7 @@ async def _refresh(window: "_Window", now: Callable[[float], WindowStatistics], 
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """The newest samples: those of a time span, or a number of them."""
+    """The newest samples: the samples of a time span, or a number of them."""
 
     search: Search
     lines: deque[Headline]

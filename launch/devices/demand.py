@@ -166,7 +166,7 @@ def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
     """Raise Refused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
 
     torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10, ``entrypoint.py``).
-    ``where``: the setting that has the variables; empty = they are those of this process.
+    ``where``: the setting that has the variables; empty = they are this process's own.
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(given.get(name, "")):
@@ -183,7 +183,7 @@ def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> 
 
 
 def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
-    """Return the variables of an engine: the devices that it sees, and those that it has of them. None without devices."""
+    """Return the variables of an engine: the devices that it sees, and its own among them. None without devices."""
     if not node.devices:
         return {}
     if not place.uuids:

@@ -1,7 +1,7 @@
 """Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing, loads no torch.
 
-The tensors of a rank are counted as Megatron's classes allocate them here, and those that a layer keeps for the backward pass one by one
-(``_layer_bytes``); tests compare both with a real rank. The memory that libraries take for themselves (CUDA context, NCCL, cuBLAS,
+The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the backward
+pass one by one (``_layer_bytes``); tests compare both with a real rank. Memory of libraries (CUDA context, NCCL, cuBLAS,
 fragmentation of the allocator, Python: some GB together) is not in the table.
 """
 
@@ -47,8 +47,8 @@ class Row:
 def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[Row, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    ``critic``: the model in ``learner.critic.path``; None = that of the policy. A packed row has ``learner.max_tokens_per_micro_batch``
-    tokens, or those of the longest sample if that has more.
+    ``critic``: the model in ``learner.critic.path``; None = the policy's. A packed row has ``learner.max_tokens_per_micro_batch``
+    tokens, or as many as the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
     tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
@@ -63,7 +63,7 @@ def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: Mod
 def state_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[Row, ...]:
     """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a shape here.
 
-    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are those of ``training_bytes``: a matrix that a
+    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are as in ``training_bytes``: a matrix that a
     family keeps whole on every tensor-parallel rank counts as split.
     """
     dtype = dtype_on(config.learner.dtype, cuda=cuda)
@@ -81,7 +81,7 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None) -> int:
     """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
 
-    ``tensors``: those of the whole model, of any family; ``critic``: those of the critic's, None = as large as the policy.
+    ``tensors``: of the whole model, of any family; ``critic``: of the critic's model, None = as large as the policy.
     """
     stage = _largest_stage(tensors, learner)
     rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
@@ -257,7 +257,7 @@ def _model(
 
 
 def _optimizer(elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
-    """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
+    """Yield the rows of Adam's state for ``elements`` weights of one share."""
     part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + f", float32{divided}"
     yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
@@ -427,7 +427,7 @@ class Activations:
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:
-    """Return the most bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
+    """Return the maximum bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
     if fused:

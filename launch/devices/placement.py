@@ -3,7 +3,7 @@
     nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | Refused
 
 Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of ``devices_per_engine`` that
-begin at a multiple of it among the node's visible devices, on those that the ranks leave; colocated engines get the ranks' own devices.
+begin at a multiple of it among the node's visible devices, on devices that the ranks leave; colocated engines get the ranks' own devices.
 Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU. A placement is refused
 where the weights have no way to the engines, or a device or /dev/shm has too little memory.
 

@@ -25,7 +25,7 @@ from learner.errors import PromptError
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)
 _OF_ROW = ("prompt", "label", "metadata", "group", "response", "responses")
-"""Keys of a line besides those of its response."""
+"""Keys of a line besides the keys of its response."""
 
 
 @dataclass(slots=True)

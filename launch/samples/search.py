@@ -1,6 +1,6 @@
 """Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample.
 
-A sample's lag is that at the time when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
+A sample's lag here is its lag when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
 step that trains it (``sample_history``); this one is known as soon as a sample is stored.
 """
 
