@@ -40,6 +40,8 @@ MODEL_BYTES = 4
 """Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
+MEGATRON_LOGS = "config_logger_dir"
+"""Megatron's argument that names a directory."""
 GPU = Path("/dev/nvidiactl")
 """A file that exists where CUDA does: weights are then not in the memory that is checked."""
 
@@ -213,12 +215,23 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
+def _writable(report: Report, setting: str, directory: Path) -> Path | None:
+    """Return the nearest directory that exists; None, after an error, where ``directory`` cannot be made in it, or written to."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return existing
+    want = "a directory that can be made and written to"
+    report.error("disk", report.at(setting), want=want, got=f"{existing} cannot be written to", cure="set another directory")
+    return None
+
+
 def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
     """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's store."""
-    existing = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        want = "a directory that can be made and written to"
-        report.error("disk", report.at("directory"), want=want, got=f"{existing} cannot be written to", cure="set another directory")
+    logs = config.learner.megatron.get(MEGATRON_LOGS)
+    if isinstance(logs, str) and logs:
+        _writable(report, f"learner.megatron.{MEGATRON_LOGS}", Path(logs))
+    existing = _writable(report, "directory", config.root)
+    if existing is None:
         return
     free = shutil.disk_usage(existing).free
     pending = MOST_PENDING if config.learner.checkpoint.url else 0  # while the store does not answer
