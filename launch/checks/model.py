@@ -16,7 +16,7 @@ from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from launch.checks.findings import Report
 from launch.checks.weights import check_megatron, check_tuning
 from launch.devices.demand import ModelSize
-from launch.devices.memory_table import Row, memory_rows, state_rows, valued
+from launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
 from launch.devices.trained import Shapes, trained_tensors
 from launch.settings.prepare_config import PrepareConfig
 from launch.settings.run_config import ModelConfig, RunConfig
@@ -68,7 +68,7 @@ class CheckedModel:
         return None if shape is None else valued(shape).tensors()
 
 
-def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
+def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
     """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the engine."""
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)

@@ -19,7 +19,7 @@ from launch.settings.extras import require
 from learner.debug.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from launch.cli.debug_engine import Engine
+    from launch.cli.debug_engine import RunningEngine
     from learner.debug.comparison import Comparison
     from learner.debug.train_file import Array
 
@@ -127,9 +127,9 @@ def _score(args: argparse.Namespace) -> int:
     if args.config and (args.engine or args.by != "sglang"):
         raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
-        from launch.cli.debug_engine import Engine
+        from launch.cli.debug_engine import RunningEngine
 
-        engine = Engine(args.engine, args.key_env)
+        engine = RunningEngine(args.engine, args.key_env)
         outputs, source = engine.log_probs(prompts), args.engine
         dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
@@ -192,8 +192,8 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
         raise ValueError(str(failed)) from None
 
 
-def _dtype_of_engine(engine: "Engine", dtype: str | None) -> str:
-    """Return the dtype that an engine reports, else ``wanted``, else the default, which is printed. Raises ValueError if the two differ."""
+def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
+    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if the two differ."""
     reported = engine.dtype()
     if reported and dtype not in (None, reported):
         raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")

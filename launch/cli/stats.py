@@ -21,7 +21,7 @@ from bus.wire.messages import Kind
 from launch.cli.arguments import add_filter, add_run
 from launch.cli.find_run import look
 from launch.samples.filters import Headline, filter_of
-from launch.samples.search import Search, seconds
+from launch.samples.search import SampleSearch, seconds
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000
@@ -79,7 +79,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     The window of a run that is over ends with its newest sample.
     """
     filter = filter_of(args)
-    search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
+    search = SampleSearch(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
     window = await _Window.open(search, args.window, end_s)
 
@@ -112,7 +112,7 @@ async def _refresh(window: "_Window", now: Callable[[float], WindowStatistics], 
 class _Window:
     """The newest samples: the samples of a time span, or a number of them."""
 
-    search: Search
+    search: SampleSearch
     lines: deque[Headline]
     last_seq: int
     span_s: float | None = None
@@ -122,7 +122,7 @@ class _Window:
     """True if it began with the first sample of the stream."""
 
     @classmethod
-    async def open(cls, search: Search, window: str, end_s: float) -> "_Window":
+    async def open(cls, search: SampleSearch, window: str, end_s: float) -> "_Window":
         """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other text."""
         if window.isdigit():
             matches, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)

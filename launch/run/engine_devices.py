@@ -16,7 +16,7 @@ from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
 from launch.checks.model import size_here
 from launch.devices.demand import ModelSize, engine_variables, want_of
-from launch.devices.errors import DeviceError, Refused
+from launch.devices.errors import DeviceError, PlacementRefused
 from launch.devices.placement import engine_place
 from launch.devices.shapes import Node, Others
 from launch.devices.visible import this_node
@@ -25,7 +25,7 @@ from launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-AWAITED = Refused("engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner")
+AWAITED = PlacementRefused("engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner")
 
 
 class EngineDevices:

@@ -28,7 +28,7 @@ from bus.system.coroutines import beside
 from bus.system.files import write_whole
 from bus.wire.messages import Capabilities, LiveRow
 from launch.devices.demand import rank_variables, want_of
-from launch.devices.errors import Refused
+from launch.devices.errors import PlacementRefused
 from launch.devices.placement import place
 from launch.devices.shapes import Device, Node, RankPlace
 from launch.devices.visible import nccl_of, this_node
@@ -162,7 +162,7 @@ class NodeWork:
         want = dataclasses.replace(of_one, ranks=_ranks(self._config), nodes=1, learner_devices=())
         try:
             ranks = place(nodes, want).ranks
-        except Refused as error:
+        except PlacementRefused as error:
             raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):

@@ -296,7 +296,7 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     name_found = ""
 
     async def find() -> None:
-        """Set ``found`` to the name of the bus's one run."""
+        """Set ``name_found`` to the name of the bus's one run."""
         nonlocal name_found
         name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 

@@ -11,7 +11,7 @@ import pytest
 
 from bus.errors import WireError
 from bus.wire.messages import Prompt, Sampling, Task
-from launch.checks.data import Reading
+from launch.checks.data import SourceReading
 from launch.checks.findings import Report
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
@@ -230,12 +230,12 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
 def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "no JSON"])
     assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
-    reading = Reading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
+    reading = SourceReading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
     monkeypatch.setattr("launch.checks.data.READ_S", 0)
     monkeypatch.setattr("launch.checks.data.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
-    reading = Reading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
+    reading = SourceReading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
     reading.total, reading.tokenized = 20, 0
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     report = Report()

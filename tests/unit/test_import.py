@@ -13,7 +13,7 @@ from bus.wire.codec import encode_sample
 from bus.wire.episodes import SequenceSize
 from bus.wire.messages import Sample, Sampling, Status
 from launch.cli.main import main
-from launch.samples.recording import Origin, Recorder
+from launch.samples.recording import Origin, RecordingWriter
 from learner.data.config import DataConfig
 from learner.data.prompts import PromptFile
 from learner.data.responses import Recordings
@@ -24,7 +24,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=8)
 
 def record(path: Path, *samples: Sample | bytes) -> Path:
     with path.open("wb") as file:
-        recorder = Recorder(file, Origin(run="r", created="2026"))
+        recorder = RecordingWriter(file, Origin(run="r", created="2026"))
         for seq, one in enumerate(samples, 1):
             data = one if isinstance(one, bytes) else encode_sample(one)
             recorder.add(StoredSample(seq=seq, subject="s", headers={}, data=data, stored_s=0.0))
