@@ -10,23 +10,23 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.checks.model import CheckedModel
-from launch.checks.rows import row_check
-from launch.settings.datasets import prompts
-from launch.settings.run_config import RunConfig
-from learner.data.bad_rows import REFUSE, RowTooLong
-from learner.data.config import DataConfig
-from learner.data.formats import count_rows
-from learner.data.mixing import Share
-from learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
-from learner.data.responses import Recordings
-from learner.data.source import Source
-from learner.debug.prompts import read_prompts
-from learner.debug.rollout_file import read_header
-from learner.errors import DebugFileRefused, PromptError, TemplateLacks
-from rewards.end_tokens import EndTokens
-from rewards.part_settings import fits
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.bad_rows import REFUSE, RowTooLong
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.formats import count_rows
+from tidemill.learner.data.mixing import Share
+from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
+from tidemill.learner.data.responses import Recordings
+from tidemill.learner.data.source import Source
+from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.rollout_file import read_header
+from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
+from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"

@@ -5,18 +5,18 @@ Loads neither torch nor transformers.
 
 from pathlib import Path
 
-from actors.errors import NoRenderer, RendererMissing
-from actors.rollout_settings import MULTI_TURN, parse_rollouts
-from actors.text.chat_template import ChatTemplate
-from actors.text.rendering import Renderer, config_of
-from actors.text.text import Text
-from bus.wire.json_object import JsonObject
-from launch.checks.findings import Report
-from launch.checks.model import SETTING, CheckedModel
-from launch.settings.run_config import RunConfig
-from learner.data.prompts import PromptTokenizer
-from rewards.end_tokens import EndTokens
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.actors.errors import NoRenderer, RendererMissing
+from tidemill.actors.rollout_settings import MULTI_TURN, parse_rollouts
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.rendering import Renderer, config_of
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import SETTING, CheckedModel
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.prompts import PromptTokenizer
+from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""

@@ -7,15 +7,15 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.devices.trained import Shapes, stages_of, trained_tensors
-from launch.settings.run_config import RunConfig
-from learner.checkpoints import torch_dist
-from learner.checkpoints.manifest import MANIFEST
-from learner.checkpoints.torch_dist import SETTING, TRACKER
-from learner.errors import ConfigRefused
-from learner.settings.lora import adapter_refusals
-from learner.settings.schedule import unmatched
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.devices.trained import Shapes, stages_of, trained_tensors
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints import torch_dist
+from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.checkpoints.torch_dist import SETTING, TRACKER
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.lora import adapter_refusals
+from tidemill.learner.settings.schedule import unmatched
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",

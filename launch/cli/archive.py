@@ -16,15 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from bus.errors import StreamTrimmed, WireError
-from bus.streams.bus import Bus, connect
-from bus.streams.cursors import LEAVE, Reader, ReaderRow
-from bus.streams.history import History, StoredSample
-from launch.cli.arguments import add_run
-from launch.cli.find_run import read_until_drained
-from launch.run.access import OPERATOR
-from launch.samples.filters import positive
-from launch.samples.recording import Origin, RecordingWriter, repair
+from tidemill.bus.errors import StreamTrimmed, WireError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.cursors import LEAVE, Reader, ReaderRow
+from tidemill.bus.streams.history import History, StoredSample
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import read_until_drained
+from tidemill.launch.run.access import OPERATOR
+from tidemill.launch.samples.filters import positive
+from tidemill.launch.samples.recording import Origin, RecordingWriter, repair
 
 log = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
-"""``tidemill bus``: the embedded nats-server, or a cluster (``launch.run.bus_process``)."""
+"""``tidemill bus``: the embedded nats-server, or a cluster (``tidemill.launch.run.bus_process``)."""
 
 import argparse
 
-from launch.cli.arguments import add_config
-from launch.cli.inputs import unprinted_config
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import unprinted_config
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     config = unprinted_config(args)
     if config is None:
         return 0
-    from launch.run import bus_process, process
+    from tidemill.launch.run import bus_process, process
 
     process.set_up_logging("bus")
     return process.run(lambda draining: bus_process.run_bus(config, draining), drain_s=config.up.drain_s, uvloop=False)

@@ -2,11 +2,11 @@
 
 import argparse
 
-from bus import exit_codes
-from launch.checks import run as checks
-from launch.cli.arguments import add_config
-from launch.cli.inputs import loaded_config
-from launch.settings.config_loader import render
+from tidemill.bus import exit_codes
+from tidemill.launch.checks import run as checks
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import loaded_config
+from tidemill.launch.settings.config_loader import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:

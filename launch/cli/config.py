@@ -3,9 +3,9 @@
 import argparse
 import json
 
-from launch.cli.arguments import add_config
-from launch.cli.inputs import check_loaded, loaded_config
-from launch.settings.config_loader import render
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import check_loaded, loaded_config
+from tidemill.launch.settings.config_loader import render
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ValueError without CONFIG, SettingsError, CheckFailed.
     """
     if args.schema or args.reference:
-        from launch.settings import reference
+        from tidemill.launch.settings import reference
 
         print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
         return 0
@@ -34,11 +34,11 @@ def run(args: argparse.Namespace) -> int:
         print(render(loaded), end="")
         return 0
     if args.memory:
-        from launch.cli.memory import print_memory
+        from tidemill.launch.cli.memory import print_memory
 
         print_memory(loaded)
         return 0
-    from launch.checks.devices import PLACEMENT
+    from tidemill.launch.checks.devices import PLACEMENT
 
     report = check_loaded(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")

@@ -4,10 +4,10 @@ import argparse
 
 from rich.console import Console
 
-from bus.streams.bus import Bus
-from bus.streams.cursors import WAIT, Cursors
-from launch.cli.arguments import add_run
-from launch.cli.find_run import change, look
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.cursors import WAIT, Cursors
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import change, look
 
 
 def add(parser: argparse.ArgumentParser) -> None:

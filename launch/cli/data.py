@@ -11,20 +11,20 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
-from actors.text.text import Text
-from launch.checks.data import tokens_of
-from launch.checks.findings import Report
-from launch.checks.model import check_model
-from launch.checks.rows import row_check
-from launch.checks.tokens import check_tokenizer
-from launch.samples.imports import import_files
-from launch.settings.config_loader import load
-from learner.data.config import DataConfig
-from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
-from learner.data.source import Source
-from learner.errors import PromptError, TemplateLacks
-from rewards.children.keeper_process import environment
+from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from tidemill.actors.text.text import Text
+from tidemill.launch.checks.data import tokens_of
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import check_model
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.checks.tokens import check_tokenizer
+from tidemill.launch.samples.imports import import_files
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError, TemplateLacks
+from tidemill.rewards.children.keeper_process import environment
 
 if TYPE_CHECKING:
     Words = argparse._SubParsersAction[argparse.ArgumentParser]

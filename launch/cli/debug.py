@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.server.ports import KeptPort
-from launch.settings.extras import require
-from learner.debug.prompts import read_prompts
+from tidemill.bus.server.ports import KeptPort
+from tidemill.launch.settings.extras import require
+from tidemill.learner.debug.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from launch.cli.debug_engine import RunningEngine
-    from learner.debug.comparison import Comparison
-    from learner.debug.train_file import Array
+    from tidemill.launch.cli.debug_engine import RunningEngine
+    from tidemill.learner.debug.comparison import Comparison
+    from tidemill.learner.debug.train_file import Array
 
 
 SHOWN = 5
@@ -76,16 +76,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run one word. Returns 0, or 1 when something differs. Raises ValueError for wrong files and arguments."""
     if args.word == "weights":
-        from launch.cli.debug_weights import compare_weights
+        from tidemill.launch.cli.debug_weights import compare_weights
 
         return compare_weights(args)
     return {"compare": _compare, "score": _score, "profile": _profile}[args.word](args)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from learner.debug.comparison import compare_modules, compare_train
-    from learner.debug.module_file import read_modules
-    from learner.debug.train_file import MODULES, read, read_train, record_path
+    from tidemill.learner.debug.comparison import compare_modules, compare_train
+    from tidemill.learner.debug.module_file import read_modules
+    from tidemill.learner.debug.train_file import MODULES, read, read_train, record_path
 
     theirs = args.theirs or record_path(args.ours)
     kinds = [read(path)[0].get("kind") for path in (args.ours, theirs)]
@@ -127,7 +127,7 @@ def _score(args: argparse.Namespace) -> int:
     if args.config and (args.engine or args.by != "sglang"):
         raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
-        from launch.cli.debug_engine import RunningEngine
+        from tidemill.launch.cli.debug_engine import RunningEngine
 
         engine = RunningEngine(args.engine, args.key_env)
         outputs, source = engine.log_probs(prompts), args.engine
@@ -139,7 +139,7 @@ def _score(args: argparse.Namespace) -> int:
         source = f"{args.by} {args.model}"
         outputs, dtype = _of_sglang(args, prompts) if args.by == "sglang" else _of_this_process(args, prompts, args.dtype or "float32")
     if args.out is not None:
-        from learner.debug.module_file import write_modules
+        from tidemill.learner.debug.module_file import write_modules
 
         write_modules(args.out, outputs, prompts=prompts, dtype=dtype, source=source)
         megabytes = args.out.stat().st_size / 1e6
@@ -163,7 +163,7 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
 def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "tuple[dict[str, Array], str]":
     """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
-        from actors.serving.builtin.scoring import score_directory
+        from tidemill.actors.serving.builtin.scoring import score_directory
 
         return score_directory(args.model, prompts, args.names, dtype=dtype), dtype
 
@@ -173,9 +173,9 @@ def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]],
 
 def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
     """Return the outputs of a server that is started for them, and their dtype. Raises ValueError."""
-    from actors.errors import EngineError
-    from actors.serving.sglang.scoring import score_directory
-    from launch.settings.config_loader import load
+    from tidemill.actors.errors import EngineError
+    from tidemill.actors.serving.sglang.scoring import score_directory
+    from tidemill.launch.settings.config_loader import load
 
     engine = load(args.config, environment=os.environ).config.engine
     settings = engine.sglang
@@ -204,9 +204,9 @@ def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from launch.settings.config_loader import load
-    from launch.settings.run_config import CONFIG_FILE
-    from learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
+    from tidemill.launch.settings.config_loader import load
+    from tidemill.launch.settings.run_config import CONFIG_FILE
+    from tidemill.learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
 
     root = Path(args.run_dir)
     if not (root / CONFIG_FILE).exists():
@@ -223,12 +223,12 @@ def _profile(args: argparse.Namespace) -> int:
 
 
 def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules, as ``learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
+    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
-    from learner.layout import parallel
-    from learner.megatron.activations import module_outputs
-    from learner.megatron.model import build_policy
+    from tidemill.learner.layout import parallel
+    from tidemill.learner.megatron.activations import module_outputs
+    from tidemill.learner.megatron.model import build_policy
 
     with KeptPort() as port:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}

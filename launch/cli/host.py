@@ -1,17 +1,17 @@
-"""``tidemill host``: the engines, scorers and actors of one machine, and a node of the learner (``launch.run.host``)."""
+"""``tidemill host``: the engines, scorers and actors of one machine, and a node of the learner (``tidemill.launch.run.host``)."""
 
 import argparse
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.cli.arguments import add_allow, add_bus, add_listening
-from launch.cli.inputs import check_loaded, children_arguments, loaded_config, reached_at, user_name
-from launch.run.access import allowed
-from launch.settings.extras import require
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_listening
+from tidemill.launch.cli.inputs import check_loaded, children_arguments, loaded_config, reached_at, user_name
+from tidemill.launch.run.access import allowed
+from tidemill.launch.settings.extras import require
 
 if TYPE_CHECKING:
-    from launch.run.host import HostLearner
+    from tidemill.launch.run.host import HostLearner
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -38,11 +38,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
-    from actors.engines.membership import host_name
-    from launch.run import process
-    from launch.run.desired import parse
-    from launch.run.directory import HostExists, only_one
-    from launch.run.host import Machine, run_host, users_in
+    from tidemill.actors.engines.membership import host_name
+    from tidemill.launch.run import process
+    from tidemill.launch.run.desired import parse
+    from tidemill.launch.run.directory import HostExists, only_one
+    from tidemill.launch.run.host import Machine, run_host, users_in
 
     name = args.name or user_name() or host_name()
     counts = parse(args.wanted)
@@ -77,8 +77,8 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     if not args.config:
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
     require("learner")
-    from launch.run.host import HostLearner
-    from launch.run.node_rank import node_place
+    from tidemill.launch.run.host import HostLearner
+    from tidemill.launch.run.node_rank import node_place
 
     loaded = loaded_config(args)
     place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)

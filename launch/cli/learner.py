@@ -1,12 +1,12 @@
-"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``launch.run.learner_process``)."""
+"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``tidemill.launch.run.learner_process``)."""
 
 import argparse
 import os
 
-from launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
-from launch.cli.inputs import bus_address, check_loaded, children_arguments, loaded_config, unprinted_config, with_iteration
-from launch.run.access import LEARNER
-from launch.settings.extras import require
+from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
+from tidemill.launch.cli.inputs import bus_address, check_loaded, children_arguments, loaded_config, unprinted_config, with_iteration
+from tidemill.launch.run.access import LEARNER
+from tidemill.launch.settings.extras import require
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def _run_learner(args: argparse.Namespace) -> int:
     if config is None:
         return 0
     require("learner")
-    from launch.run.node_rank import node_place
+    from tidemill.launch.run.node_rank import node_place
 
     place = node_place(config.learner.nodes, args.node_rank, os.environ)
     if place.nodes == 1 and (args.host or args.advertise):
@@ -64,12 +64,12 @@ def _run_learner(args: argparse.Namespace) -> int:
     if not args.checked:
         check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
     config = with_iteration(args, loaded_config(args)).config
-    from launch.run import learner_process, process
+    from tidemill.launch.run import learner_process, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address = bus_address(args, config, LEARNER)
     if place.nodes > 1:
-        from launch.run import learner_nodes
+        from tidemill.launch.run import learner_nodes
 
         node = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
         return process.run(
@@ -89,8 +89,8 @@ def _run_feeder(args: argparse.Namespace) -> int:
     config = unprinted_config(args)
     if config is None:
         return 0
-    from launch.run import feeder_process, process
-    from learner.feed.feed_keys import FeedKeys
+    from tidemill.launch.run import feeder_process, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
     address, keys = bus_address(args, config, LEARNER), FeedKeys.read(args.feeder_keys)
@@ -105,8 +105,8 @@ def _run_rank(args: argparse.Namespace) -> int:
     config = unprinted_config(args)
     if config is None:
         return 0
-    from launch.run import feeder_process, process
-    from learner.feed.feed_keys import FeedKeys
+    from tidemill.launch.run import feeder_process, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
     return feeder_process.run_rank(

@@ -9,10 +9,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 
-from bus.exit_codes import CRASHED
-from bus.system import output
-from launch.cli.arguments import CommandParser, PrintVersion
-from launch.settings.extras import explain
+from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.system import output
+from tidemill.launch.cli.arguments import CommandParser, PrintVersion
+from tidemill.launch.settings.extras import explain
 
 DESCRIPTION = "Asynchronous off-policy reinforcement learning for language models."
 COMMANDS: Mapping[str, str] = {

@@ -1,13 +1,13 @@
-"""``tidemill metrics``: gives the metrics of each step to a sink (``launch.metrics``)."""
+"""``tidemill metrics``: gives the metrics of each step to a sink (``tidemill.launch.metrics``)."""
 
 import argparse
 import asyncio
 
-from launch.cli.arguments import add_run
-from launch.cli.find_run import read_until_drained
-from launch.cli.inputs import given_options
-from launch.metrics.export import export, open_sink
-from launch.run.access import VIEWER
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import read_until_drained
+from tidemill.launch.cli.inputs import given_options
+from tidemill.launch.metrics.export import export, open_sink
+from tidemill.launch.run.access import VIEWER
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -2,11 +2,11 @@
 
 import argparse
 
-from launch.cli.arguments import add_config
-from launch.cli.inputs import unprinted_config
-from launch.run.process import set_up_logging
-from launch.run.workers import run_prepare
-from launch.settings.extras import require
+from tidemill.launch.cli.arguments import add_config
+from tidemill.launch.cli.inputs import unprinted_config
+from tidemill.launch.run.process import set_up_logging
+from tidemill.launch.run.workers import run_prepare
+from tidemill.launch.settings.extras import require
 
 
 def add(parser: argparse.ArgumentParser) -> None:

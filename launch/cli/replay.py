@@ -10,23 +10,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from bus.client.layout import create_archive
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus, connect
-from bus.streams.history import StoredSample
-from bus.streams.samples import PARTS_HEADER
-from bus.wire import subjects
-from bus.wire.codec import encode_sample
-from bus.wire.messages import Sample
-from launch.cli.arguments import add_filter, add_run, add_since
-from launch.cli.find_run import look
-from launch.cli.tail import tail
-from launch.run.process import set_up_logging
-from launch.samples.filters import Filter, filter_of, headline_of, positive
-from launch.samples.recording import Origin, Recording, RecordingWriter
-from launch.samples.search import SampleSearch, as_map, opened
-from launch.samples.text import to_json
-from launch.settings.extras import require
+from tidemill.bus.client.layout import create_archive
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.samples import PARTS_HEADER
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.cli.arguments import add_filter, add_run, add_since
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.cli.tail import tail
+from tidemill.launch.run.process import set_up_logging
+from tidemill.launch.samples.filters import Filter, filter_of, headline_of, positive
+from tidemill.launch.samples.recording import Origin, Recording, RecordingWriter
+from tidemill.launch.samples.search import SampleSearch, as_map, opened
+from tidemill.launch.samples.text import to_json
+from tidemill.launch.settings.extras import require
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
     if args.train:
         require("learner")
-        from launch.cli.retrain import retrain
+        from tidemill.launch.cli.retrain import retrain
 
         return retrain(args.run_dir, args.train, args.set)
     set_up_logging("replay", level=logging.ERROR)

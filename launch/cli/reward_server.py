@@ -1,10 +1,10 @@
-"""``tidemill reward-server``: hosts a reward over HTTP (``actors.scoring.server``)."""
+"""``tidemill reward-server``: hosts a reward over HTTP (``tidemill.actors.scoring.server``)."""
 
 import argparse
 import math
 import os
 
-from launch.cli.inputs import given_options
+from tidemill.launch.cli.inputs import given_options
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -25,9 +25,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use, OSError."""
-    from bus.config import is_loopback
-    from launch.run import process, workers
-    from rewards.children.limits import Limits
+    from tidemill.bus.config import is_loopback
+    from tidemill.launch.run import process, workers
+    from tidemill.rewards.children.limits import Limits
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""
     if args.token_env and not token:

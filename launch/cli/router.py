@@ -1,10 +1,10 @@
-"""``tidemill router``: one address for many engines (``actors.router``)."""
+"""``tidemill router``: one address for many engines (``tidemill.actors.router``)."""
 
 import argparse
 
-from launch.cli.arguments import bus_url
-from launch.cli.inputs import bus_address, process_id
-from launch.settings.extras import require
+from tidemill.launch.cli.arguments import bus_url
+from tidemill.launch.cli.inputs import bus_address, process_id
+from tidemill.launch.settings.extras import require
 
 DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
@@ -38,13 +38,13 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
-    from actors.router.config import RouterConfig, check_url
-    from bus.client.reach import AUTO
-    from launch.run import process, workers
+    from tidemill.actors.router.config import RouterConfig, check_url
+    from tidemill.bus.client.reach import AUTO
+    from tidemill.launch.run import process, workers
 
     if args.exact:
         require("router")
-    exact = ["actors.router.token_history:TokenHistory"] if args.exact else []
+    exact = ["tidemill.actors.router.token_history:TokenHistory"] if args.exact else []
     config = RouterConfig(
         host=args.host,
         advertise=args.advertise,

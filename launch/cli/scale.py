@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from actors.engines.membership import CONFIG_KEY
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from launch.cli.arguments import add_run
-from launch.cli.find_run import change
-from launch.run import desired
-from launch.run.desired import ROLES, LiveHost
-from launch.run.host import ROLE
+from tidemill.actors.engines.membership import CONFIG_KEY
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import change
+from tidemill.launch.run import desired
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.host import ROLE
 
 
 def add(parser: argparse.ArgumentParser) -> None:

@@ -11,17 +11,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from actors.text.text import Text as Tokenizer
-from bus.errors import NotFound, WireError
-from bus.streams.bus import Bus
-from bus.wire.messages import Sample
-from launch.cli.arguments import add_run
-from launch.cli.find_run import look
-from launch.samples.block import facts
-from launch.samples.filters import Filter, prompt_text, task_of
-from launch.samples.sample_history import SampleHistory, history_of
-from launch.samples.search import FoundSample, SampleSearch, as_map, opened
-from launch.samples.text import conversation, plain, to_json, turns_table
+from tidemill.actors.text.text import Text as Tokenizer
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.cli.arguments import add_run
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.samples.block import facts
+from tidemill.launch.samples.filters import Filter, prompt_text, task_of
+from tidemill.launch.samples.sample_history import SampleHistory, history_of
+from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map, opened
+from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
 """(lowest probability, style) of a token, in descending order."""

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
-from bus.wire.messages import Kind
-from launch.cli.arguments import add_filter, add_run
-from launch.cli.find_run import look
-from launch.samples.filters import Headline, filter_of
-from launch.samples.search import SampleSearch, seconds
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.messages import Kind
+from tidemill.launch.cli.arguments import add_filter, add_run
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.samples.filters import Headline, filter_of
+from tidemill.launch.samples.search import SampleSearch, seconds
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000

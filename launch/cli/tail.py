@@ -6,13 +6,13 @@ from collections.abc import AsyncIterator, Callable
 
 from rich.console import Console
 
-from bus.streams.bus import Bus
-from launch.cli.arguments import add_filter, add_run, add_since
-from launch.cli.find_run import look
-from launch.samples.block import block
-from launch.samples.filters import filter_of, positive
-from launch.samples.search import FoundSample, SampleSearch, as_map
-from launch.samples.text import to_json
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.cli.arguments import add_filter, add_run, add_since
+from tidemill.launch.cli.find_run import look
+from tidemill.launch.samples.block import block
+from tidemill.launch.samples.filters import filter_of, positive
+from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map
+from tidemill.launch.samples.text import to_json
 
 DEFAULT_LAST = 10
 

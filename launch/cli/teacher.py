@@ -1,9 +1,9 @@
-"""``tidemill teacher``: serves a fixed model that scores samples (``launch.run.teacher``)."""
+"""``tidemill teacher``: serves a fixed model that scores samples (``tidemill.launch.run.teacher``)."""
 
 import argparse
 from pathlib import Path
 
-from launch.settings.extras import require
+from tidemill.launch.settings.extras import require
 
 DRAIN_S = 30.0
 """Seconds that a teacher has to finish its requests."""
@@ -28,10 +28,10 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536 or args.max_context < 0:
         raise ValueError(f"want --port 0 to 65535 and --max-context >= 0, got {args.port}, {args.max_context}")
     require("engine")
-    from actors.config import EngineConfig
-    from actors.errors import UnsupportedModel
-    from launch.run import process
-    from launch.run.teacher import run_teacher
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.errors import UnsupportedModel
+    from tidemill.launch.run import process
+    from tidemill.launch.run.teacher import run_teacher
 
     names = ("host", "port", "insecure", "device", "dtype", "threads", "max_context")
     config = EngineConfig(**{name: getattr(args, name) for name in names})

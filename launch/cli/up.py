@@ -1,11 +1,11 @@
-"""``tidemill up``: a whole run on this machine (``launch.run.up``)."""
+"""``tidemill up``: a whole run on this machine (``tidemill.launch.run.up``)."""
 
 import argparse
 
-from launch.cli.arguments import add_config, add_from_checkpoint
-from launch.cli.inputs import check_loaded, loaded_config, with_iteration
-from launch.settings.config_loader import render
-from launch.settings.extras import require
+from tidemill.launch.cli.arguments import add_config, add_from_checkpoint
+from tidemill.launch.cli.inputs import check_loaded, loaded_config, with_iteration
+from tidemill.launch.settings.config_loader import render
+from tidemill.launch.settings.extras import require
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +29,6 @@ def run(args: argparse.Namespace) -> int:
     require("engine", "learner")
     check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     loaded = with_iteration(args, loaded)
-    from launch.run.up import run_up
+    from tidemill.launch.run.up import run_up
 
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)

@@ -1,4 +1,4 @@
-"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``launch.run.workers``)."""
+"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``tidemill.launch.run.workers``)."""
 
 import argparse
 import asyncio
@@ -6,12 +6,12 @@ import json
 import os
 import sys
 
-from bus import exit_codes
-from launch.cli.arguments import add_allow, add_bus, add_config, add_listening, command_of
-from launch.cli.inputs import bus_address, process_id, unprinted_config
-from launch.run.access import allowed
-from launch.settings.config_loader import changes
-from launch.settings.extras import require
+from tidemill.bus import exit_codes
+from tidemill.launch.cli.arguments import add_allow, add_bus, add_config, add_listening, command_of
+from tidemill.launch.cli.inputs import bus_address, process_id, unprinted_config
+from tidemill.launch.run.access import allowed
+from tidemill.launch.settings.config_loader import changes
+from tidemill.launch.settings.extras import require
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         if config is None:
             return 0
     require("actor" if role == "scorer" else role)
-    from bus.errors import BusUnavailable
-    from launch.run import process, workers
+    from tidemill.bus.errors import BusUnavailable
+    from tidemill.launch.run import process, workers
 
     id = process_id(args)
     process.set_up_logging(role, id)

@@ -14,8 +14,8 @@ src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from launch.devices.errors import PlacementRefused
-from launch.devices.shapes import (
+from tidemill.launch.devices.errors import PlacementRefused
+from tidemill.launch.devices.shapes import (
     CUDA,
     GLOO,
     HANDLES,
@@ -31,7 +31,7 @@ from launch.devices.shapes import (
     every_device,
     listed,
 )
-from weightstore.transport.nccl import nccl_differs
+from tidemill.weightstore.transport.nccl import nccl_differs
 
 ALONE = Others()
 

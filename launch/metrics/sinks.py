@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from launch.metrics.port import StepMetrics
-from launch.settings import extras
+from tidemill.launch.metrics.port import StepMetrics
+from tidemill.launch.settings import extras
 
 
 class Jsonl:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO
 
-from bus.errors import ServerFailed
-from bus.server.nats_server import end_reader
-from launch.settings.run_config import CONFIG_FILE
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.nats_server import end_reader
+from tidemill.launch.settings.run_config import CONFIG_FILE
 
 LOCK_FILE = ".lock"
 """File in the run's directory: locked by the one `up` that works in it, and holding its process id."""
@@ -61,7 +61,7 @@ def _lock(lock: IO[str], refusal: Callable[[str], ValueError]) -> None:
 
 
 def _end_look(root: Path) -> None:
-    """End a command that reads the run while it is over: it has the store open (``launch.run.ended``). Raises CannotBegin."""
+    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises CannotBegin."""
     try:
         for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
             end_reader(directory)

@@ -18,21 +18,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bus.client.waiter import Waiter
-from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
-from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
-from launch.devices.errors import DeviceError
-from launch.run import desired
-from launch.run.access import LEARNER, address_line
-from launch.run.desired import ROLES, LiveHost
-from launch.run.directory import HostExists
-from launch.run.engine_devices import EngineDevices
-from launch.run.supervisor import Supervisor
-from launch.run.workers import found_run
-from launch.settings.run_config import RunConfig
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
+from tidemill.launch.devices.errors import DeviceError
+from tidemill.launch.run import desired
+from tidemill.launch.run.access import LEARNER, address_line
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.directory import HostExists
+from tidemill.launch.run.engine_devices import EngineDevices
+from tidemill.launch.run.supervisor import Supervisor
+from tidemill.launch.run.workers import found_run
+from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class Host:
         users: Mapping[str, Sequence[Path]] | None = None,
         devices: EngineDevices | None = None,
     ) -> None:
-        """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
+        """``arguments(role, id)`` follow ``python -m tidemill``; processes are named ``<role>-<prefix><number>``.
 
         ``devices``: the accelerators of its engines; None = all of this machine, which has no ranks.
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
@@ -230,7 +230,7 @@ class HostLearner:
     config: RunConfig
     rank: int
     arguments: Sequence[str]
-    """Those behind ``python -m launch``."""
+    """Those behind ``python -m tidemill``."""
     users: Path | None = None
     """Directory with the credentials of the learner's user; None = a bus without users, or the credentials in the run's own files."""
 
@@ -269,9 +269,9 @@ class Machine:
     """The learner's node of this machine."""
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
-        """Return the arguments behind ``python -m launch`` of one of its processes."""
+        """Return the arguments behind ``python -m tidemill`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from bus.client.reach import bare
+        from tidemill.bus.client.reach import bare
 
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # the port belongs to an engine
@@ -285,13 +285,13 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
     Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
     """
 
-    from actors.engines.membership import connected
-    from bus.config import BusConfig
-    from bus.errors import Forbidden
-    from launch.run import desired
-    from launch.run.engine_devices import EngineDevices
-    from launch.run.host import Host, refuse_another
-    from launch.run.supervisor import Supervisor
+    from tidemill.actors.engines.membership import connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.bus.errors import Forbidden
+    from tidemill.launch.run import desired
+    from tidemill.launch.run.engine_devices import EngineDevices
+    from tidemill.launch.run.host import Host, refuse_another
+    from tidemill.launch.run.supervisor import Supervisor
 
     name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)

@@ -7,19 +7,19 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from actors.engines.witness import Witness
-from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import keep_keys, make_keys
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import beside
-from bus.wire.messages import Capabilities, LiveRow
-from launch.run.access import auth_dir, last_key, write_keys
-from launch.run.workers import LONG_WAIT_S
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import RunConfig
-from learner.nodes.node_rows import NodeRow, Phase
-from weightstore.store.registry import EVICTED, VersionRegistry
+from tidemill.actors.engines.witness import Witness
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import keep_keys, make_keys
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.launch.run.access import auth_dir, last_key, write_keys
+from tidemill.launch.run.workers import LONG_WAIT_S
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.nodes.node_rows import NodeRow, Phase
+from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
-    from learner.ranks.process import run_learner
+    from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from learner.checkpoints.keeper import clean
+        from tidemill.learner.checkpoints.keeper import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
@@ -76,8 +76,8 @@ async def uploading(bus: Bus, config: RunConfig, *, node: int = 0) -> AsyncItera
     if not config.learner.checkpoint.url:
         yield
         return
-    from learner.checkpoints.object_store import ObjectStore
-    from learner.checkpoints.uploads import Uploads
+    from tidemill.learner.checkpoints.object_store import ObjectStore
+    from tidemill.learner.checkpoints.uploads import Uploads
 
     store = ObjectStore(config.learner.checkpoint.url, config.run)
     async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):
@@ -89,9 +89,9 @@ def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
 
     Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from launch.devices.demand import rank_variables, want_of
-    from launch.devices.placement import place
-    from launch.devices.visible import nccl_of, this_node
+    from tidemill.launch.devices.demand import rank_variables, want_of
+    from tidemill.launch.devices.placement import place
+    from tidemill.launch.devices.visible import nccl_of, this_node
 
     node = this_node(os.environ)
     ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks

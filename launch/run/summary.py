@@ -13,13 +13,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.system.files import write_whole
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Done, LiveRow, VersionRow
-from launch.run.audit import RunAccounting, mean
-from launch.settings import extras
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Done, LiveRow, VersionRow
+from tidemill.launch.run.audit import RunAccounting, mean
+from tidemill.launch.settings import extras
 
 LAST_STEPS = 10
 """Number of steps over which the last reward is averaged: a peak proves nothing."""
@@ -186,7 +186,7 @@ def as_text(value: object) -> str:
 
 def draw_curves(lines: list[dict[str, object]], evaluations: list[dict[str, object]], file: Path, title: str) -> str:
     """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
-    from launch.run.curves import draw
+    from tidemill.launch.run.curves import draw
 
     try:
         extras.require("plots")

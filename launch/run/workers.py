@@ -15,17 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts
-from bus.system.coroutines import first_of
-from bus.system.output import STANDARD_OUTPUT, lossy
-from launch.settings.run_config import RunConfig
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from actors.config import EngineConfig
-    from actors.router.config import RouterConfig
-    from actors.serving.engine_process import HeldDevices
-    from launch.settings.config_loader import Setting
-    from rewards.children.limits import Limits
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.router.config import RouterConfig
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.launch.settings.config_loader import Setting
+    from tidemill.rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ LONG_WAIT_S = 300.0
 def run_prepare(config: RunConfig) -> int:
     """Make model and prompts if the configuration has ``prepare``; return 0."""
     if config.prepare is not None:
-        from launch.settings.prepare import prepare
+        from tidemill.launch.settings.prepare import prepare
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
@@ -73,8 +73,8 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from bus.client.address import parse
-    from bus.client.connection import open_connection
+    from tidemill.bus.client.address import parse
+    from tidemill.bus.client.connection import open_connection
 
     async def reached() -> None:
         """Connect to the bus and disconnect."""
@@ -90,11 +90,11 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
     """
-    from actors.engines.membership import default_id
-    from actors.scratch import Scratch
-    from actors.serving import engine_process
-    from bus.client.reach import AUTO
-    from launch.settings.wiring import engine_factory
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scratch import Scratch
+    from tidemill.actors.serving import engine_process
+    from tidemill.bus.client.reach import AUTO
+    from tidemill.launch.settings.wiring import engine_factory
 
     id = id or default_id()
     with Scratch("model") as fetched:
@@ -131,10 +131,10 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
     Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from actors.serving.engine_process import HeldDevices
-    from launch.checks.model import size_here
-    from launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
-    from launch.devices.visible import VARIABLE, this_node
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.demand import nccl_of_engine, own_place, refuse_expandable_engine
+    from tidemill.launch.devices.visible import VARIABLE, this_node
 
     engine, node = config.engine, this_node(os.environ)
     place = own_place(node, config, size_here(config))
@@ -155,9 +155,9 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
     """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
-    from launch.checks.model import size_here
-    from launch.devices.demand import own_place
-    from launch.devices.visible import this_node
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.demand import own_place
+    from tidemill.launch.devices.visible import this_node
 
     own_place(this_node(os.environ), config, size_here(config, model))
 
@@ -166,9 +166,9 @@ async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: as
     """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import CONFIG_KEY, config_of_run, connected
-    from bus.config import BusConfig
-    from launch.settings.config_loader import from_map
+    from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.launch.settings.config_loader import from_map
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
@@ -180,9 +180,9 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import connected, first_row
-    from bus.liveness.waiting import Waiting
-    from weightstore.catchup.catch_up import fetch_model
+    from tidemill.actors.engines.membership import connected, first_row
+    from tidemill.bus.liveness.waiting import Waiting
+    from tidemill.weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
     if (model / "config.json").exists():
@@ -199,10 +199,10 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
-    from actors.engines.membership import default_id
-    from actors.rollout import actor_process
-    from actors.rollout_settings import RolloutPrograms
-    from rewards.children.limits import become_undumpable
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.rollout import actor_process
+    from tidemill.actors.rollout_settings import RolloutPrograms
+    from tidemill.rewards.children.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
     run = run or await found_run(bus_url, "actor", draining)
@@ -222,10 +222,10 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
 
 async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from actors.engines.membership import default_id
-    from actors.scoring.scorer_process import ScorerPlace, run_scorer
-    from bus.client.reach import AUTO
-    from rewards.children.limits import become_undumpable
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from tidemill.bus.client.reach import AUTO
+    from tidemill.rewards.children.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -249,7 +249,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
-    from actors.router import process
+    from tidemill.actors.router import process
 
     if bus_url:
         run = run or await found_run(bus_url, "router", draining)
@@ -271,10 +271,10 @@ class ServedReward:
 
 async def run_reward_server(reward: ServedReward, limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
-    from actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from rewards.children.limits import become_undumpable
-    from rewards.scorers.groups import opened_group
-    from rewards.scorers.single import opened
+    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.rewards.children.limits import become_undumpable
+    from tidemill.rewards.scorers.groups import opened_group
+    from tidemill.rewards.scorers.single import opened
 
     become_undumpable()
     async with AsyncExitStack() as stack:
@@ -291,7 +291,7 @@ async def run_reward_server(reward: ServedReward, limits: "Limits", draining: as
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
-    from bus.client.discovery import find_run
+    from tidemill.bus.client.discovery import find_run
 
     name_found = ""
 

@@ -13,16 +13,16 @@ from typing import Self
 
 import zmq
 
-from bus import exit_codes
-from bus.exit_codes import CRASHED
-from bus.wire.json_object import JsonObject
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import Frame, decode
-from learner.errors import FeederFailed, FeederLost, FeedError
-from learner.feed.feed_gate import admit_by
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Last, Start, pack, unpack
-from learner.feed.progress import sigterm_noted
+from tidemill.bus import exit_codes
+from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batch_frames import Frame, decode
+from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
+from tidemill.learner.feed.feed_gate import admit_by
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
+from tidemill.learner.feed.progress import sigterm_noted
 
 
 class FeedClient:
@@ -79,7 +79,7 @@ class FeedClient:
         """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of all with ``Last``.
 
         The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted. The parent is notified at
-        once, through ``progress`` (``learner.feed.progress``).
+        once, through ``progress`` (``tidemill.learner.feed.progress``).
         """
 
         def note(number: int, frame: FrameType | None) -> None:

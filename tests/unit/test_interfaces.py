@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.run import learner_nodes
-from launch.run.learner_nodes import interface_of
+from tidemill.launch.run import learner_nodes
+from tidemill.launch.run.learner_nodes import interface_of
 
 PACKET = 17
 """AF_PACKET: entries with the hardware address of an interface."""

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli.inputs import reached_at
-from launch.cli.main import COMMANDS, INNER, _inner_parser, _parser, main
+from tidemill.launch.cli.inputs import reached_at
+from tidemill.launch.cli.main import COMMANDS, INNER, _inner_parser, _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = ROOT / "tests/data/command_line.json"
@@ -24,7 +24,7 @@ FAST = 0.5
 
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def processor_s() -> float:
@@ -70,11 +70,11 @@ def commands_of(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 def test_only_the_module_of_the_given_command_is_imported() -> None:
     code = (
-        "import sys\nfrom launch.cli.main import main\ntry: main(['up', '--help'])\nexcept SystemExit: pass\n"
-        "print(*sorted(name for name in sys.modules if name.startswith('launch.cli.')), file=sys.stderr)"
+        "import sys\nfrom tidemill.launch.cli.main import main\ntry: main(['up', '--help'])\nexcept SystemExit: pass\n"
+        "print(*sorted(name for name in sys.modules if name.startswith('tidemill.launch.cli.')), file=sys.stderr)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert result.stderr.split() == [f"launch.cli.{name}" for name in ("arguments", "inputs", "main", "up")]
+    assert result.stderr.split() == [f"tidemill.launch.cli.{name}" for name in ("arguments", "inputs", "main", "up")]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str
 )
 def test_the_command_line_loads_no_heavy_package(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom launch.cli.main import main\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'nats', 'numpy.linalg', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -143,7 +143,7 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     """The installed command's own directory is that of the environment."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tidemill").write_text(
-        "import sys\nfrom launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
     )
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "own_module_here.py").write_text("")

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import exit_codes
-from launch.devices.errors import PlacementRefused
-from launch.devices.placement import USABLE, engine_place, place, senders
-from launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
+from tidemill.bus import exit_codes
+from tidemill.launch.devices.errors import PlacementRefused
+from tidemill.launch.devices.placement import USABLE, engine_place, place, senders
+from tidemill.launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000
 
