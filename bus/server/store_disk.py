@@ -75,7 +75,7 @@ class StoreKeeper:
         self._checked_s = self._restarted_s = float("-inf")
         self._pause_s = FIRST_PAUSE_S
         self.restarts, self.last_restart = 0, ""
-        """Number of restarts, and the sentence on the last one."""
+        """Number of restarts of servers that had ended, and the sentence on the last one."""
         self.reason = ""
         """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
@@ -104,13 +104,16 @@ class StoreKeeper:
         wait_s = self._restarted_s + self._pause_s - now
         if server.running and wait_s > 0:
             return f"{fault}; nats-server is started again in {wait_s:.0f} s"
-        self.last_restart = f"nats-server (process {server.pid}) {fault or 'ended'} and is started again"
-        _log.warning("%s; its last log lines:\n%s", self.last_restart, server.log_tail(5))
+        sentence = f"nats-server (process {server.pid}) {fault or 'ended'} and is started again"
+        _log.warning("%s; its last log lines:\n%s", sentence, server.log_tail(5))
         if fault:
             since_s = now - self._restarted_s
             self._pause_s = FIRST_PAUSE_S if since_s > 2 * LONGEST_PAUSE_S else min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._restarted_s = now
-        return self._restart(server)
+        lack = self._restart(server)
+        if not lack and not fault:  # a write error has been named as the reason for storing nothing
+            self.restarts, self.last_restart = self.restarts + 1, sentence
+        return lack
 
     def _restart(self, server: EmbeddedServer) -> str:
         try:
@@ -120,5 +123,4 @@ class StoreKeeper:
                 return lack
             raise
         self._faults.pop(server, None)
-        self.restarts += 1
         return ""

@@ -38,12 +38,12 @@ READ_S = 0.5
 SURE_ROWS = 500
 """Rows that are read and tokenized, however long it takes."""
 MOST_CAUSES = 5
-"""Most causes of bad rows that are reported for a source."""
+"""Maximum number of causes of bad rows that are reported for a source."""
 ROOM = "a larger context or data.max_prompt_tokens, or a smaller sampling.max_new_tokens makes room"
 
 
 @dataclass(slots=True, kw_only=True)
-class Reading:
+class SourceReading:
     """The rows of a source that were read."""
 
     source: Source
@@ -63,7 +63,7 @@ class Reading:
     """Tokens of the longest prompt that is used."""
 
     @classmethod
-    def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "Reading":
+    def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
         """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be read."""
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
@@ -198,7 +198,7 @@ def check_data(
 
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
+    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are read."""
     rows: list[Row] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
@@ -227,10 +227,10 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
 
 def read_sources(
     config: RunConfig, data: DataConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, max_new_tokens: int
-) -> list[Reading]:
+) -> list[SourceReading]:
     """Read and tokenize rows of each source. Raises PromptError for a source that cannot be read, TemplateLacks."""
     rules = RowRules(unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size))
-    readings = [Reading.of(source, rules, config.recorded_rollouts) for source in data.used]
+    readings = [SourceReading.of(source, rules, config.recorded_rollouts) for source in data.used]
     tokens = None if model is None or tokenize is None else tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
     if tokens is not None:
         for reading in readings:
@@ -289,7 +289,7 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
         )
 
 
-def _in_pass(readings: Sequence[Reading]) -> int:
+def _in_pass(readings: Sequence[SourceReading]) -> int:
     """Return the prompts of a pass."""
     return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
 
@@ -359,7 +359,7 @@ def _size(source: Source) -> int | None:
     return None if count is None else len(range(count)[source.start : source.stop])
 
 
-def all_rows(readings: Collection[Reading]) -> Iterator[Row]:
+def all_rows(readings: Collection[SourceReading]) -> Iterator[Row]:
     """Yield the rows of all sources that can be used."""
     for reading in readings:
         yield from reading.rows

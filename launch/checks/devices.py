@@ -6,7 +6,7 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.machine import GPU
 from tidemill.launch.checks.model import CheckedModel, rank_rows
 from tidemill.launch.devices.demand import ModelSize, rank_variables, refuse_expandable_engine, want_of
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import Node, Placed, described
 from tidemill.launch.devices.visible import this_node
@@ -23,7 +23,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
         node = this_node(os.environ)
         placed = place([node], want_of(config, node, learner=learner, engines=engines, size=size))
         _refuse_allocator(config, node, placed)
-    except Refused as refused:
+    except PlacementRefused as refused:
         report.error("devices", report.at(refused.where), want=refused.wanted, got=refused.found, cure=refused.cure)
         return
     if not node.devices:
@@ -38,7 +38,7 @@ def check_devices(report: Report, config: RunConfig, model: CheckedModel | None,
 
 
 def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
-    """Raise Refused for an environment in which colocated processes could not release their memory."""
+    """Raise PlacementRefused for an environment in which colocated processes could not release their memory."""
     for rank in placed.ranks:
         rank_variables(node, rank, config, os.environ)
     if config.learner.colocated and any(engine.uuids for engine in placed.engines):

@@ -34,11 +34,13 @@ ANSWER_S = 0.5
 """Share of the free disk that nats-server takes for its streams. Measured with 2.15.1: it logs
 "Max Storage" 1.50 GB on a disk of 2 GB."""
 MORE_FOR_BEST = 3
-"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and those of the version that is evaluated and of the next."""
+"""Checkpoints that ``eval.best`` keeps beside the newest: the best, and the ones of the version under evaluation and of the next."""
 MODEL_BYTES = 4
 """Bytes on disk per parameter of a model, float32."""
 CHECKPOINT_BYTES = 16
 """Bytes on disk per parameter of a checkpoint: weight, master copy and Adam's two moments, float32."""
+MEGATRON_LOGS = "config_logger_dir"
+"""Megatron's argument that names a directory."""
 GPU = Path("/dev/nvidiactl")
 """A file that exists where CUDA does: weights are then not in the memory that is checked."""
 
@@ -168,7 +170,7 @@ def _most_sequences(budget: Budget) -> int:
 
 
 def _reach(report: Report, where: str, config: RunConfig) -> None:
-    """Ask all servers at once for their INFO lines, and check that of the first one that answers."""
+    """Ask all servers at once for their INFO lines, and check the first answer."""
     servers, reasons = parse(config.bus.url).servers, []
     with ThreadPoolExecutor(len(servers)) as asking:
         answers = {server: asking.submit(_info, server) for server in servers}
@@ -209,12 +211,23 @@ def _check_server(report: Report, where: str, server: str, info: dict[str, objec
         report.good("bus", f"{server}: nats-server {version} with JetStream")
 
 
+def _writable(report: Report, setting: str, directory: Path) -> Path | None:
+    """Return the nearest directory that exists; None, after an error, where ``directory`` cannot be made in it, or written to."""
+    existing = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.exists())
+    if existing.is_dir() and os.access(existing, os.W_OK | os.X_OK):
+        return existing
+    want = "a directory that can be made and written to"
+    report.error("disk", report.at(setting), want=want, got=f"{existing} cannot be written to", cure="set another directory")
+    return None
+
+
 def check_places(report: Report, config: RunConfig, model: CheckedModel | None, *, trains: bool = True) -> None:
     """Check that the run's directory can be written, and that the disk has room for checkpoints and for the bus's store."""
-    existing = next(path for path in (config.root.absolute(), *config.root.absolute().parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        want = "a directory that can be made and written to"
-        report.error("disk", report.at("directory"), want=want, got=f"{existing} cannot be written to", cure="set another directory")
+    logs = config.learner.megatron.get(MEGATRON_LOGS)
+    if isinstance(logs, str) and logs:
+        _writable(report, f"learner.megatron.{MEGATRON_LOGS}", Path(logs))
+    existing = _writable(report, "directory", config.root)
+    if existing is None:
         return
     free = shutil.disk_usage(existing).free
     pending = MOST_PENDING if config.learner.checkpoint.url else 0  # while the store does not answer
@@ -246,7 +259,7 @@ def check_places(report: Report, config: RunConfig, model: CheckedModel | None, 
 
 
 def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
-    """Return the bytes of one checkpoint: the policy's state or that of its adapters, the critic's, and a reference that moves."""
+    """Return the bytes of one checkpoint: the state of the policy or of its adapters, the critic's, and a reference that moves."""
     learner, parameters = config.learner, model.num_parameters
     state = model.num_trained or parameters if learner.lora.rank else parameters
     if learner.algorithm.by_critic:
@@ -257,7 +270,7 @@ def _checkpoint_bytes(config: RunConfig, model: CheckedModel) -> int:
 
 
 def _models_kept(config: RunConfig) -> int:
-    """Return the number of Hugging Face directories at the end of the run: the last one, and those of earlier steps."""
+    """Return the number of Hugging Face directories at the end of the run: the last one, and the directories of earlier steps."""
     every, keep = config.learner.save_hf_every, config.learner.keep_hf
     num_models = config.learner.steps // every if every else 0
     return 1 + (min(num_models, keep) if keep else num_models)

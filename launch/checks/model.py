@@ -16,7 +16,7 @@ from tidemill.bus.wire.routed_experts import EXPERTS_OF, RoutedShape
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
-from tidemill.launch.devices.memory_table import Row, memory_rows, state_rows, valued
+from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
 from tidemill.launch.devices.trained import Shapes, trained_tensors
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
@@ -68,7 +68,7 @@ class CheckedModel:
         return None if shape is None else valued(shape).tensors()
 
 
-def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[Row, ...]:
+def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
     """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the engine."""
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
@@ -227,7 +227,7 @@ def _tensors(report: Report, path: Path) -> Tensors:
 
 
 def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Tensors) -> None:
-    """Compare names and shapes in the files with those that config.json asks for."""
+    """Compare names and shapes in the files with the names and shapes that follow from config.json."""
     for name, shape in of_config.items():
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"

@@ -33,7 +33,7 @@ def made_before(config: RunConfig) -> Path | None:
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
-    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return those that will be made.
+    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """

@@ -60,7 +60,7 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
-    """Report the differences of the prompts from those of the checkpoint: as an error where the run has planned one of these rows."""
+    """Report the differences of the prompts from the prompts of the checkpoint: as an error where the run has planned one of these rows."""
     data = config.data
     try:
         # Their content alone is compared, so they get no tokens.

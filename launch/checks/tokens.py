@@ -226,7 +226,7 @@ def _tells_of_tools(renderer: Renderer) -> bool:
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
-    """Return how a question differs from that of the model's chat template; empty where it does not, or there is none to compare with."""
+    """Return how a question differs from the model's chat template; empty where it does not, or there is no template."""
     try:
         template = ChatTemplate.read(directory)
         if template is None:

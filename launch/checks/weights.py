@@ -64,7 +64,7 @@ BEGINS = "learner.from_checkpoint"
 
 
 def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_layers: int) -> None:
-    """Report a checkpoint that cannot be read, or that is one of another model. ``tensors``: those of the model's directory.
+    """Report a checkpoint that cannot be read, or belongs to another model. ``tensors``: the tensors of the model's directory.
 
     Those of layers from ``num_layers`` on are for further tokens, which the learner does not train. With a bridge of the user's own, only
     the ranks can compare.
@@ -173,7 +173,7 @@ def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
-    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: those of the model."""
+    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: the model's."""
     learner = config.learner
     names = list(tensors)
     for pattern in unmatched(learner.optimizer.freeze, names):

@@ -2,7 +2,7 @@
 
     stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
-Killed at any moment, it resumes: samples behind the reader's position are read again, those that a recording has already are not written
+Killed at any moment, it resumes: samples behind the reader's position are read again, samples in a recording are not written
 twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 
@@ -24,7 +24,7 @@ from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import read_until_drained
 from tidemill.launch.run.access import OPERATOR
 from tidemill.launch.samples.filters import positive
-from tidemill.launch.samples.recording import Origin, Recorder, repair
+from tidemill.launch.samples.recording import Origin, RecordingWriter, repair
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class ArchiveDirectory:
         """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another stream."""
         self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
         self._file: IO[bytes] | None = None
-        self._recorder: Recorder | None = None
+        self._recorder: RecordingWriter | None = None
         self.written = 0
         self.dirty = False
         """True if samples are written that ``sync`` has not fsynced."""
@@ -170,7 +170,7 @@ class ArchiveDirectory:
         """
         if self._recorder is None:
             self._file = (self._directory / f"{self._origin.run}-{stored.seq:012d}{SUFFIX}").open("xb")
-            self._recorder = Recorder(self._file, self._origin)
+            self._recorder = RecordingWriter(self._file, self._origin)
         try:
             self._recorder.add(stored)
         except WireError as error:

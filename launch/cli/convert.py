@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
     """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in one line.
 
-    ``bridge``: import path of the bridge of the model's family; empty = that of the run that has written the checkpoint.
+    ``bridge``: import path of the bridge of the model's family; empty = the bridge of the run that has written the checkpoint.
     """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
@@ -73,7 +73,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
 def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     """Return the weights of a checkpoint under Hugging Face names, read in this process, on the CPU.
 
-    ``model``: its model directory; None = that of the run that has written it. Raises ValueError with the reason in one line.
+    ``model``: its model directory; None = the model of the run that has written it. Raises ValueError with the reason in one line.
     """
     model_dir, bridge = _of_run(checkpoint, model)
     with _in_this_process() as parallel:

@@ -22,7 +22,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:
-    """List the registered readers, after removing the one of --forget; return 0."""
+    """List the registered readers, after removing the reader of --forget; return 0."""
     console = Console(highlight=False, soft_wrap=True)
     if args.forget:
         await Cursors(bus).drop(args.forget)

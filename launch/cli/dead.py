@@ -18,7 +18,7 @@ from tidemill.launch.samples.text import plain, to_json
 ANSWER_S = 5.0
 """Seconds to wait for the learner's records of a decision."""
 PROMPT_SHOWN = 72
-"""Most characters shown of a prompt."""
+"""Maximum number of characters shown of a prompt."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
-    """List dead tasks, newest last; without --all only those that have no decision yet; return 0."""
+    """List dead tasks, newest last; without --all only tasks without a decision; return 0."""
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
     chosen = [letter for letter in letters.values() if args.reason in letter.reason and (args.all or letter.task not in decisions)]

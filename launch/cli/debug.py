@@ -19,15 +19,15 @@ from tidemill.launch.settings.extras import require
 from tidemill.learner.debug.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from tidemill.launch.cli.debug_engine import Engine
+    from tidemill.launch.cli.debug_engine import RunningEngine
     from tidemill.learner.debug.comparison import Comparison
     from tidemill.learner.debug.train_file import Array
 
 
 SHOWN = 5
-"""Most differences that are printed, after the first one."""
+"""Maximum number of differences that are printed, after the first one."""
 DEFAULT_ENGINE_DTYPE = "bfloat16"
-"""Dtype of an engine that reports none: that of engines on accelerators."""
+"""Dtype of an engine that reports none: engines on accelerators have it."""
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +126,9 @@ def _score(args: argparse.Namespace) -> int:
     if args.config and (args.engine or args.by != "sglang"):
         raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
-        from tidemill.launch.cli.debug_engine import Engine
+        from tidemill.launch.cli.debug_engine import RunningEngine
 
-        engine = Engine(args.engine, args.key_env)
+        engine = RunningEngine(args.engine, args.key_env)
         outputs, source = engine.log_probs(prompts), args.engine
         dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
@@ -191,8 +191,8 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
         raise ValueError(str(failed)) from None
 
 
-def _dtype_of_engine(engine: "Engine", dtype: str | None) -> str:
-    """Return the dtype that an engine reports, else ``wanted``, else the default, which is printed. Raises ValueError if the two differ."""
+def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
+    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if the two differ."""
     reported = engine.dtype()
     if reported and dtype not in (None, reported):
         raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")

@@ -22,7 +22,7 @@ DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "flo
 """Dtypes by their names in an engine's answer. SGLang's ``auto`` is none of them: it depends on the model and the device."""
 
 
-class Engine:
+class RunningEngine:
     """The address of an engine, and the key for it."""
 
     def __init__(self, url: str, key_env: str) -> None:

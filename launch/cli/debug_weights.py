@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tidemill.weightstore.format.checksums import ChecksumReport
 
 SHOWN = 5
-"""Most tensors that are printed of a comparison."""
+"""Maximum number of tensors that are printed for a comparison."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -114,7 +114,7 @@ async def _report(session: "object", url: str) -> "ChecksumReport":
 def tensors_of(directory: Path, model: Path | None = None) -> "dict[str, Tensor]":
     """Return the tensors of a model directory, or the weights of a checkpoint, by their Hugging Face names.
 
-    ``model``: the model directory of the checkpoint; None = that of its run. Raises ValueError for a directory without any.
+    ``model``: the model directory of the checkpoint; None = the directory of its run. Raises ValueError for a directory without any.
     """
     if has_weights(directory):
         require("learner")

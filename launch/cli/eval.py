@@ -85,13 +85,13 @@ def settings(args: argparse.Namespace, directory: Path) -> list[str]:
 
 
 def _name(data: Path) -> str:
-    """Return the name of a file as that of a set."""
+    """Return the name of an evaluation set, made from the name of its file."""
     return "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_-") else "-" for letter in data.stem)[:40] or "data"
 
 
 @contextmanager
 def _directory(directory: Path | None) -> Iterator[Path]:
-    """Yield an empty directory for logs and the bus: that of ``--dir``, or one that is removed afterwards. Raises ValueError."""
+    """Yield an empty directory for logs and the bus: ``--dir``, or a directory that is removed afterwards. Raises ValueError."""
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as temporary:
             yield Path(temporary)

@@ -27,7 +27,7 @@ def bus_address(args: argparse.Namespace, config: RunConfig | None, user: str) -
 
 
 def process_id(args: argparse.Namespace) -> str:
-    """Return the process's name on the bus: that of --id, else its user's; a user may write under no other."""
+    """Return the process's name on the bus: --id, else the name of its user, who may write under no other."""
     return args.id or user_name()
 
 

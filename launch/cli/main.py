@@ -50,7 +50,7 @@ COMMANDS: Mapping[str, str] = {
 INNER = ("feeder", "rank")
 """Commands with which the learner starts its processes; no help lists them."""
 _MODULES = {**dict.fromkeys(("engine", "actor", "scorer"), "worker"), **dict.fromkeys(INNER, "learner")}
-"""Modules of commands that share one; that of each other command has its name."""
+"""Modules of commands that share one; each other command has a module of its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -94,7 +94,7 @@ def _explained(args: argparse.Namespace) -> int:
 
 
 def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``declared``: those that get their arguments, for which their modules are imported."""
+    """Return the parser of all commands; ``declared``: commands that get their arguments, for which their modules are imported."""
     parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
     parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -23,8 +23,8 @@ from tidemill.launch.cli.find_run import look
 from tidemill.launch.cli.tail import tail
 from tidemill.launch.run.process import set_up_logging
 from tidemill.launch.samples.filters import Filter, filter_of, headline_of, positive
-from tidemill.launch.samples.recording import Origin, Recorder, Recording
-from tidemill.launch.samples.search import Search, as_map, opened
+from tidemill.launch.samples.recording import Origin, Recording, RecordingWriter
+from tidemill.launch.samples.search import SampleSearch, as_map, opened
 from tidemill.launch.samples.text import to_json
 from tidemill.launch.settings.extras import require
 
@@ -74,7 +74,7 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
     """Replay samples of a run; return the exit code. Raises ValueError."""
     if args.ended and args.to_run and not args.to_bus:
         raise ValueError("--to-run: want --to-bus URL as well: the bus of a run that is not running is read-only")
-    search, state = Search(bus, filter_of(args)), await bus.samples.info()
+    search, state = SampleSearch(bus, filter_of(args)), await bus.samples.info()
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples that the arguments select, of those in the stream now."""
@@ -161,7 +161,7 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
             if path.suffix == ".jsonl":
                 yield _JsonLines(file)
                 return
-            recorder = Recorder(file, origin)
+            recorder = RecordingWriter(file, origin)
             yield _Recorded(recorder)
             recorder.close()
         except ValueError:  # an argument was wrong
@@ -170,7 +170,7 @@ def _file(path: Path, origin: Origin) -> Iterator[Sink]:
 
 
 class _Recorded:
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RecordingWriter) -> None:
         self._recorder = recorder
 
     async def add(self, stored: StoredSample) -> None:

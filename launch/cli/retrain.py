@@ -1,6 +1,6 @@
 """``tidemill replay --train``: a learner alone repeats the recorded steps of a run, in a directory of its own.
 
-The streams of the run are copied, not changed. No engine and no actor runs: every batch is the one that PLAN names, with
+The streams of the run are copied, not changed. No engine and no actor runs: every batch is a batch of PLAN, with
 the log-probs recorded in its samples. Each step has the settings of its first execution, and the weights are the same bits; with others
 (``--set learner...``) it is off-policy training on the recorded samples.
 """

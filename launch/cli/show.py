@@ -20,7 +20,7 @@ from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.block import facts
 from tidemill.launch.samples.filters import Filter, prompt_text, task_of
 from tidemill.launch.samples.sample_history import SampleHistory, history_of
-from tidemill.launch.samples.search import Found, Search, as_map, opened
+from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map, opened
 from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
@@ -125,12 +125,12 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     ]
 
 
-async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
+async def _find(bus: Bus, name: str) -> tuple[FoundSample, list[int]]:
     """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place. Raises ValueError."""
     if "." not in name:
         return await _by_sequence(bus, name), []
     task, index = task_of("SAMPLE", name)
-    search = Search(bus, Filter(task=task, index=index))
+    search = SampleSearch(bus, Filter(task=task, index=index))
     first, last = await search.history.at_task(task), (await search.history.state()).last_seq
     places = [match async for match in search.forward(first, last)]
     if not places:
@@ -138,11 +138,11 @@ async def _find(bus: Bus, name: str) -> tuple[Found, list[int]]:
     return places[0], [match.line.seq for match in places[1:]]
 
 
-async def _by_sequence(bus: Bus, name: str) -> Found:
+async def _by_sequence(bus: Bus, name: str) -> FoundSample:
     word = name.removeprefix("#")
     if not word.isdecimal() or not int(word):
         raise ValueError(f"SAMPLE: want a sequence (#123) or TASK.INDEX (57.3), got {name!r}")
-    search = Search(bus, Filter())
+    search = SampleSearch(bus, Filter())
     try:
         stored = await search.history.payload(int(word))
     except NotFound:
@@ -159,7 +159,7 @@ async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
     return Vocabulary.read([Path(place) for place in places if place])
 
 
-def _json(match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
+def _json(match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
     return {
         **as_map(match.line.seq, sample),
         "lag": match.line.lag,
@@ -182,7 +182,7 @@ def _json(match: Found, sample: Sample, tokens: Sequence[Token], history: Sample
 
 
 def _print(
-    console: Console, match: Found, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
+    console: Console, match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
 ) -> None:
     console.print(facts(match.line, sample))
     times, sampling = sample.timings, sample.sampling

@@ -21,11 +21,11 @@ from tidemill.bus.wire.messages import Kind
 from tidemill.launch.cli.arguments import add_filter, add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.filters import Headline, filter_of
-from tidemill.launch.samples.search import Search, seconds
+from tidemill.launch.samples.search import SampleSearch, seconds
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000
-"""Most messages read for a window of a number of samples."""
+"""Maximum number of messages read for a window of a number of samples."""
 _RIGHT = ("completed", "truncated")
 """Statuses of samples that count for groups."""
 
@@ -79,7 +79,7 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
     The window of a run that is over ends with its newest sample.
     """
     filter = filter_of(args)
-    search = Search(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
+    search = SampleSearch(bus, replace(filter, kind=filter.kind or Kind.TRAIN.value))
     end_s = await (search.history.newest_s() if args.ended else search.history.now_s())
     window = await _Window.open(search, args.window, end_s)
 
@@ -110,9 +110,9 @@ async def _refresh(window: "_Window", now: Callable[[float], WindowStatistics], 
 
 @dataclass(slots=True, kw_only=True)
 class _Window:
-    """The newest samples: those of a time span, or a number of them."""
+    """The newest samples: the samples of a time span, or a number of them."""
 
-    search: Search
+    search: SampleSearch
     lines: deque[Headline]
     last_seq: int
     span_s: float | None = None
@@ -122,7 +122,7 @@ class _Window:
     """True if it began with the first sample of the stream."""
 
     @classmethod
-    async def open(cls, search: Search, window: str, end_s: float) -> "_Window":
+    async def open(cls, search: SampleSearch, window: str, end_s: float) -> "_Window":
         """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other text."""
         if window.isdigit():
             matches, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)

@@ -11,7 +11,7 @@ from tidemill.launch.cli.arguments import add_filter, add_run, add_since
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.samples.block import block
 from tidemill.launch.samples.filters import filter_of, positive
-from tidemill.launch.samples.search import Found, Search, as_map
+from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map
 from tidemill.launch.samples.text import to_json
 
 DEFAULT_LAST = 10
@@ -37,13 +37,13 @@ def run(args: argparse.Namespace) -> int:
 
 async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
     """Print the samples that the arguments select, as text, JSON or raw payloads; return 0. Raises ValueError."""
-    search, write = Search(bus, filter_of(args)), _writer(args)
+    search, write = SampleSearch(bus, filter_of(args)), _writer(args)
     async for match in tail(search, args):
         write(match)
     return 0
 
 
-async def tail(search: Search, args: argparse.Namespace) -> AsyncIterator[Found]:
+async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[FoundSample]:
     """Yield the samples that the arguments select: the newest that fit, or all from a start on; then, with ``follow``, new ones."""
     positive("--last", args.last)
     placed = bool(args.since) or args.since_version is not None
@@ -69,7 +69,7 @@ def _follows(args: argparse.Namespace) -> bool:
     return args.follow and not args.ended
 
 
-def _writer(args: argparse.Namespace) -> Callable[[Found], None]:
+def _writer(args: argparse.Namespace) -> Callable[[FoundSample], None]:
     if args.raw:
         return _write_raw
     if args.json:
@@ -78,13 +78,13 @@ def _writer(args: argparse.Namespace) -> Callable[[Found], None]:
     return lambda match: console.print(block(match, full=args.full))
 
 
-def _write_json(match: Found) -> None:
+def _write_json(match: FoundSample) -> None:
     assert match.sample is not None
     line = match.line
     print(to_json({**as_map(line.seq, match.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
 
 
-def _write_raw(match: Found) -> None:
+def _write_raw(match: FoundSample) -> None:
     assert match.stored is not None
     if isinstance(match.stored.data, bytes):
         sys.stdout.buffer.write(len(match.stored.data).to_bytes(4, "little") + match.stored.data)

@@ -20,7 +20,7 @@ from tidemill.launch.cli.find_run import look
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""
 SHOWN = 5
-"""Most tensors named of an engine that differs."""
+"""Maximum number of tensors that are named for an engine that differs."""
 Checksums = dict[tuple[str, str, tuple[str, ...], int], str]
 """(scheme, dtype, tensors, zeros) -> checksum."""
 

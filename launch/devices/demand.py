@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from tidemill.actors.config import OF_RANKS, EngineConfig
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
@@ -58,7 +58,7 @@ class ModelSize:
 def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size: ModelSize | None = None) -> Want:
     """Return the requirements of a run on a machine, for the ranks of a node (``learner``) and a number of engines.
 
-    Raises Refused for devices that the arguments of SGLang name, which are the same for all engines.
+    Raises PlacementRefused for devices that the arguments of SGLang name, which are the same for all engines.
     """
     size, ours, engine = size or ModelSize(), config.learner, config.engine
     num_devices = devices_of(engine)
@@ -131,10 +131,10 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
     for name in BY_HAND:
         if (value := engine.sglang.argument(name)) is not None:
             where, cure = f"engine.sglang.arguments.{name}", "remove it; engine.devices names the devices"
-            raise Refused(where, "no device: it would be the same for all engines", repr(value), cure)
+            raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:
         where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        raise Refused(where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure)
+        raise PlacementRefused(where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure)
 
 
 # ---- places as environment
@@ -144,7 +144,7 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
     """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
 
     Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
-    ``given``: the environment that it inherits. Raises Refused for an allocator in it that a colocated rank cannot have.
+    ``given``: the environment that it inherits. Raises PlacementRefused for an allocator in it that a colocated rank cannot have.
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(given)
@@ -163,27 +163,27 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
 
 
 def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
-    """Raise Refused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
+    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
 
     torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10, ``entrypoint.py``).
-    ``where``: the setting that has the variables; empty = they are those of this process.
+    ``where``: the setting that has the variables; empty = they are this process's own.
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(given.get(name, "")):
             want_text = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
             cure = f"unset {name}, or take expandable_segments out of it"
-            raise Refused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
+            raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
 
 
 def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
-    """Raise Refused as ``refuse_expandable`` for an SGLang server that this process starts. A built-in engine frees memory by itself."""
+    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory by itself."""
     if engine.kind == SGLANG and not engine.sglang.url:
         refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
         refuse_expandable(engine.sglang.environment, "engine.sglang.environment")
 
 
 def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
-    """Return the variables of an engine: the devices that it sees, and those that it has of them. None without devices."""
+    """Return the variables of an engine: the devices that it sees, and its own among them. None without devices."""
     if not node.devices:
         return {}
     if not place.uuids:
@@ -192,5 +192,5 @@ def engine_variables(node: Node, place: EnginePlace) -> dict[str, str]:
 
 
 def own_place(node: Node, config: RunConfig, size: ModelSize) -> EnginePlace:
-    """Return the place of the one engine that this process is. Raises Refused."""
+    """Return the place of the one engine that this process is. Raises PlacementRefused."""
     return engine_place([node], want_of(config, node, learner=False, engines=1, size=size))

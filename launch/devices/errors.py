@@ -9,7 +9,7 @@ class DeviceError(ValueError):
     exit_code = exit_codes.CONFIG
 
 
-class Refused(DeviceError):
+class PlacementRefused(DeviceError):
     """A placement that cannot work: the setting or thing at fault, the value wanted, the value found, and a cure."""
 
     def __init__(self, where: str, wanted: str, found: str, cure: str) -> None:
@@ -20,5 +20,5 @@ class Refused(DeviceError):
         return f"{self.where}: want {self.wanted}, got {self.found}; {self.cure}"
 
 
-class DevicesUnreadable(Refused):
+class DevicesUnreadable(PlacementRefused):
     """The devices of this machine are not known: nvidia-smi failed, or CUDA_VISIBLE_DEVICES names none of them."""

@@ -1,7 +1,7 @@
 """Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing, loads no torch.
 
-The tensors of a rank are counted as Megatron's classes allocate them here, and those that a layer keeps for the backward pass one by one
-(``_layer_bytes``); tests compare both with a real rank. The memory that libraries take for themselves (CUDA context, NCCL, cuBLAS,
+The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the backward
+pass one by one (``_layer_bytes``); tests compare both with a real rank. Memory of libraries (CUDA context, NCCL, cuBLAS,
 fragmentation of the allocator, Python: some GB together) is not in the table.
 """
 
@@ -33,7 +33,7 @@ CONTEXT_BYTES = 500_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class MemoryRow:
     """One line of the table."""
 
     process: str
@@ -44,11 +44,11 @@ class Row:
     """True for memory of the host even where the process computes on an accelerator."""
 
 
-def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[Row, ...]:
+def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[MemoryRow, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    ``critic``: the model in ``learner.critic.path``; None = that of the policy. A packed row has ``learner.max_tokens_per_micro_batch``
-    tokens, or those of the longest sample if that has more.
+    ``critic``: the model in ``learner.critic.path``; None = the policy's. A packed row has ``learner.max_tokens_per_micro_batch``
+    tokens, or as many as the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
     tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
@@ -60,10 +60,10 @@ def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: Mod
     )
 
 
-def state_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[Row, ...]:
+def state_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[MemoryRow, ...]:
     """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a shape here.
 
-    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are those of ``training_bytes``: a matrix that a
+    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are as in ``training_bytes``: a matrix that a
     family keeps whole on every tensor-parallel rank counts as split.
     """
     dtype = dtype_on(config.learner.dtype, cuda=cuda)
@@ -81,7 +81,7 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
 def training_bytes(tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None) -> int:
     """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
 
-    ``tensors``: those of the whole model, of any family; ``critic``: those of the critic's, None = as large as the policy.
+    ``tensors``: of the whole model, of any family; ``critic``: of the critic's model, None = as large as the policy.
     """
     stage = _largest_stage(tensors, learner)
     rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
@@ -100,7 +100,7 @@ def num_expert_shares(learner: LearnerConfig) -> int:
     return num_shares(learner) * learner.tensor_parallel // learner.expert_parallel if num_shares(learner) > 1 else 1
 
 
-def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[MemoryRow]:
     """Yield the rows of weights, gradients and Adam's state of a rank, and of its copies of them."""
     learner, item, split = config.learner, ITEM_BYTES[dtype], config.learner.tensor_parallel
     stage = _largest_stage(tensors, learner)
@@ -123,19 +123,21 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
         away = max(num_weights if part.startswith("reference") and reference == num_weights else saved for part, _ in copies)
         copies.append(("own weights, while one of the other two is in their place", item * away))
     for part, num_bytes in copies:
-        yield Row(process="rank", part=part, bytes=num_bytes, on_host=cuda)
+        yield MemoryRow(process="rank", part=part, bytes=num_bytes, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
         weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * num_weights if learner.algorithm.kl.moves else 0)
         state = optimizer_bytes(policys.share, dtype)
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
-        yield Row(process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda)
+        yield MemoryRow(
+            process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda
+        )
 
 
-def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+def _sending(tensors: Shapes, config: RunConfig, dtype: str, *, cuda: bool) -> Iterable[MemoryRow]:
     """Yield the rows of a rank that sends weights."""
-    yield Row(
+    yield MemoryRow(
         process=SENDER,
         part=f"{STAGED_COPIES} copies of its part of the weights, for pushes",
         bytes=staged_bytes(tensors, config, dtype),
@@ -153,7 +155,7 @@ def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
     return CONTEXT_BYTES + 2 * max(config.weights.bucket_size(on_gpu=True), ITEM_BYTES[dtype] * largest_tensor)
 
 
-def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[Row]:
+def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
     """Yield the row of the processes that send over NCCL, where settings allow it: GPUs and versions are not known here."""
     weights, learner = config.weights, config.learner
     if weights.backend == "gloo" or weights.transport == "handles" or learner.colocated or learner.device == "cpu":
@@ -161,7 +163,7 @@ def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[Row]:
     count = -(-max(1, config.up.engines) // weights.engines_together)
     largest = max(map(math.prod, tensors.values()), default=0)
     part = f"processes of {count} group(s) of engines over NCCL, with a CUDA context and two buckets each, if weights go over it"
-    yield Row(process=SENDER, part=part, bytes=count * group_bytes(largest, config, dtype))
+    yield MemoryRow(process=SENDER, part=part, bytes=count * group_bytes(largest, config, dtype))
 
 
 def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
@@ -178,7 +180,9 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
     return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
 
 
-def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool) -> Iterable[Row]:
+def _activations(
+    tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool
+) -> Iterable[MemoryRow]:
     """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
     split = learner.tensor_parallel
     fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
@@ -189,21 +193,23 @@ def _activations(tokens: int, shape: ModelShape, critic: ModelShape, learner: Le
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
-    yield Row(process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained)))
+    yield MemoryRow(process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained)))
     if learner.recompute != NONE:
         again = max(map(activations.again_per_token, trained))
-        yield Row(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
+        yield MemoryRow(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
     if shape.experts is not None and learner.grouped_experts != "never" and (dtype == "bfloat16" or not cuda):
         weights = 2 * shape.hidden * shape.experts.intermediate * (shape.experts.count // learner.expert_parallel)
-        yield Row(process="rank", part="experts of one layer, side by side, and their gradient", bytes=2 * weights * ITEM_BYTES[dtype])
-    yield Row(
+        yield MemoryRow(
+            process="rank", part="experts of one layer, side by side, and their gradient", bytes=2 * weights * ITEM_BYTES[dtype]
+        )
+    yield MemoryRow(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
         bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype, fused=cuda and learner.fused_log_probs != "never"),
     )
     if _overlapped(learner, cuda=cuda) and not (shape.tied and learner.pipeline_parallel == 1):
         weight = shape.vocab_size // split * shape.hidden * ITEM_BYTES[dtype]
-        yield Row(process="rank", part="gradient of the output weight, without values, for the overlapped reduction", bytes=weight)
+        yield MemoryRow(process="rank", part="gradient of the output weight, without values, for the overlapped reduction", bytes=weight)
 
 
 def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
@@ -245,35 +251,35 @@ def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = No
 
 def _model(
     elements: _Elements, learner: LearnerConfig, dtype: str, *, cuda: bool, adapters: bool = False, prefix: str = ""
-) -> Iterable[Row]:
+) -> Iterable[MemoryRow]:
     """Yield the rows of a model that is trained, or a part of it: weights, gradients, Adam's state."""
     among = ", adapters among them" if adapters else ""
-    yield Row(process="rank", part=f"{prefix}weights{among}", bytes=ITEM_BYTES[dtype] * elements.own)
-    yield Row(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * elements.trained)
+    yield MemoryRow(process="rank", part=f"{prefix}weights{among}", bytes=ITEM_BYTES[dtype] * elements.own)
+    yield MemoryRow(process="rank", part=f"{prefix}gradients, float32", bytes=FLOAT32 * elements.trained)
     divided = f", 1/{num_shares(learner)} of them" if num_shares(learner) > 1 else ""
     if divided and elements.experts:
         divided += f" and 1/{num_expert_shares(learner)} of its experts'"
     yield from _optimizer(elements.share, dtype, divided=divided, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
 
 
-def _optimizer(elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str) -> Iterable[Row]:
-    """Yield the rows of Adam's state for ``elements`` weights, those of one share."""
+def _optimizer(elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str) -> Iterable[MemoryRow]:
+    """Yield the rows of Adam's state for ``elements`` weights of one share."""
     part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + f", float32{divided}"
-    yield Row(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
+    yield MemoryRow(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
         block = min(elements, OFFLOADED_AT_ONCE)
-        yield Row(process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
+        yield MemoryRow(process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
 
 
-def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Row]:
+def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
     if config.engine.kind != "builtin":
         return
     item, longest = ITEM_BYTES[dtype], config.engine.max_context or shape.max_positions
     weights = item * parameters(shape)
-    yield Row(process="engine", part="weights", bytes=weights)
-    yield Row(process="engine", part="weights of a push under way", bytes=weights)
+    yield MemoryRow(process="engine", part="weights", bytes=weights)
+    yield MemoryRow(process="engine", part="weights of a push under way", bytes=weights)
     keys = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * item
-    yield Row(
+    yield MemoryRow(
         process="engine",
         part=f"keys and values of {config.engine.max_running} requests of {longest:,} tokens, at most",
         bytes=config.engine.max_running * longest * keys,
@@ -427,7 +433,7 @@ class Activations:
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:
-    """Return the most bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
+    """Return the maximum bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
     if fused:

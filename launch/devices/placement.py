@@ -1,9 +1,9 @@
 """Placement: which rank and which engine gets which accelerator. Pure: reads no environment, no bus and no device, loads no torch.
 
-    nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | Refused
+    nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | PlacementRefused
 
 Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of ``devices_per_engine`` that
-begin at a multiple of it among the node's visible devices, on those that the ranks leave; colocated engines get the ranks' own devices.
+begin at a multiple of it among the node's visible devices, on devices that the ranks leave; colocated engines get the ranks' own devices.
 Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU. A placement is refused
 where the weights have no way to the engines, or a device or /dev/shm has too little memory.
 
@@ -14,7 +14,7 @@ src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.shapes import (
     CUDA,
     GLOO,
@@ -40,7 +40,7 @@ USABLE = 0.95
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
-    """Return the place of every rank and engine. Raises Refused for a placement that cannot work, with the reason and a cure."""
+    """Return the place of every rank and engine. Raises PlacementRefused for a placement that cannot work, with the reason and a cure."""
     nodes = _ordered(nodes)
     why: list[str] = []
     _refuse_shortage(nodes, want)
@@ -57,7 +57,7 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
 
 
 def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -> EnginePlace:
-    """Return the place of one more engine beside the ``others``. Raises Refused when there is none, or it lacks memory."""
+    """Return the place of one more engine beside the ``others``. Raises PlacementRefused when there is none, or it lacks memory."""
     nodes = _ordered(nodes)
     ranks = _ranks(nodes, want, [])
     chosen = _engine(nodes, want, ranks, others.taken)
@@ -82,7 +82,7 @@ def _groups(want: Want, engines: int, transport: str) -> int:
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes and devices in the order of their numbers. Raises Refused for a device that two machines, or one twice, name."""
+    """Return nodes and devices in the order of their numbers. Raises PlacementRefused for a device that is named twice."""
     ordered = [
         replace(node, devices=tuple(sorted(node.devices, key=lambda device: (device.index, device.slice, device.uuid))))
         for node in sorted(nodes, key=lambda node: node.rank)
@@ -90,21 +90,23 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
     seen: set[str] = set()
     for device in (device for node in ordered for device in node.devices):
         if device.uuid in seen:
-            raise Refused("devices", "every device once", f"{device.uuid} twice", "name each device, and each machine, once")
+            raise PlacementRefused("devices", "every device once", f"{device.uuid} twice", "name each device, and each machine, once")
         seen.add(device.uuid)
     return ordered
 
 
 def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequence[Node]) -> tuple[Device, ...]:
-    """Return the devices of a node that a setting names. Raises Refused for an unknown one, and for one named twice."""
+    """Return the devices of a node that a setting names. Raises PlacementRefused for an unknown one, and for one named twice."""
     selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
         elsewhere = any(selector == device.uuid for other in nodes for device in other.devices)
         if not matches and not elsewhere:
-            raise Refused(setting, "indices or UUIDs of visible devices", f"{selector!r}: {listed(nodes)}", "fix the list, or remove it")
+            raise PlacementRefused(
+                setting, "indices or UUIDs of visible devices", f"{selector!r}: {listed(nodes)}", "fix the list, or remove it"
+            )
         if any(device in selected for device in matches):
-            raise Refused(setting, "every device once", f"{selector!r}, which is named before", "name it once")
+            raise PlacementRefused(setting, "every device once", f"{selector!r}, which is named before", "name it once")
         selected += matches
     return tuple(selected)
 
@@ -113,7 +115,7 @@ def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequenc
 
 
 def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
-    """Raise Refused when there are fewer devices than ranks and engines take together."""
+    """Raise PlacementRefused when there are fewer devices than ranks and engines take together."""
     have = len(every_device(nodes))
     by_hand = want.engine_devices or want.learner_devices
     ranks = 0 if want.learner_on_cpu else want.ranks
@@ -124,7 +126,7 @@ def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
         [f"{want.engines} x {want.devices_per_engine} for engines"] if want.engines and engines else []
     )
     cure = "lower up.engines or the engines' tp_size, learner.data_parallel or learner.tensor_parallel, or let more devices be visible"
-    raise Refused("devices", f"{ranks + engines} devices ({', '.join(parts)})", listed(nodes), cure)
+    raise PlacementRefused("devices", f"{ranks + engines} devices ({', '.join(parts)})", listed(nodes), cure)
 
 
 def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace, ...]:
@@ -133,10 +135,10 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
     model = want.tp * want.pp * want.cp
     if (total := want.ranks * want.nodes) % model:
         want_text = f"a multiple of tensor x pipeline x context parallel = {want.tp} x {want.pp} x {want.cp}"
-        raise Refused("ranks", want_text, str(total), "change the number of ranks or the sizes")
+        raise PlacementRefused("ranks", want_text, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
-        raise Refused("learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU")
+        raise PlacementRefused("learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU")
     named = want.learner_devices
     pools = [() if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes]
     counts = _ranks_of_a_node(nodes, want, [want.ranks if on_cpu else len(pool) for pool in pools])
@@ -159,16 +161,18 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
     slices = [device for pool in pools[:used] for device in pool[:counts] if device.slice >= 0]
     if slices and want.ranks > 1:
         got = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
-        raise Refused("learner", "one rank, or whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or use one rank")
+        raise PlacementRefused(
+            "learner", "one rank, or whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or use one rank"
+        )
     return tuple(places)
 
 
 def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> int:
-    """Return the number of ranks of each node that has any: as many nodes as possible. Raises Refused."""
+    """Return the number of ranks of each node that has any: as many nodes as possible. Raises PlacementRefused."""
     if want.tp > max(have):
         got = f"{want.tp}: {listed(nodes)}"
         cure = "lower learner.tensor_parallel: its ranks must be on one machine"
-        raise Refused("learner.tensor_parallel", f"<= {max(have)}, the devices of one machine", got, cure)
+        raise PlacementRefused("learner.tensor_parallel", f"<= {max(have)}, the devices of one machine", got, cure)
     by_hand = bool(want.learner_devices)
     for used in range(len(nodes), 0, -1):
         per_node, remainder = divmod(want.ranks, used)
@@ -176,23 +180,23 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
             return per_node
     if by_hand:
         got = f"{' | '.join(map(str, have))} for {want.ranks} ranks"
-        raise Refused("learner.devices", "one device for each rank", got, "name as many as there are ranks")
+        raise PlacementRefused("learner.devices", "one device for each rank", got, "name as many as there are ranks")
     if want.ranks > sum(have):
         want_text = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
         cure = "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more devices be visible"
-        raise Refused("devices", want_text, listed(nodes), cure)
+        raise PlacementRefused("devices", want_text, listed(nodes), cure)
     want_text = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
     cure = "change learner.data_parallel or the number of machines"
-    raise Refused("devices", want_text, f"machines of {' and '.join(map(str, have))} devices", cure)
+    raise PlacementRefused("devices", want_text, f"machines of {' and '.join(map(str, have))} devices", cure)
 
 
 # ---- engines
 
 
 def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> EnginePlace:
-    """Return the first free place of an engine. Raises Refused."""
+    """Return the first free place of an engine. Raises PlacementRefused."""
     if want.engine_devices and not every_device(nodes):
-        raise Refused("engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU")
+        raise PlacementRefused("engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU")
     if not want.devices_per_engine or not every_device(nodes):
         return EnginePlace(number=0, node=nodes[0].rank)
     for node in nodes:
@@ -216,11 +220,11 @@ def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankP
         pool = _selected(node, want.engine_devices, "engine.devices", nodes)
         if len(pool) % size:
             want_text = f"a multiple of {size}, the devices of an engine"
-            raise Refused("engine.devices", want_text, f"{len(pool)} devices", "name more or fewer")
+            raise PlacementRefused("engine.devices", want_text, f"{len(pool)} devices", "name more or fewer")
         foreign = [device.name for device in pool if device.uuid not in by_ranks]
         if want.colocated and foreign:
             want_text = "devices of the ranks with learner.colocated"
-            raise Refused("engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list")
+            raise PlacementRefused("engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list")
     elif want.colocated:
         by_uuid = {device.uuid: device for device in node.devices}
         pool = tuple(by_uuid[uuid] for uuid in by_ranks)
@@ -233,15 +237,15 @@ def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankP
 
 
 def _refuse_sharing(want: Want, ranks: Sequence[RankPlace], block: Sequence[Device]) -> None:
-    """Raise Refused for an engine that cannot share a device, and for slices that cannot work together."""
+    """Raise PlacementRefused for an engine that cannot share a device, and for slices that cannot work together."""
     shared = [device for device in block if any(device.uuid == rank.uuid for rank in ranks)]
     if shared and not want.colocated and want.kind == SGLANG and want.memory_fraction is None:
         got = f"both on device {shared[0].name}: the server takes nearly all of its memory"
         cure = "set learner.colocated: true, or engine.sglang.arguments.mem_fraction_static"
-        raise Refused("engine.sglang", "a device of its own, or a share of the memory", got, cure)
+        raise PlacementRefused("engine.sglang", "a device of its own, or a share of the memory", got, cure)
     if len(block) > 1 and any(device.slice >= 0 for device in block):
         got = f"an engine of {len(block)} devices on MIG slices"
-        raise Refused("engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1")
+        raise PlacementRefused("engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1")
 
 
 def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlace:
@@ -256,25 +260,25 @@ def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlac
     if everything[base : base + len(own_uuids)] != own_uuids:
         names = ", ".join(device.name for device in block)
         cure = "name neighbours in ascending order, or set weights.staging: host"
-        raise Refused("engine.devices", "devices one behind the other with weights.staging: cuda", names, cure)
+        raise PlacementRefused("engine.devices", "devices one behind the other with weights.staging: cuda", names, cure)
     return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=everything, base_index=base)
 
 
-def _no_block(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> Refused:
+def _no_block(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> PlacementRefused:
     size = want.devices_per_engine
     if want.colocated:
         want_text = f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none elsewhere"
         got, cure = f"{want.engines} engines of {size} devices, {len(ranks)} ranks", "lower up.engines, or the engines' tp_size"
-        return Refused("up.engines", want_text, got, cure)
+        return PlacementRefused("up.engines", want_text, got, cure)
     if want.engine_devices:
         want_text, got = f"{size} devices for each engine", f"{len(want.engine_devices)} for {want.engines or 'one more'}"
-        return Refused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
+        return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
     used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
     want_text = f"{size} free device(s)" + (f", one behind the other, from a multiple of {size} on" if size > 1 else "")
     got = f"{', '.join(free) or 'none'} free of {listed(nodes)}"
     cure = "lower the number of engines or of ranks" + (", or name the devices: engine.devices" if size > 1 else "")
-    return Refused("engine", want_text, got, cure)
+    return PlacementRefused("engine", want_text, got, cure)
 
 
 def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> None:
@@ -287,7 +291,7 @@ def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
 
 
 def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> str:
-    """Return the way of the weights. Raises Refused where the settings want one that is not possible."""
+    """Return the way of the weights. Raises PlacementRefused where the settings want one that is not possible."""
     if not ranks or not engines:
         return ""
     sender = ranks[0].uuid
@@ -298,7 +302,7 @@ def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
     reason, certain = _no_nccl(nodes, want, sender, engines, shared=bool(shared))
     if want.backend == NCCL and reason and certain and want.transport != HANDLES:
         cure = "set weights.backend: auto" + (" or weights.transport: handles" if shared else "")
-        raise Refused("weights.backend", "gloo or auto here", f"nccl: {reason}", cure)
+        raise PlacementRefused("weights.backend", "gloo or auto here", f"nccl: {reason}", cure)
     if shared and not want.colocated:
         why.append(f"the learner and engine {shared[0]} share a GPU: {reason}")
     if want.transport == HANDLES or (want.transport == "" and shared):
@@ -333,24 +337,24 @@ def _no_nccl(nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[E
 
 
 def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, engines: Sequence[EnginePlace]) -> None:
-    """Raise Refused where an engine cannot open memory of the learner's GPU."""
+    """Raise PlacementRefused where an engine cannot open memory of the learner's GPU."""
     where, cure = "weights.staging", "set weights.staging: host"
     if want.colocated:
         got = "cuda with learner.colocated: the copies would stay there in the engines' turn"
-        raise Refused(where, "host", got, cure)
+        raise PlacementRefused(where, "host", got, cure)
     if not sender.uuid:
-        raise Refused(where, "host where the learner runs on the CPU", "cuda", cure)
+        raise PlacementRefused(where, "host where the learner runs on the CPU", "cuda", cure)
     if any(device.slice >= 0 for device in every_device(nodes) if device.uuid == sender.uuid):
-        raise Refused(where, "host on a MIG slice, whose memory other processes cannot open", "cuda", cure)
+        raise PlacementRefused(where, "host on a MIG slice, whose memory other processes cannot open", "cuda", cure)
     for engine in engines:
         if sender.uuid not in engine.visible:
-            raise Refused(where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure)
+            raise PlacementRefused(where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure)
 
 
 def refuse_memory(
     nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], *, groups: int = 0
 ) -> None:
-    """Raise Refused for a device whose memory is too small for the least that its processes need.
+    """Raise PlacementRefused for a device whose memory is too small for the least that its processes need.
 
     ``groups``: of engines over NCCL; each rank that sends has a process for each of them. A device of unknown memory is not checked.
     """
@@ -376,11 +380,11 @@ def refuse_memory(
             want_text = f"{_gb(needed)} ({', '.join(parts)}{over}; activations not counted)"
             got = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
             cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, tp_size), or learner.colocated"
-            raise Refused(f"memory of device {device.name}", want_text, got, cure)
+            raise PlacementRefused(f"memory of device {device.name}", want_text, got, cure)
 
 
 def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace], transport: str) -> None:
-    """Raise Refused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else they get SIGBUS)."""
+    """Raise PlacementRefused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else they get SIGBUS)."""
     if want.kind != SGLANG or transport != HANDLES or want.staging == CUDA:
         return
     for node in nodes:
@@ -389,7 +393,7 @@ def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace]
         if node.shm_bytes and needed > node.shm_bytes:
             want_text = f"{_gb(needed)} free for the largest bucket of {count} SGLang server(s)"
             cure = "start the container with a larger --shm-size, or set weights.transport: broadcast"
-            raise Refused("/dev/shm", want_text, f"{_gb(node.shm_bytes)}", cure)
+            raise PlacementRefused("/dev/shm", want_text, f"{_gb(node.shm_bytes)}", cure)
 
 
 def _gb(size: float) -> str:

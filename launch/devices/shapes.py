@@ -80,7 +80,7 @@ class Want:
     memory_group: int = 0
     """Bytes that each of them needs besides for a process that sends over NCCL; there is one for each group of engines."""
     engines_together: int = 1
-    """The most engines of one group."""
+    """Maximum number of engines in one group."""
     memory_engine: int = 0
     """Least bytes of device memory of an engine, on each of its devices."""
     memory_fraction: float | None = None
@@ -98,7 +98,7 @@ class RankPlace:
     local_rank: int
     """Number of the rank on its node, and the ordinal of its device among ``uuids``."""
     uuids: tuple[str, ...] = ()
-    """Devices that it sees: those of all ranks of its node; empty = it runs on the CPU."""
+    """Devices that it sees: the devices of all ranks of its node; empty = it runs on the CPU."""
 
     @property
     def uuid(self) -> str:
@@ -125,7 +125,7 @@ class Others:
     """Processes of a run that have their places already, when one more engine gets its own."""
 
     engines: tuple[tuple[str, ...], ...] = ()
-    """Devices of each engine (UUIDs), those of other machines among them."""
+    """Devices of each engine (UUIDs), also on other machines."""
     ranks: tuple[str, ...] = ()
     """Devices of the ranks that are not placed with the engine, one for each."""
     learner_is_here: bool = False

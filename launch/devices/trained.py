@@ -1,4 +1,4 @@
-"""The tensors that a learner trains, by Hugging Face names: all of a model, those that are not frozen, or adapters. No torch."""
+"""The tensors that a learner trains, by Hugging Face names: all of a model, the tensors that are not frozen, or adapters. No torch."""
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ def stages_of(
 
 
 def trained_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
-    """Return name -> shape of the tensors that have gradients and optimizer state. ``whole``: those of the model."""
+    """Return name -> shape of the tensors that have gradients and optimizer state. ``whole``: the model's tensors."""
     if learner.lora.rank:
         return adapter_tensors(whole, learner)
     frozen = frozen_names(learner.optimizer.freeze, list(whole))

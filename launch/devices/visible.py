@@ -130,7 +130,7 @@ def _row(line: str) -> tuple[Device, bool]:
 
 
 def _slice_memory(program: str) -> dict[tuple[str, int], int]:
-    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without those that are not in it.
+    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without the slices that are not in it.
 
     The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no error: the slices
     are there, and only their memory is not known.

@@ -17,11 +17,11 @@ class StepMetrics:
     run_id: str = ""
     """Name and creation time of the run: another run of the same name, after its removal, has another one."""
     step: int
-    """The step, or that of the weights that were evaluated. Steps rise; scores come when they are there, mostly of earlier steps."""
+    """The step, or the step of the weights that were evaluated. Steps rise; scores come when they are there, mostly of earlier steps."""
     epoch: int
     """Epoch of the learner that reported them."""
     metrics: Mapping[str, float]
-    """Values by name (``docs/metrics.md``); those of an evaluation are ``eval/SET/METRIC``. All are finite."""
+    """Values by name (``docs/metrics.md``); values of an evaluation are ``eval/SET/METRIC``. All are finite."""
     evaluation: bool = False
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
 ALLOW_VARIABLE = "TIDEMILL_ALLOW"
-"""Variable with patterns as those of --allow, separated by blanks."""
+"""Variable with patterns, as --allow, separated by blanks."""
 API_KEY_FILE, ADMIN_KEY_FILE = "api-key", "admin-key"
 """Files in the same directory with the keys that HTTP requests to engines and routers of the run must have."""
 

@@ -45,7 +45,7 @@ class RunAccounting:
     """Samples by drop reason: stale, filtered (or filtered:NAME), empty, dead, lost, failed, aborted.
     A late sample of a task given up has its reason."""
     duplicates: int = 0
-    """Samples of a place of which another sample was trained."""
+    """Samples of a place in a group, where another sample of the place was trained."""
     invalid: int = 0
     """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the learner counted."""
     invalid_by_field: Counter[str] = field(default_factory=Counter)
@@ -367,7 +367,7 @@ class _Audit:
         return task in self.dead and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
-        """Return whether a sample may be the one that its plan lists there. A plan has no indexes: those of a short group have gaps."""
+        """Return whether a sample may be the one that its plan lists there. A plan has no indexes, and a short group has gaps."""
         return place == planned or (place[0] == planned[0] and place[1] > planned[1] and self._short(place[0]))
 
     def _twice(self, text: str) -> None:
@@ -392,7 +392,7 @@ def _largest_lag(plan: Plan) -> int:
 def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor | None:
     """Return the cursor in the newest valid checkpoint of a directory; None if there is none.
 
-    ``stored``: a store has all files of those of which only the metadata is here.
+    ``stored``: a store has all files of checkpoints with only their metadata here.
     """
     from tidemill.learner.checkpoints import disk
     from tidemill.learner.data.snapshot import read_state

@@ -64,7 +64,7 @@ def scores_of(evaluations: Sequence[JsonMapping]) -> dict[str, list[tuple[int, f
 
 
 def reward_limits(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest and the highest reward of the panel: 0 and 1, or those of the rewards where they go beyond, with a margin."""
+    """Return the lowest and the highest reward of the panel: 0 and 1, or the extreme rewards where they go beyond, with a margin."""
     low, high = min(0.0, *rewards, 0.0), max(1.0, *rewards, 1.0)
     margin = 0.02 * (high - low)
     return (low - margin if low < 0 else 0.0), high + margin

@@ -90,7 +90,7 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str, int]:
     """Set the numbers of all hosts at the start of a run, and return them. ``keep``: those of `tidemill scale` stay. Raises BusUnavailable.
 
-    A row without scorers is one of a run that had none: it gets those of ``counts``.
+    A row without scorers is one of a run that had none: it gets the number in ``counts``.
     """
 
     def begun(before: Value | None) -> Value:

@@ -16,7 +16,7 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import LiveRow
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
-from tidemill.launch.devices.errors import DeviceError, Refused
+from tidemill.launch.devices.errors import DeviceError, PlacementRefused
 from tidemill.launch.devices.placement import engine_place
 from tidemill.launch.devices.shapes import Node, Others
 from tidemill.launch.devices.visible import this_node
@@ -25,14 +25,14 @@ from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 
-AWAITED = Refused("engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner")
+AWAITED = PlacementRefused("engine", "the run's configuration, for the number of devices of an engine", "none yet", "start the learner")
 
 
 class EngineDevices:
     """The devices of one machine, and the engines of one host that have them."""
 
     def __init__(self, bus: Bus, config: RunConfig | None = None, read: Callable[[], Node] = lambda: this_node(os.environ)) -> None:
-        """``config``: that of the run, if its ranks are on this machine too; None = the run's is read from the bus, and it has no ranks."""
+        """``config``: the run's, if its ranks are on this machine too; None = it is read from the bus, and no ranks are here."""
         self._bus, self._with_ranks, self._config, self._read = bus, config is not None, config, read
         self._view = LiveView(bus)
         self._node: Node | None = None
@@ -64,7 +64,7 @@ class EngineDevices:
         self._learners = [] if self._with_ranks else await self._view.alive("learner")
 
     async def _config_of_run(self) -> RunConfig | None:
-        """Return the run's configuration with the changes made here; its ``engine.devices`` are those of another machine."""
+        """Return the run's configuration with the changes made here; its ``engine.devices`` name devices of another machine."""
         row, _ = await self._bus.rows("run").read(CONFIG_KEY)
         if row is None:
             return None
@@ -96,6 +96,6 @@ class EngineDevices:
         return engine_variables(self._node, place)
 
     def keep_only(self, names: Collection[str], *, desired: Collection[str]) -> None:
-        """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are those of an earlier process of this host."""
+        """Take back the devices of all engines but ``names``. Rows of ``desired`` engines are of an earlier process here."""
         self._held = {name: devices for name, devices in self._held.items() if name in names}
         self._elsewhere = {id: devices for id, devices in self._elsewhere.items() if id not in desired}

@@ -2,7 +2,7 @@
 
     bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
 
-The prompts, rewards, sampling and seeds are those of the evaluation beside training (``learner/feed/evaluations.py``), so a checkpoint
+Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/feed/evaluations.py``), so a checkpoint
 gets the scores here that its version got there, as far as engines give the same tokens.
 """
 

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 ROLE = "host"
 LOOK_EVERY_S = 1.0
 LATE_S = 2.5
-"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as those of dead ones."""
+"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as rows of dead ones."""
 SETTLE_S = 5.0
 """Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one counts as alive."""
 HOST_RESTART_WINDOW_S = 300.0
@@ -63,7 +63,7 @@ class Host:
     ) -> None:
         """``arguments(role, id)`` follow ``python -m tidemill``; processes are named ``<role>-<prefix><number>``.
 
-        ``devices``: the accelerators of its engines; None = those of this machine, none of which ranks have.
+        ``devices``: the accelerators of its engines; None = all of this machine, which has no ranks.
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
         then, and there are no more of them than users.
         """
@@ -232,7 +232,7 @@ class HostLearner:
     arguments: Sequence[str]
     """Those behind ``python -m tidemill``."""
     users: Path | None = None
-    """Directory with the credentials of the learner's user; None = a bus without users, or those of the run's own files."""
+    """Directory with the credentials of the learner's user; None = a bus without users, or the credentials in the run's own files."""
 
     def __post_init__(self) -> None:
         if self.users is not None and not credentials_file(self.users, LEARNER).exists():
@@ -274,7 +274,7 @@ class Machine:
         from tidemill.bus.client.reach import bare
 
         words = () if role == "actor" else self.server_words
-        if role == "scorer":  # a port is that of an engine
+        if role == "scorer":  # the port belongs to an engine
             words = [bare(word) for word in words]
         return [role, "--bus", bus_url, "--run", run, "--id", id, *passed_on, *words]
 

@@ -28,7 +28,7 @@ from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Capabilities, LiveRow
 from tidemill.launch.devices.demand import rank_variables, want_of
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import Device, Node, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
@@ -132,7 +132,7 @@ class NodeWork:
         place: NodePlace,
         on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: those that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as ``run_part``."""
+        """``devices``: devices that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as ``run_part``."""
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place, self._on_sigterm = place, on_sigterm
@@ -162,7 +162,7 @@ class NodeWork:
         want = dataclasses.replace(of_one, ranks=_ranks(self._config), nodes=1, learner_devices=())
         try:
             ranks = place(nodes, want).ranks
-        except Refused as error:
+        except PlacementRefused as error:
             raise NodeRefused(error.where, error.wanted, error.found, error.cure) from None
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
@@ -234,7 +234,7 @@ def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
     variables = {name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given}
-    # Under torchrun, torch would take the store that torchrun's agent serves, which is not the one of this attempt.
+    # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
@@ -278,7 +278,7 @@ def _capabilities(used: Sequence[Device]) -> Capabilities:
 
 
 def _versions(config: RunConfig, own: Sequence[Device]) -> dict[str, str]:
-    """Return versions and settings that must be equal on all nodes: with devices that of NCCL, too.
+    """Return versions and settings that must be equal on all nodes: with devices the version of NCCL, too.
 
     Blocks while the source files are read.
     """

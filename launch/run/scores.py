@@ -42,7 +42,7 @@ def in_words(line: JsonMapping) -> str:
 
 
 def _versions(line: JsonMapping) -> str:
-    """Return the version of a line, and those that its tokens are of where they are others."""
+    """Return the version of a line, and the versions of its tokens where they differ."""
     version = line["version"]
     oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
     if newest == version:

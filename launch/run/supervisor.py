@@ -120,7 +120,7 @@ class Supervisor:
         return {name: error for name, keeper in done.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
-        """Drain processes, all at once; kill those that do not end in time. Returns their exit codes; they are no longer kept."""
+        """Drain processes, all at once; kill the ones left at the deadline. Returns their exit codes; they are no longer kept."""
         for name in names:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)

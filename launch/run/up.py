@@ -284,7 +284,7 @@ class Up:
         return step >= self._config.learner.steps
 
     async def _want(self, bus: Bus) -> None:
-        """Set the desired numbers to those of the configuration; a resumed run keeps the last ones of `tidemill scale`."""
+        """Set the desired numbers to the configuration's; a resumed run keeps the last ones of `tidemill scale`."""
         alone = self._config.debug.trains_only
         numbers = self._config.up
         counts = {"engine": numbers.engines, "actor": numbers.actors, "scorer": numbers.scorers}

@@ -32,7 +32,7 @@ NUM_EVENTS = 3
 LEAST_PROCESSES = 2
 """Lines of the table of processes that are always there."""
 NUM_SETS = 2
-"""Most evaluation sets of which the newest scores are shown."""
+"""Maximum number of evaluation sets whose newest scores are shown."""
 COMFORTABLE_HEIGHT = 30
 """Lines of a terminal from which on the plot has its full height."""
 WIDEST = 140

@@ -203,7 +203,7 @@ class RunWatch:
                 self._note_scores(record)
 
     def _note_scores(self, record: Evaluated) -> None:
-        """Register the scores of a set at a version; those that a restart has recorded again are no news."""
+        """Register the scores of a set at a version; scores that a restart has recorded again are no news."""
         before = self.evaluated.get((record.version, record.dataset))
         self.evaluated[record.version, record.dataset] = record
         if before is None or before.metrics != record.metrics:

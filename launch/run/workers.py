@@ -1,6 +1,6 @@
 """The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become arguments here.
 
-The learner's are in ``learner_process.py`` and ``feeder_process.py``, that of the bus is in ``bus_process.py``.
+The learner's are in ``learner_process.py`` and ``feeder_process.py``, the bus's is in ``bus_process.py``.
 """
 
 import asyncio
@@ -51,9 +51,9 @@ class LocalSettings:
     allowed: Sequence[str] = ()
     """Patterns of settings in that configuration that may name code and files of this machine (``actors/allowed.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
-    """Settings given here, by path: they replace those of the run."""
+    """Settings of this machine, by path: they replace the run's settings."""
     host: str = ""
-    """Address to listen on; empty = that of the configuration of this machine."""
+    """Address to listen on; empty = the address in the configuration of this machine."""
     advertise: str = ""
     port: int = 0
     """Port of a scorer; 0 = any free one."""
@@ -237,7 +237,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
         if config is None:
             return
     host, advertise = (own.host or AUTO), own.advertise
-    if config is not None:  # from the bus, the addresses are those of another machine, but for what is changed here
+    if config is not None:  # from the bus, addresses belong to another machine, unless they are changed here
         scorers = config.actor.scorers
         host = own.host or (scorers.host if is_own_config or "actor.scorers.host" in own.changed else AUTO)
         advertise = own.advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else "")
@@ -296,7 +296,7 @@ async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     name_found = ""
 
     async def find() -> None:
-        """Set ``found`` to the name of the bus's one run."""
+        """Set ``name_found`` to the name of the bus's one run."""
         nonlocal name_found
         name_found = await find_run(bus_url, name=name, wait_s=LONG_WAIT_S)
 

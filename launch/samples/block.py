@@ -5,7 +5,7 @@ from rich.text import Text
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Sample
 from tidemill.launch.samples.filters import Headline, prompt_text
-from tidemill.launch.samples.search import Found, clock
+from tidemill.launch.samples.search import FoundSample, clock
 from tidemill.launch.samples.text import conversation, plain, shortened
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
@@ -15,7 +15,7 @@ _GOOD = 0.99
 """Lowest reward shown in green."""
 
 
-def block(match: Found, *, full: bool = False) -> Text:
+def block(match: FoundSample, *, full: bool = False) -> Text:
     """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and an episode has its
     messages in the place of both.
     """

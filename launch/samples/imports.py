@@ -25,11 +25,11 @@ from tidemill.learner.errors import PromptError
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)
 _OF_ROW = ("prompt", "label", "metadata", "group", "response", "responses")
-"""Keys of a line besides those of its response."""
+"""Keys of a line besides the keys of its response."""
 
 
 @dataclass(slots=True)
-class Rows:
+class ImportedRows:
     """The groups read so far, in the order of their first responses."""
 
     groups: dict[object, JsonObject] = field(default_factory=dict)
@@ -74,7 +74,7 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
     """Write the rows of all files to ``out``. Returns the result in words. Raises PromptError, ValueError."""
     if out.suffix != ".jsonl":
         raise ValueError(f"--out: want a file that ends in .jsonl, got {out}")
-    rows = Rows()
+    rows = ImportedRows()
     for path in _files([Path(argument) for argument in paths]):
         if path.suffix == SUFFIX:
             _read_recording(path, rows)
@@ -104,7 +104,7 @@ def _files(paths: list[Path]) -> Iterator[Path]:
         yield from files
 
 
-def _read_recording(path: Path, rows: Rows) -> None:
+def _read_recording(path: Path, rows: ImportedRows) -> None:
     recording = Recording.open(path)
     try:
         for stored in recording:
@@ -121,7 +121,7 @@ def _read_recording(path: Path, rows: Rows) -> None:
         recording.close()
 
 
-def _read_lines(path: Path, rows: Rows) -> None:
+def _read_lines(path: Path, rows: ImportedRows) -> None:
     for number, (where, values) in enumerate(read_values(path)):
         if isinstance(values, PromptError):
             raise values

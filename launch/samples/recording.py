@@ -39,7 +39,7 @@ class Origin:
     """Creation time of the stream that the sequences belong to."""
 
 
-class Recorder:
+class RecordingWriter:
     """Writes a recording. ``close`` writes the index."""
 
     def __init__(self, file: IO[bytes], origin: Origin) -> None:
@@ -52,7 +52,7 @@ class Recorder:
         self._frame("recording", run=origin.run, created=origin.created)
 
     @classmethod
-    def behind(cls, file: IO[bytes], origin: Origin) -> "Recorder":
+    def behind(cls, file: IO[bytes], origin: Origin) -> "RecordingWriter":
         """Return a recorder for a file that has frames already; the caller registers each with ``has``."""
         recorder = cls(io.BytesIO(), origin)  # a buffer for the first frame, which the file has already
         recorder._file = file
@@ -182,7 +182,7 @@ def repair(path: Path) -> tuple[Origin | None, int]:
             path.unlink()
             return None, 0
         end, seqs = file.tell(), []
-        recorder = Recorder.behind(file, recording.origin)
+        recorder = RecordingWriter.behind(file, recording.origin)
         with contextlib.suppress(ValueError):  # the rest may be anything after a loss of power
             for stored in recording:
                 seqs.append(stored.seq)

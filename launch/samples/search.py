@@ -1,6 +1,6 @@
 """Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample.
 
-A sample's lag is that at the time when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
+A sample's lag here is its lag when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
 step that trains it (``sample_history``); this one is known as soon as a sample is stored.
 """
 
@@ -43,7 +43,7 @@ def seconds(where: str, text: str) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class FoundSample:
     """A sample that fits."""
 
     line: Headline
@@ -52,7 +52,7 @@ class Found:
     """None, as ``stored``, if payloads were not requested."""
 
 
-class Search:
+class SampleSearch:
     """Samples of a run that fit a filter."""
 
     def __init__(self, bus: Bus, filter: Filter) -> None:
@@ -71,7 +71,7 @@ class Search:
         except ValueError:
             raise ValueError(f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}") from None
 
-    async def forward(self, first: int, last: int | None = None, *, payloads: bool = True) -> AsyncIterator[Found]:
+    async def forward(self, first: int, last: int | None = None, *, payloads: bool = True) -> AsyncIterator[FoundSample]:
         """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones until cancelled."""
         if payloads and not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
@@ -82,13 +82,13 @@ class Search:
             if (match := await self._look(glimpse, payloads)) is not None:
                 yield match
 
-    async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[Found], int, int]:
+    async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[FoundSample], int, int]:
         """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the number of sequences read.
 
         At most ``limit`` sequences are read.
         """
         state = await self.history.state()
-        matches: list[Found] = []
+        matches: list[FoundSample] = []
         high, size = state.last_seq, max(_CHUNK[0], 2 * count)
         first = max(first, state.first_seq, state.last_seq - limit + 1)
         while high >= first and len(matches) < count:
@@ -102,7 +102,7 @@ class Search:
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
         return matches[::-1], state.last_seq, state.last_seq - high
 
-    async def _look(self, glimpse: Glimpse, payloads: bool) -> Found | None:
+    async def _look(self, glimpse: Glimpse, payloads: bool) -> FoundSample | None:
         line = headline(glimpse)
         if replace(self._filter, lag=None).of(line) is False:  # before the registry is read for its lag
             return None
@@ -111,13 +111,13 @@ class Search:
         if fits is False:
             return None
         if fits and not payloads and self._filter.text is None:
-            return Found(line=line)
+            return FoundSample(line=line)
         try:
             return await self._open(await self.history.payload(glimpse.seq))
         except NotFound:  # trimmed meanwhile
             return None
 
-    async def _open(self, stored: StoredSample) -> Found | None:
+    async def _open(self, stored: StoredSample) -> FoundSample | None:
         sample = opened(stored)
         if isinstance(sample, WireError) and self._filter != Filter():
             return None
@@ -126,13 +126,13 @@ class Search:
             return match
         return match if self._filter.of(match.line) and self._filter.matches_text(sample) else None
 
-    async def found(self, stored: StoredSample, sample: Sample | WireError) -> Found:
+    async def found(self, stored: StoredSample, sample: Sample | WireError) -> FoundSample:
         """Return a sample with its metadata and lag, whether it fits or not."""
         if isinstance(sample, WireError):
             line = Headline(seq=stored.seq, stored_s=stored.stored_s, kind="", actor="")
         else:
             line = await self.lags.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))
-        return Found(line=line, stored=stored, sample=sample)
+        return FoundSample(line=line, stored=stored, sample=sample)
 
 
 def opened(stored: StoredSample) -> Sample | WireError:

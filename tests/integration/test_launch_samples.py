@@ -38,7 +38,7 @@ from tidemill.launch.cli.tail import show_tail, tail
 from tidemill.launch.samples.filters import Filter, filter_of
 from tidemill.launch.samples.recording import Recording
 from tidemill.launch.samples.sample_history import DIFFERENCE, history_of
-from tidemill.launch.samples.search import Search
+from tidemill.launch.samples.search import SampleSearch
 from tidemill.weightstore.store.registry import VersionRegistry
 
 
@@ -92,7 +92,7 @@ class Scene:
     async def found(self, *words: str) -> list[int]:
         """Return the sequences that ``tidemill tail`` shows with these arguments."""
         args = arguments("tail", *words)
-        return [found.line.seq async for found in tail(Search(self.bus, filter_of(args)), args)]
+        return [found.line.seq async for found in tail(SampleSearch(self.bus, filter_of(args)), args)]
 
     def plan(self, seqs: list[int], task: Task, **changes: Any) -> Plan:
         count = len(seqs)
@@ -171,7 +171,7 @@ async def test_following_shows_the_new_samples_that_match(open_bus: BusOpener) -
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         args = arguments("tail", "--last", "1", "--reward", "1", "--lag", "..3", "--follow")
-        following = tail(Search(bus, filter_of(args)), args)
+        following = tail(SampleSearch(bus, filter_of(args)), args)
         assert [found.line.seq for found in await take(following, 1)] == [6]
         await scene.act(((2, 1),))
         await scene.version(9)
@@ -194,7 +194,7 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
         scene = await Scene(bus).begin()
         task = replace(data_kit.task(1, group_size=900), run=bus.run)
         await asyncio.gather(*[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 10}")) for index in range(900)])
-        newest, last_seq, looked = await Search(bus, Filter(actor="w0")).newest(90, limit=10_000, payloads=False)
+        newest, last_seq, looked = await SampleSearch(bus, Filter(actor="w0")).newest(90, limit=10_000, payloads=False)
         assert (len({found.line.seq for found in newest}), last_seq, looked) == (90, 900, looked)
         assert [found.line.seq for found in newest] == sorted(found.line.seq for found in newest)
         assert looked > 256 + 512, "three stretches"

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.integration import megatron_effect_ranks
 from tests.learner_steps import run_ranks
@@ -15,7 +16,7 @@ from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.megatron.bridges.families import Qwen3
 from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
 from tidemill.learner.megatron.model import build_policy
-from tidemill.learner.settings.megatron_arguments import TRIED
+from tidemill.learner.settings.megatron_arguments import TRIED, refusals
 
 
 class Offloading(Qwen3):
@@ -70,3 +71,11 @@ def test_what_megatron_refuses_is_no_crash(here: Any, tmp_path: Path, bridge: st
     ) as refused:
         build_policy(write_tiny_model(tmp_path, "qwen3"), dtype="float32", parallel=here, bridge_class=f"{__name__}:{bridge}")
     assert exit_codes.of(refused.value) == exit_codes.CONFIG
+
+
+@pytest.mark.parametrize("value", [True, False, 0, -1, 3, 0.5, "", "a/b", "tensor", None, [], ["a"], [0]], ids=repr)
+@pytest.mark.parametrize("name", sorted(TRIED))
+def test_megatron_takes_every_value_that_the_check_accepts(name: str, value: object) -> None:
+    """So nothing that Megatron refuses is found only at the start, and ``tidemill check`` need not load torch."""
+    if not refusals({name: value}):
+        TransformerConfig(num_layers=2, hidden_size=8, num_attention_heads=1, **{name: value})

@@ -12,7 +12,7 @@ import pytest
 from tests.check_kit import write_model, write_prompts, write_run
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Prompt, Sampling, Task
-from tidemill.launch.checks.data import Reading
+from tidemill.launch.checks.data import SourceReading
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
@@ -216,8 +216,8 @@ def test_a_check_names_bad_rows_and_how_much_it_read(tmp_path: Path, bad: Any, r
 
 def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "", *GOOD])
-    monkeypatch.setattr("tidemill.launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("tidemill.launch.checks.reading.SURE_ROWS", 5)
+    monkeypatch.setattr("tidemill.launch.checks.data.READ_S", 0)
+    monkeypatch.setattr("tidemill.launch.checks.data.SURE_ROWS", 5)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read of 20 (25 %) (tidemill data check reads all)" in said
     (said,) = check(load(file, [f"data.path={tmp_path}/prompts.jsonl@[0:10]"]), Purpose()).on("data")
@@ -230,12 +230,12 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
 def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "no JSON"])
     assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
-    reading = Reading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
-    monkeypatch.setattr("tidemill.launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("tidemill.launch.checks.reading.SURE_ROWS", 4)
+    reading = SourceReading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
+    monkeypatch.setattr("tidemill.launch.checks.data.READ_S", 0)
+    monkeypatch.setattr("tidemill.launch.checks.data.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
-    reading = Reading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
+    reading = SourceReading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
     reading.total, reading.tokenized = 20, 0
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     report = Report()

@@ -84,6 +84,13 @@ def test_the_disk_has_room_for_checkpoints_and_samples(
     assert [text in one.text for one in found if one.topic == "disk"] == [True], report.findings
 
 
+def test_a_directory_of_megatron_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    report = checked(tmp_path, f"learner.megatron={{config_logger_dir: {tmp_path}/prompts.jsonl/log}}")
+    (error,) = report.errors
+    assert error.topic == "disk" and "learner.megatron.config_logger_dir: " in error.text
+    assert not checked(tmp_path, f"learner.megatron={{config_logger_dir: {tmp_path}/log}}").errors
+
+
 def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))  # type: ignore[attr-defined]
     held = f"eval.sets={{held: {{path: {tmp_path}/prompts.jsonl}}}}"

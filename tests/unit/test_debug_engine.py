@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tidemill.launch.cli.debug_engine import Engine
+from tidemill.launch.cli.debug_engine import RunningEngine
 
 
 @contextmanager
@@ -48,10 +48,10 @@ def http(body: bytes) -> bytes:
 )
 def test_an_answer_that_is_no_scores_is_refused(data: bytes) -> None:
     with answering(data) as url, pytest.raises(ValueError, match=r"^--engine: want "):
-        Engine(url, "").log_probs([[1, 2]])
+        RunningEngine(url, "").log_probs([[1, 2]])
 
 
 @pytest.mark.parametrize("data", [b"SSH-2.0-server\r\n", http(b"[]"), http(b'{"dtype": ["bfloat16"]}')])
 def test_an_answer_without_a_dtype_names_none(data: bytes) -> None:
     with answering(data) as url:
-        assert Engine(url, "").dtype() == ""
+        assert RunningEngine(url, "").dtype() == ""

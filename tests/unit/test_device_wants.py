@@ -25,7 +25,7 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.devices import demand, visible
 from tidemill.launch.devices.demand import ModelSize, devices_of, engine_variables, rank_variables, want_of
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place
 from tidemill.launch.devices.shapes import EnginePlace, Node, RankPlace
 from tidemill.launch.devices.visible import nccl_of, this_node
@@ -107,7 +107,7 @@ def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
 def test_devices_in_the_arguments_of_sglang_are_refused(four: Node, engine: EngineConfig, where: str) -> None:
     """They would be the same for all engines. Without devices here they are none of our business."""
     config = RunConfig(engine=engine)
-    with pytest.raises(Refused, match=r"engine.devices names the devices") as caught:
+    with pytest.raises(PlacementRefused, match=r"engine.devices names the devices") as caught:
         want_of(config, four, learner=True, engines=1)
     assert caught.value.where == where
     want_of(config, replace(four, devices=()), learner=True, engines=1)
@@ -156,16 +156,16 @@ def test_segments_that_a_colocated_process_cannot_release_are_refused(
     assert re.match(why, error.text)
     assert not checked(tmp_path).errors and not checked(tmp_path, *settings, "learner.device=cpu", "engine.device=cpu").errors
     colocated = RunConfig(learner=LearnerConfig(colocated=True), weights=WeightsConfig(overlap=False))
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PlacementRefused, match=why):
         place_ranks(colocated)
     place_ranks(RunConfig())
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PlacementRefused, match=why):
         take_devices(replace(colocated, engine=replace(sglang(), colocated=True)))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored after the test
     take_devices(replace(colocated, engine=EngineConfig(colocated=True)))
     monkeypatch.delenv(name)
     server = SglangConfig(environment={name: value})
-    with pytest.raises(Refused, match=rf"engine\.sglang\.environment\.{name}: want no expandable_segments"):
+    with pytest.raises(PlacementRefused, match=rf"engine\.sglang\.environment\.{name}: want no expandable_segments"):
         take_devices(replace(colocated, engine=EngineConfig(kind="sglang", colocated=True, sglang=server)))
     take_devices(RunConfig(engine=EngineConfig(kind="sglang", sglang=server)))
 
@@ -173,7 +173,7 @@ def test_segments_that_a_colocated_process_cannot_release_are_refused(
 def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     learner = LearnerConfig(colocated=True, device="cuda")
-    with pytest.raises(Refused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
+    with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
         place_ranks(RunConfig(learner=learner, weights=WeightsConfig(overlap=False)))
     place_ranks(RunConfig(learner=replace(learner, device="auto"), weights=WeightsConfig(overlap=False)))
 
@@ -217,11 +217,11 @@ def test_an_engine_without_the_memory_for_the_model_is_refused(tmp_path: Path, m
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # restored after the test
     config = RunConfig(model=ModelConfig(path=str(model)))
     why = r"memory of device 0: want 0.0 GB \(0.0 GB for 1 engine\(s\); .* got 0.0 GB, 95% of it"
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PlacementRefused, match=why):
         take_devices(config)
     elsewhere = RunConfig(model=ModelConfig(path="/not/here"))
     take_devices(elsewhere)
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(PlacementRefused, match=why):
         refuse_small_devices(elsewhere, model)
     (model / "model.safetensors").write_bytes(b"broken")
     take_devices(config)

@@ -14,7 +14,7 @@ from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.messages import Sample, Sampling, Status
 from tidemill.launch.cli.main import main
-from tidemill.launch.samples.recording import Origin, Recorder
+from tidemill.launch.samples.recording import Origin, RecordingWriter
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.data.prompts import PromptFile
 from tidemill.learner.data.responses import Recordings
@@ -24,7 +24,7 @@ WARM = Sampling(temperature=0.7, max_new_tokens=8)
 
 def record(path: Path, *samples: Sample | bytes) -> Path:
     with path.open("wb") as file:
-        recorder = Recorder(file, Origin(run="r", created="2026"))
+        recorder = RecordingWriter(file, Origin(run="r", created="2026"))
         for seq, one in enumerate(samples, 1):
             data = one if isinstance(one, bytes) else encode_sample(one)
             recorder.add(StoredSample(seq=seq, subject="s", headers={}, data=data, stored_s=0.0))

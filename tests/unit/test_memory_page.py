@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.memory_table import Row, memory_rows
+from tidemill.launch.devices.memory_table import MemoryRow, memory_rows
 from tidemill.launch.settings.config_loader import load
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/devices.md"
@@ -43,13 +43,13 @@ def table(title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:last] if not line.startswith("|---")]
 
 
-def computed(model: str, *settings: str) -> list[Row]:
+def computed(model: str, *settings: str) -> list[MemoryRow]:
     """Return the rows of a rank on an accelerator."""
     shape = ModelShape.of(SIZES[model], where=model)
     return [row for row in memory_rows(shape, load([], (*ROWS, *settings)).config, cuda=True) if row.process == "rank"]
 
 
-def size(rows: Sequence[Row], *parts: str, on_host: bool = False) -> float:
+def size(rows: Sequence[MemoryRow], *parts: str, on_host: bool = False) -> float:
     """Return the bytes of the rows that begin with one of ``parts``."""
     return sum(row.bytes for row in rows if row.on_host is on_host and row.part.startswith(parts))
 

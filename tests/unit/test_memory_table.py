@@ -9,7 +9,7 @@ import pytest
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.launch.cli.main import main
 from tidemill.launch.devices.demand import ModelSize, want_of
-from tidemill.launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
+from tidemill.launch.devices.memory_table import SENDER, MemoryRow, memory_rows, parameters, rank_parameters
 from tidemill.launch.devices.shapes import Device, Node
 from tidemill.launch.settings.config_loader import load
 
@@ -29,7 +29,7 @@ SHAPE = ModelShape.of(QWEN3_8B, where="Qwen3-8B")
 COPIES = (SENDER, "2 copies of its part")
 
 
-def rows(*settings: str, cuda: bool = True) -> dict[tuple[str, str], Row]:
+def rows(*settings: str, cuda: bool = True) -> dict[tuple[str, str], MemoryRow]:
     config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
     return {(row.process, re.split(",| of [0-9]| of the weights", row.part)[0]): row for row in memory_rows(SHAPE, config, cuda=cuda)}
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.bus import exit_codes
-from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import USABLE, engine_place, place, senders
 from tidemill.launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
@@ -388,7 +388,7 @@ def test_a_machine_shape_has_its_placement(shape: str) -> None:
 @pytest.mark.parametrize("shape", REFUSED)
 def test_a_machine_shape_is_refused_with_the_reason(shape: str) -> None:
     nodes, want, message = REFUSED[shape]
-    with pytest.raises(Refused, match=message) as caught:
+    with pytest.raises(PlacementRefused, match=message) as caught:
         place(nodes, Want(**want))
     assert caught.value.cure and caught.value.exit_code == exit_codes.CONFIG
     again = pickle.loads(pickle.dumps(caught.value))
@@ -433,9 +433,9 @@ def test_an_engine_that_opens_memory_of_the_learner_sees_its_device() -> None:
 def test_one_more_engine_beside_the_learner_needs_room_in_shared_memory() -> None:
     handles: dict[str, Any] = {**SGLANG, "transport": "handles", "bucket_bytes": GB}
     small = node(4, shm_bytes=64_000_000)
-    with pytest.raises(Refused, match=r"/dev/shm: want 1.0 GB free .* of 1 SGLang server"):
+    with pytest.raises(PlacementRefused, match=r"/dev/shm: want 1.0 GB free .* of 1 SGLang server"):
         engine_place([small], Want(ranks=1, engines=1, **handles))
-    with pytest.raises(Refused, match=r"/dev/shm: want 2.0 GB free .* of 2 SGLang server"):
+    with pytest.raises(PlacementRefused, match=r"/dev/shm: want 2.0 GB free .* of 2 SGLang server"):
         engine_place([small], Want(engines=1, **handles), others=Others(engines=(("0-1",), ("7-7",)), learner_is_here=True))
     elsewhere, by_broadcast = Want(ranks=0, engines=1, **handles), Want(ranks=1, engines=1, **{**handles, "transport": "broadcast"})
     assert engine_place([small], elsewhere).uuids and engine_place([small], by_broadcast).uuids
@@ -446,7 +446,7 @@ def test_one_more_engine_gets_a_block_that_no_other_has() -> None:
     want = Want(ranks=2, devices_per_engine=2)
     assert engine_place([node(8)], want).uuids == ("0-2", "0-3")
     assert engine_place([node(8)], want, others=Others(engines=(("0-3",), ("0-6",)))).uuids == ("0-4", "0-5")
-    with pytest.raises(Refused, match="got 2, 4, 6 free of 8 visible"):
+    with pytest.raises(PlacementRefused, match="got 2, 4, 6 free of 8 visible"):
         engine_place([node(8)], want, others=Others(engines=(("0-3",), ("0-5",)), ranks=("0-7",)))
     assert engine_place([node(0)], want).uuids == ()
 
@@ -455,9 +455,9 @@ def test_one_more_engine_needs_memory_beside_those_that_are_there() -> None:
     """On the only device of a machine; on devices that are not known to have any nothing is compared."""
     one = Want(memory_rank=30 * GB, memory_engine=20 * GB)
     assert engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("9-9",)))).uuids == ("0-0",)
-    with pytest.raises(Refused, match=r"memory of device 0: want 90.0 GB \(30.0 GB for the learner, 60.0 GB for 3 engine"):
+    with pytest.raises(PlacementRefused, match=r"memory of device 0: want 90.0 GB \(30.0 GB for the learner, 60.0 GB for 3 engine"):
         engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("0-0",))))
-    with pytest.raises(Refused, match=r"memory of device 0: want 20.0 GB \(20.0 GB for 1 engine"):
+    with pytest.raises(PlacementRefused, match=r"memory of device 0: want 20.0 GB \(20.0 GB for 1 engine"):
         engine_place([node(1, memory_gb=16)], one)
     assert engine_place([node(1, memory_gb=0)], one).uuids == ("0-0",)
 
@@ -466,7 +466,7 @@ def test_one_more_engine_over_nccl_needs_memory_of_the_rank_that_sends() -> None
     want = Want(ranks=1, memory_rank=74 * GB, memory_group=GB, **KNOWN)
     running = Others(engines=(("0-1",),))
     assert engine_place([node(4)], want, others=running).uuids == ("0-2",)
-    with pytest.raises(Refused, match=r"memory of device 0: want 77.0 GB .* 3.0 GB of it for 3 group"):
+    with pytest.raises(PlacementRefused, match=r"memory of device 0: want 77.0 GB .* 3.0 GB of it for 3 group"):
         engine_place([node(4)], want, others=replace(running, engines=(("0-1",), ("1-0",))))
     assert engine_place([node(4)], replace(want, nccl_engine="2.30.1"), others=replace(running, engines=(("0-1",), ("1-0",)))).uuids
 
@@ -487,8 +487,8 @@ def test_rules_that_hold_for_every_shape(site: tuple[list[Node], Want], random: 
     shuffled = [replace(one, devices=tuple(random.sample(one.devices, len(one.devices)))) for one in random.sample(nodes, len(nodes))]
     try:
         placed = place(nodes, want)
-    except Refused as refused:
-        with pytest.raises(Refused) as again:
+    except PlacementRefused as refused:
+        with pytest.raises(PlacementRefused) as again:
             place(shuffled, want)
         assert str(again.value) == str(refused)
         return
@@ -522,7 +522,7 @@ def test_memory_adds_up_or_is_refused(size_gb: int, learner_gb: int, engine_gb: 
     fits = (learner_gb + engine_gb) * GB <= USABLE * size_gb * GB
     try:
         place([node(1, memory_gb=size_gb)], want)
-    except Refused as refused:
+    except PlacementRefused as refused:
         assert not fits and refused.where == "memory of device 0"
     else:
         assert fits

@@ -10,7 +10,7 @@ from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.launch.cli.show import Vocabulary, shaded, tokens_of
 from tidemill.launch.samples.block import block, facts
 from tidemill.launch.samples.filters import Headline
-from tidemill.launch.samples.search import Found, as_map
+from tidemill.launch.samples.search import FoundSample, as_map
 from tidemill.launch.samples.text import conversation, turns_in, turns_table
 
 IDS = Vocabulary(None)
@@ -100,6 +100,6 @@ def test_a_conversation_is_shown_message_by_message() -> None:
         "?",
         "  \\x1b[2J",
     ]
-    whole = block(Found(line=LINE, sample=make_episode(transcript=messages)), full=True).plain
+    whole = block(FoundSample(line=LINE, sample=make_episode(transcript=messages)), full=True).plain
     assert whole.endswith(conversation(messages).plain) and "┃" not in whole
-    assert "┃" in block(Found(line=LINE, sample=make_episode(transcript=messages))).plain
+    assert "┃" in block(FoundSample(line=LINE, sample=make_episode(transcript=messages))).plain

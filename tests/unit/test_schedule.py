@@ -13,7 +13,7 @@ from tests.unit.test_memory_table import SHAPE
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.weights import check_tuning
 from tidemill.launch.cli.main import main
-from tidemill.launch.devices.memory_table import Row, memory_rows
+from tidemill.launch.devices.memory_table import MemoryRow, memory_rows
 from tidemill.launch.devices.trained import trained_tensors
 from tidemill.launch.settings.config_loader import load
 from tidemill.launch.settings.run_config import RunConfig
@@ -168,7 +168,7 @@ def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Ca
     assert "a model directory; make it model.path, or convert it" in printed()
 
 
-def rows(*settings: str) -> dict[str, Row]:
+def rows(*settings: str) -> dict[str, MemoryRow]:
     config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
     return {re.split(",| of the weights", row.part)[0]: row for row in memory_rows(SHAPE, config, cuda=True) if row.process == "rank"}
 

@@ -29,6 +29,10 @@ class FakeServer(EmbeddedServer):
     def running(self) -> bool:
         return self.up
 
+    @property
+    def pid(self) -> int:
+        return 77
+
     def write_fault(self) -> str:
         return self.fault
 
@@ -103,6 +107,7 @@ def test_one_that_has_ended_is_started_at_once_with_room_alone(tmp_path: Path) -
     keeper._need_bytes = 1
     keeper.look()
     assert server.up and keeper.reason == ""
+    assert (keeper.restarts, keeper.last_restart) == (1, "nats-server (process 77) ended and is started again")
     server.up, server.fails = False, True
     with pytest.raises(ServerFailed, match="while starting"):
         keeper.look()
