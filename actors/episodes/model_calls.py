@@ -25,7 +25,7 @@ from actors.episodes.episode import Call, Episode
 from actors.episodes.recorder import Output
 from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from actors.errors import BadRequest
-from actors.request import check_temperature
+from actors.generate_body import sampling_params
 from actors.router.exchange import Answer, Request
 from bus.errors import WireError
 from bus.system.coroutines import first_error
@@ -260,7 +260,7 @@ def _sampling(task: Sampling, given: JsonMapping, overridden: Callable[[str], No
     if overridden is None:
         return replace(
             limits,
-            temperature=check_temperature(1.0 if given.get("temperature") is None else given["temperature"], "sampling_params.temperature"),
+            temperature=sampling_params({"temperature": given.get("temperature")}).temperature,
             top_p=_number(given, "top_p", float, 0, 1.0),
             top_k=_number(given, "top_k", int, -1, -1),
         )

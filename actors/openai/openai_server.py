@@ -11,9 +11,9 @@ from aiohttp import web
 
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from actors.events import DONE, event
+from actors.generate_body import RequestLimits
 from actors.http_api import body_of
 from actors.openai import openai_api
-from actors.request import Limits
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text, beside_loop, size_of
 from bus.wire.json_object import JsonMapping, JsonObject
@@ -41,7 +41,7 @@ class EngineProperties(Protocol):
         ...
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Bounds of a request."""
         ...
 

@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 from actors.config import EngineConfig
 from actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
+from actors.generate_body import RequestLimits
 from actors.http_api import listen
-from actors.request import Limits
 from actors.serving.authority import Authority
 from actors.serving.handles import HandleListener
 from actors.serving.port import PHASES, Backend, ServedEngine, Updates
@@ -36,7 +36,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
     """
 
-    limits: Limits
+    limits: RequestLimits
     text: Text | None
 
     def __init__(
@@ -81,7 +81,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {given}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         self.text = text = None if text is None else text.bounded(max_context)
-        self.limits = Limits(
+        self.limits = RequestLimits(
             vocab_size=vocab_size,
             max_context=max_context,
             encode=text.encode if text is not None else None,

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from actors.request import Limits
+from actors.generate_body import RequestLimits
 from actors.serving.authority import Authority
 from actors.text.text import Text
 from bus.wire.json_object import JsonMapping
@@ -179,7 +179,7 @@ class HttpEngine(ServedEngine, Protocol):
 
     model_dir: Path
     text: Text | None
-    limits: Limits
+    limits: RequestLimits
     authority: Authority
 
     @property

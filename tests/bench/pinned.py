@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.request import SamplingParams
+from actors.generate_body import SamplingParams
 from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
 from actors.serving.builtin.sequence import Model, ResponseRequest

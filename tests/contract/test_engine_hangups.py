@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from actors.request import parse_generate
+from actors.generate_body import parse_generate
 from actors.text.text import StopStrings
 from tests.engine_serving import LIMIT_S, Served, serving
 from tests.tiny_models import write_tiny_model

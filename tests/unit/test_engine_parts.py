@@ -8,7 +8,7 @@ import pytest
 
 from actors.engines.engine_client import _generation
 from actors.errors import EngineFailed
-from actors.request import SamplingParams
+from actors.generate_body import SamplingParams
 from actors.serving.builtin.progress import Progress
 from actors.serving.builtin.response import response_json
 from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence

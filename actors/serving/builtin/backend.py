@@ -12,9 +12,8 @@ from aiohttp.abc import AbstractStreamWriter
 
 from actors.errors import BadRequest, EngineFailed, EngineUnavailable
 from actors.events import DONE, event
+from actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
 from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
-from actors.request import Generate, parse_generate, seeds
-from actors.score_request import asks_for_scores, parse_scores
 from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
 from actors.serving.builtin.input_scores import Scoring, scores_json
@@ -55,7 +54,7 @@ class BuiltinBackend:
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
         async with self._submitted(body) as (generate, progress):
-            if generate.stream:
+            if generate.body.stream:
                 return await self._stream(request, generate, progress)
             states = [state async for state in self._states(generate, progress)]
         failed = next((state["error"]["message"] for state in states if "error" in state), None)
@@ -108,7 +107,7 @@ class BuiltinBackend:
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
-        await host.serve_version(generate.min_version, generate.min_version_timeout_s)
+        await host.serve_version(generate.body.min_version, generate.body.min_version_timeout_s)
         host.require_servable()  # again: it may have begun to drain while this waited
         progress = self.submit(generate)
         try:
@@ -120,11 +119,11 @@ class BuiltinBackend:
     def submit(self, generate: Generate) -> Progress:
         """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
-        progress, routed = Progress(), self._shape.routed if generate.return_routed_experts else None
+        progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
-            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.continued_tokens)
+            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.body.continued_tokens)
             experts = None if routed is None else CapturedExperts(routed)
-            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.stream, experts=experts))
+            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.body.stream, experts=experts))
         self._scheduler.submit(list(progress.sequences))
         return progress
 
@@ -134,7 +133,7 @@ class BuiltinBackend:
 
     async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[JsonObject]:
         """Yield every response in order, once all have ended; or, streamed, each whenever it has grown."""
-        if not generate.stream:
+        if not generate.body.stream:
             await progress.finished()
             for place in range(len(progress.sequences)):
                 yield self._state(generate, progress, place)
@@ -147,8 +146,8 @@ class BuiltinBackend:
         if partial is None and sequence.error is not None:
             state = error_of(sequence.error, 500)
         else:
-            state = response_json(sequence, host.text, host.version, logprobs=generate.return_logprob, partial=partial)
-        return {**state, "index": place} if generate.many and generate.stream else state
+            state = response_json(sequence, host.text, host.version, logprobs=generate.body.return_logprob, partial=partial)
+        return {**state, "index": place} if generate.many and generate.body.stream else state
 
     async def probe(self, timeout_s: float) -> None:
         """Generate one token. Raises EngineFailed."""

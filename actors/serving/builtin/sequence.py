@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.request import SamplingParams
+from actors.generate_body import SamplingParams
 from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.text.text import StopStrings, Text
 from bus.wire.json_object import JsonObject
@@ -90,7 +90,7 @@ class Sequence:
         self.stop_ids = frozenset() if params.ignore_eos else enders
         self.suppressed = sorted(enders) if params.min_new_tokens else []
         """Ids with probability 0 for the first ``min_new_tokens``."""
-        self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
+        self.stop_strings = StopStrings(model.text, params.stops) if params.stop and model.text else None
         self.finish: JsonObject | None = None
         self.error: str | None = None
         """Failure of the engine that ended the response; None = there was none."""

@@ -85,14 +85,13 @@ class Proxy:
             host.require_servable()
         try:
             size = size_of(body.get("text"))
-            count = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
+            count, fields = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
         except BadRequest:
             self._counters["refused"] += 1
             raise
-        wanted, timeout_s = _number(body, "min_version", 0), _number(body, "min_version_timeout_s", 60.0)
         with self._aborts.watching(RequestIds(body, count)) as watch:
-            if wanted > 0:
-                await host.serve_version(int(wanted), timeout_s)
+            if fields.min_version:
+                await host.serve_version(fields.min_version, fields.min_version_timeout_s)
             _require_not_aborted(watch)
             watch.since = host.updates.completed
             host.accept(count)
@@ -276,15 +275,6 @@ def _cached_before(raw: bytes, version: str) -> bool:
         if begun != version and meta.get("cached_tokens") and (meta.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False
-
-
-def _number(body: JsonMapping, name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 << 53:
-        raise BadRequest(f"{name}: want a number >= 0, got {value!r}")
-    return float(value)
 
 
 def _without_keys(info: Any) -> Any:
