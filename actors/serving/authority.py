@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from actors.body_decoder import need
 from actors.errors import BadRequest, EngineError, EngineUnavailable
 from bus.errors import BusError
 from bus.liveness.keys import RunKeys
@@ -77,10 +78,10 @@ class Authority:
         self.refused = refused
 
     async def _epoch_in(self, body: Mapping[str, object], engine: str) -> int | None:
-        epoch = body.get("epoch")
-        if epoch is None:
+        if body.get("epoch") is None:
             return None
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        epoch = need(body, "epoch", int)
+        if epoch < 0:
             raise BadRequest(f"epoch: want an integer >= 0, got {epoch!r:.40}")
         if self._read is not None and epoch > self._newest:
             try:

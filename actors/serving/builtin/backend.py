@@ -10,10 +10,11 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from actors.body_decoder import decode
+from actors.errors import EngineFailed, EngineUnavailable
 from actors.events import DONE, event
 from actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
-from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
+from actors.http_api import body_of, done, error_of
 from actors.serving.builtin.captured_experts import CapturedExperts
 from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
 from actors.serving.builtin.input_scores import Scoring, scores_json
@@ -23,10 +24,10 @@ from actors.serving.builtin.response import response_json
 from actors.serving.builtin.scheduler import Scheduler
 from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.update_checks import specs_in
 from actors.serving.builtin.weight_updates import WeightUpdates
+from actors.serving.command_bodies import PushBody
 from actors.serving.host import PROBE, EngineHost
-from actors.serving.port import COMMAND_S, Body, Result
+from actors.serving.port import Body, Result
 from actors.text.text import beside_loop, size_of
 from bus.wire.json_object import JsonObject
 from weightstore.access import Route
@@ -236,15 +237,12 @@ class BuiltinBackend:
         return {"POST /receive_push": Route.command(receive_push), "GET /snapshots/{name}/{file}": Route.request(self._snapshot)}
 
     async def _receive_push(self, body: Body) -> web.Response:
-        buckets, serve = need(body, "buckets", list), body.get("serve", False)
-        if not isinstance(serve, bool) or not all(isinstance(bucket, dict) for bucket in buckets):
-            raise BadRequest(f"buckets, serve: want a list of maps, and true or false, got {buckets!r:.200}, {serve!r:.200}")
-        updates, group = self._host.updates, group_in(body)
+        updates, push = self._host.updates, decode(body, PushBody)
         receiving = updates.receive(
-            [(group_in({"group_name": group, **bucket}), specs_in(bucket)) for bucket in buckets],
-            version=version_in(body),
-            timeout_s=seconds_in(body, "timeout_s", COMMAND_S),
-            serve=serve,
+            [(bucket.group_name, bucket.specs()) for bucket in push.each_bucket()],
+            version=push.version,
+            timeout_s=push.timeout_s,
+            serve=push.serve,
         )
         return done("Push received.", stall_s=await updates.run_shielded(receiving))
 

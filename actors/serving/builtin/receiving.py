@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from actors.body_decoder import decode
 from actors.errors import UpdateRefused
-from actors.http_api import need, port_in, seconds_in
-from actors.serving.port import COMMAND_S
+from actors.serving.command_bodies import JoinBody
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import PeerLost, WeightstoreError
 from weightstore.format.manifest import Bucket
@@ -66,10 +66,11 @@ class JoinedGroup:
         """Join the group that the body of /init_weights_update_group names. Raises BadRequest, UpdateRefused."""
         from weightstore.transport.broadcast import BroadcastGroup
 
-        host, port, timeout_s = need(body, "master_address", str), port_in(body, "master_port"), seconds_in(body, "timeout_s", COMMAND_S)
-        rank, world_size, backend = need(body, "rank_offset", int), need(body, "world_size", int), body.get("backend", "nccl")
+        place = decode(body, JoinBody)
+        host, port, rank, world_size = place.master_address, place.master_port, place.rank_offset, place.world_size
         try:
-            return cls(await asyncio.to_thread(BroadcastGroup.join, host, port, rank, world_size, name, backend, timeout_s))
+            joining = (host, port, rank, world_size, name, place.backend, place.timeout_s)
+            return cls(await asyncio.to_thread(BroadcastGroup.join, *joining))
         except (WeightstoreError, ValueError, RuntimeError) as error:
             raise UpdateRefused(f"joining group {name!r} as rank {rank} of {world_size}: {error}") from error
 

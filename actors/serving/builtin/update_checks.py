@@ -6,10 +6,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from actors.errors import BadRequest, UpdateRefused
-from actors.http_api import need
+from actors.errors import UpdateRefused
 from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
-from weightstore.errors import WeightstoreError
 from weightstore.format.manifest import Bucket, TensorSpec
 
 
@@ -61,17 +59,3 @@ class Update:
 def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
     """Return the flat bucket of these tensors, without gaps between them."""
     return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
-
-
-def specs_in(body: Mapping[str, object]) -> list[TensorSpec]:
-    """Return the tensors announced in SGLang's JSON. Raises BadRequest, and UpdateRefused for values that no tensor can have."""
-    names, dtypes, shapes = (need(body, name, list) for name in ("names", "dtypes", "shapes"))
-    if not len(names) == len(dtypes) == len(shapes):
-        raise BadRequest(f"names, dtypes, shapes: want equal lengths, got {len(names)}, {len(dtypes)}, {len(shapes)}")
-    try:
-        return [
-            TensorSpec(name=str(name), shape=tuple(map(int, shape)), dtype=str(dtype).removeprefix("torch."))
-            for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
-        ]
-    except (WeightstoreError, TypeError, ValueError) as error:
-        raise UpdateRefused(str(error)) from error

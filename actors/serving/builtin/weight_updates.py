@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
-from actors.http_api import group_in, seconds_in
+from actors.body_decoder import decode
+from actors.errors import PeerTransferRefused, UpdateRefused
 from actors.serving.builtin.loading import (
     checksum_report_of,
     copy_all,
@@ -31,8 +31,9 @@ from actors.serving.builtin.loading import (
 )
 from actors.serving.builtin.receiving import Incoming, JoinedGroup
 from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.update_checks import Update, bucket_of, specs_in
+from actors.serving.builtin.update_checks import Update, bucket_of
 from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from actors.serving.command_bodies import BucketBody, UpdateBody
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body
 from bus.system.foreign import errors_as
@@ -78,7 +79,7 @@ class WeightUpdates(FencedUpdates):
 
     async def join(self, body: Body) -> None:
         """Join the process group that the body names; one of the same name is left first. Raises BadRequest, UpdateRefused."""
-        name = group_in(body)
+        name = decode(body, UpdateBody).group_name
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = await JoinedGroup.join(name, body)
@@ -213,14 +214,11 @@ class WeightUpdates(FencedUpdates):
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
         """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest, UpdateRefused."""
-        load_format = body.get("load_format")
-        if load_format not in (None, "flattened_bucket"):
-            raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")
-        group_name, specs, timeout_s = group_in(body), specs_in(body), seconds_in(body, "timeout_s", COMMAND_S)
-        update = self._current(version)
+        announced = decode(body, BucketBody)
+        specs, update = announced.specs(), self._current(version)
         # One by one is the same as buckets of one tensor each.
-        messages = [[spec] for spec in specs] if load_format is None else [specs]
-        await self._receive_all(update, group_name, [bucket_of(each) for each in messages], timeout_s)
+        messages = [[spec] for spec in specs] if announced.load_format is None else [specs]
+        await self._receive_all(update, announced.group_name, [bucket_of(each) for each in messages], announced.timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""
