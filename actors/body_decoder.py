@@ -5,7 +5,7 @@ A struct is the one description of a body: types and bounds are checked here alo
 
 import difflib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -31,6 +31,9 @@ _WORDS = {
 MAX_SHOWN = 80
 """Maximum number of characters of a refused value that an error shows."""
 
+MAX_NAMES = 20
+"""Maximum number of fields that an error about an unknown one lists."""
+
 
 def decode(body: object, shape: type[Shape], where: str = "") -> Shape:
     """Return ``body``, decoded JSON, as a ``shape``. ``where``: path of ``body`` in errors. Raises BadRequest."""
@@ -49,7 +52,7 @@ def known_fields(
     body: Mapping[str, object],
     known: Collection[str],
     neutral: Mapping[str, tuple[object, ...]],
-    where: str,
+    where: str = "",
 ) -> JsonObject:
     """Return the ``known`` fields that are not null: null is the same as an absent field.
 
@@ -59,25 +62,25 @@ def known_fields(
         if name in known:
             continue
         if name not in neutral:
-            raise BadRequest(f"{where}.{name}: unknown parameter{near(name, [*known, *neutral], sorted(known))}")
+            raise BadRequest(f"{_joined(where, str(name))}: unknown parameter{_nearest(name, [*known, *neutral])}")
         if value not in neutral[name]:
-            want = f"not supported by the built-in engine; want {neutral[name][-1]!r}"
-            raise BadRequest(f"{where}.{name}: {want}, got {shortened(value)}")
+            want = f"not supported; want {neutral[name][-1]!r}"
+            raise BadRequest(f"{_joined(where, name)}: {want}, got {shortened(value)}")
     return {name: value for name, value in body.items() if name in known and value is not None}
-
-
-def near(name: object, names: Collection[str], listed: Collection[str] = ()) -> str:
-    """Return the end of an error that proposes the name most like ``name``, or else shows the ``listed`` ones."""
-    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5 if listed else 0.6)
-    if nearest:
-        return f"; did you mean {nearest[0]}?"
-    return f"; known: {', '.join(listed)}" if listed else ""
 
 
 def shortened(value: object) -> str:
     """Return a value as an error shows it."""
     shown = repr(value)
     return shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + "..."
+
+
+def _nearest(name: object, names: Sequence[str]) -> str:
+    """Return the end of an error that proposes the name most like ``name``, or else shows them, unless they are many."""
+    nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
+    if nearest:
+        return f"; did you mean {nearest[0]}?"
+    return f"; known: {', '.join(sorted(names))}" if len(names) <= MAX_NAMES else ""
 
 
 def _reason(message: str, body: object, where: str) -> str:

@@ -5,10 +5,10 @@
 message_start, content_block_delta, ..., message_stop                 <-  MessageEvents <-  its chunks
 """
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 
+from actors.body_decoder import known_fields
 from actors.errors import BadRequest
 from actors.openai.openai_api import content_text
 from bus.wire.json_object import JsonMapping, JsonObject
@@ -26,13 +26,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 def chat_of(body: JsonMapping) -> JsonObject:
     """Return the chat completion's request for a request of messages. Raises BadRequest."""
-    for name in body:
-        if name not in KNOWN:
-            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-    if body.get("max_tokens") is None:
+    fields = known_fields(body, KNOWN, {})
+    if "max_tokens" not in fields:
         raise BadRequest("max_tokens: want a number of tokens, got none")
-    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat: JsonObject = {name: fields[name] for name in SAME if name in fields}
     if (stops := body.get("stop_sequences")) is not None:
         chat["stop"] = stops
     if body.get("stream"):

@@ -8,15 +8,19 @@ chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-pr
 return_tokens_as_token_ids.
 """
 
-import difflib
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
+from msgspec import Struct
+
+from actors.body_decoder import decode, known_fields
 from actors.errors import BadRequest
+from actors.generate_body import Positive
+from actors.generate_body import Text as NonEmpty
 from actors.text import tool_calls
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
@@ -25,8 +29,6 @@ from bus.errors import WireError
 from bus.wire.chat_messages import TEXTS, chat_messages, text_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.template_args import OF_TEMPLATE
-
-Found = TypeVar("Found")
 
 ReadReply = Callable[[JsonMapping, str, bool], ParsedReply]
 """Function from SGLang's JSON of a response, the text to read of it, and whether it has ended, to content and calls."""
@@ -125,44 +127,62 @@ class ParsedRequest:
         }
 
 
+class _OwnFields(Struct, kw_only=True):
+    """OpenAI's own fields, without nulls; the engine validates those that become SGLang's, and more of these."""
+
+    model: str = ""
+    n: Positive = 1
+    max_tokens: Positive = 1
+    max_completion_tokens: Positive = 1
+    stop: NonEmpty | list[NonEmpty] = []
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    response_format: Any = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class _ChatFields(_OwnFields, kw_only=True):
+    messages: Any = None
+    logprobs: bool = False
+    tools: list[dict[str, Any]] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
+class _CompletionFields(_OwnFields, kw_only=True):
+    prompt: Any = None
+    logprobs: bool | int | None = None
+    """Number of alternatives to each token; only 0 is supported, and false, which is none."""
+    best_of: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for log-probs of other tokens, and for responses that are thrown away."""
+        if self.logprobs not in (None, 0) and self.logprobs is not True:
+            raise ValueError(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {self.logprobs!r}")
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: not supported; want n ({self.n}), got {self.best_of!r}")
+
+
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
     """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
-    known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
-    for name, value in body.items():
-        if name not in known | WITHOUT_EFFECT:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise BadRequest(f"{name}: not supported; want {NEUTRAL[name][-1]!r}, got {value!r}")
-    sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
-    for theirs in ("n", "max_new_tokens"):
-        count = sampling.get(theirs, 1)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise BadRequest(f"{OPENAIS[theirs]}: want an integer >= 1, got {count!r}")
-    stop = sampling.get("stop")
-    if "" in (stop if isinstance(stop, list) else [stop]):
-        raise BadRequest(f"stop: want text that is not empty, got {stop!r}")
-    sampling |= _grammar(body.get("response_format"))
-    n = sampling.get("n", 1)
-    if body.get("best_of") not in (None, n):
-        raise BadRequest(f"best_of: not supported; want n ({n}), got {body['best_of']!r}")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequest(f"stream_options: want a map, got {options!r}")
+    known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
+    fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
+    own = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
-        "model": _of(body, "model", str, ""),
-        "sampling": sampling,
-        "passed_on": {name: body[name] for name in PASSED_ON if body.get(name) is not None},
-        "stream": _of(body, "stream", bool, False),
-        "usage": bool(options.get("include_usage")),
-        "token_ids": _of(body, "return_token_ids", bool, False),
-        "tokens_as_ids": _of(body, "return_tokens_as_token_ids", bool, False),
+        "model": own.model,
+        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields} | _grammar(own.response_format),
+        "passed_on": {name: fields[name] for name in PASSED_ON if name in fields},
+        "stream": own.stream,
+        "usage": bool(own.stream_options.get("include_usage")),
+        "token_ids": own.return_token_ids,
+        "tokens_as_ids": own.return_tokens_as_token_ids,
     }
-    if chat:
-        parsed |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
+    if isinstance(own, _ChatFields):
+        parsed |= {"messages": _messages(own.messages), "logprobs": own.logprobs, "template": _template(own, body.get("tool_choice"))}
     else:
-        parsed |= {"prompts": _prompts(body.get("prompt")), "logprobs": _count(body.get("logprobs"))}
+        parsed |= {"prompts": _prompts(own.prompt), "logprobs": own.logprobs is not None and own.logprobs is not False}
     return ParsedRequest(**parsed)
 
 
@@ -387,24 +407,6 @@ def _settled(text: str, stops: Sequence[str]) -> int:
     return len(text) - held
 
 
-def _of(body: Mapping[str, object], name: str, kind: type[Found], default: Found) -> Found:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
-    return value
-
-
-def _count(logprobs: object) -> bool:
-    """Return whether a completion requests log-probs. ``logprobs`` is the number of alternatives to each token; only 0 is supported."""
-    if logprobs is None or logprobs is False:
-        return False
-    if logprobs is True or logprobs == 0:
-        return True
-    raise BadRequest(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {logprobs!r}")
-
-
 def _messages(given: object) -> tuple[JsonMapping, ...]:
     try:
         return tuple(chat_messages(given))
@@ -420,17 +422,13 @@ def content_text(content: object, where: str, kinds: Mapping[str, str] = TEXTS) 
         raise BadRequest(str(error)) from None
 
 
-def _template(body: Mapping[str, object]) -> JsonObject:
-    more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
-    if given := OF_TEMPLATE & more.keys():
-        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
-    tools = _of(body, "tools", list, [])
-    if not all(isinstance(tool, Mapping) for tool in tools):
-        raise BadRequest(f"tools: want a list of maps, got {str(tools)[:80]}")
+def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
+    if reserved := OF_TEMPLATE & fields.chat_template_kwargs.keys():
+        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(reserved))}")
     return {
-        **more,
-        "tools": tools if tools and body.get("tool_choice") != "none" else None,
-        "add_generation_prompt": _of(body, "add_generation_prompt", bool, True),
+        **fields.chat_template_kwargs,
+        "tools": fields.tools if fields.tools and tool_choice != "none" else None,
+        "add_generation_prompt": fields.add_generation_prompt,
     }
 
 
@@ -454,7 +452,7 @@ def _prompts(given: object) -> tuple[str | list[int], ...]:
     if isinstance(given, list) and given:
         if all(isinstance(each, str) for each in given):
             return tuple(given)
-        if all(isinstance(each, int) and not isinstance(each, bool) for each in given):
+        if all(type(token) is int for token in given):
             return (given,)
         if all(isinstance(each, list) and each for each in given):
             return tuple(given)

@@ -7,9 +7,9 @@
 Nothing is stored: a program sends the items of its history itself.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
+from actors.body_decoder import known_fields, need
 from actors.errors import BadRequest
 from actors.openai.openai_api import content_text
 from bus.wire.json_object import JsonMapping, JsonObject
@@ -38,13 +38,11 @@ _THOUGHTS = {"reasoning_text": "text"}
 
 def chat_of(body: JsonMapping) -> JsonObject:
     """Return the chat completion's request for a request of responses. Raises BadRequest."""
-    for name, value in body.items():
-        if name not in KNOWN:
-            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-        if name in REFUSED and value:
+    fields = known_fields(body, KNOWN, {})
+    for name in REFUSED:
+        if fields.get(name):
             raise BadRequest(f"{name}: not supported: {REFUSED[name]}")
-    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat: JsonObject = {name: fields[name] for name in SAME if name in fields}
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     if body.get("stream"):
@@ -55,9 +53,7 @@ def chat_of(body: JsonMapping) -> JsonObject:
         chat["tool_choice"] = body["tool_choice"]
     if (form := _form(body.get("text"))) is not None:
         chat["response_format"] = form
-    instructions = body.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise BadRequest(f"instructions: want text, got {instructions!r}")
+    instructions = need({"instructions": "", **fields}, "instructions", str)
     system = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = [*system, *_messages(body.get("input"))]
     return chat

@@ -279,7 +279,7 @@ async def test_models_are_named(kind: Kind, model_dir: Path) -> None:
         ("completions", {"logprobs": 5}, "logprobs"),
         ("completions", {"best_of": 3}, "best_of"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"stop": [""]}, "stop"),
+        ("completions", {"stop": [""]}, "stop[0]"),
     ],
 )
 async def test_refusals_have_openais_shape_and_name_the_parameter(

@@ -70,9 +70,9 @@ def test_nulls_and_fields_without_effect_are_left_out_and_others_refused() -> No
     neutral: dict[str, tuple[object, ...]] = {"min_p": (None, 0)}
     assert known_fields({"size": 1, "rate": None, "min_p": 0}, ("size", "rate"), neutral, "body") == {"size": 1}
     for body, error in (
-        ({"min_p": 0.1}, "body.min_p: not supported"),
+        ({"min_p": 0.1}, "body.min_p: not supported; want 0, got 0.1"),
         ({"sise": 1}, "body.sise: unknown parameter; did you mean size?"),
-        ({"q": 1}, "body.q: unknown parameter; known: rate, size"),
+        ({"q": 1}, "body.q: unknown parameter; known: min_p, rate, size"),
     ):
         with pytest.raises(BadRequest) as raised:
             known_fields(body, ("size", "rate"), neutral, "body")
