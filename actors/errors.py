@@ -15,7 +15,7 @@ class ActorRefused(Exception):
 
 
 class ServerFault(Exception):
-    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/pool.py``), and another may do it."""
+    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/server_pool.py``), and another may do it."""
 
 
 class EngineError(Exception):

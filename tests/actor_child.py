@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig
 from actors.engines.membership import section
-from actors.rollout.actor_process import run_actor
 from actors.scoring.scorer_process import run_scorer
 from bus.config import BusConfig
 from launch.run.process import run

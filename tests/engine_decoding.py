@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 
 from actors.serving.builtin import decoder
-from actors.serving.builtin.loading import load_from_directory
+from actors.serving.builtin.runner import KVSlots
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import KVSlots
-from actors.serving.builtin.weights import Weights
+from actors.serving.builtin.weights import Weights, load_from_directory
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.pool import EnginePool
 from actors.engines.port import EngineInfo, Generation
-from actors.engines.server_pool import ServerStatus
+from actors.engines.server_pool import EnginePool, ServerStatus
 from bus.errors import BusError
 from bus.wire.messages import Sampling, Span
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool, UrlDiscovery
 from actors.engines.responses import Responses
+from actors.engines.server_pool import EnginePool, UrlDiscovery
 from actors.episodes.gateway import Gateway
 from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout

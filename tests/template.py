@@ -52,7 +52,7 @@ PRELOADED = [
     "launch.samples.archive",
     "learner.feed.feeder",
     "learner.ranks.rank",
-    "actors.rollout.actor_process",
+    "actors.actor.process",
     "actors.serving.builtin.engine",
     "actors.serving.engine_process",
     "numpy.ma",

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.activity import Activity
-from actors.engines.pool import EnginePool
 from actors.engines.port import Engine, Generation
-from actors.engines.server_pool import NoServer
+from actors.engines.server_pool import EnginePool, NoServer
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from bus.errors import WireError
 from bus.wire.messages import Sampling, Timings

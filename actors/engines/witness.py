@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from actors.engines.pool import EnginePool
+from actors.engines.server_pool import EnginePool
 from actors.http_api import NONCE_HEADER
 from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView

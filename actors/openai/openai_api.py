@@ -22,9 +22,8 @@ from actors.errors import BadRequest
 from actors.generate_body import Positive
 from actors.generate_body import Text as NonEmpty
 from actors.text import tool_calls
-from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
-from actors.text.tool_calls import Call, ParsedReply
+from actors.text.tool_calls import Call, ChatTemplate, ParsedReply
 from bus.errors import WireError
 from bus.wire.chat_messages import TEXTS, chat_messages, text_of
 from bus.wire.json_object import JsonMapping, JsonObject

@@ -14,8 +14,8 @@ from actors.events import DONE, event
 from actors.generate_body import RequestLimits
 from actors.http_api import body_of
 from actors.openai import openai_api
-from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text, beside_loop, size_of
+from actors.text.tool_calls import ChatTemplate
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.access import Route
 

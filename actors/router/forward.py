@@ -21,9 +21,8 @@ import aiohttp
 from yarl import URL
 
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool
 from actors.engines.port import Engine
-from actors.engines.server_pool import NoServer
+from actors.engines.server_pool import EnginePool, NoServer
 from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from actors.http_api import NONCE_HEADER
 from actors.router.config import RouterConfig

@@ -1,4 +1,4 @@
-"""The router's own paths, and the paths of requests, which are forwarded to an engine. Knows no bus.
+"""The router's own paths, and the paths of requests, which are forwarded to an engine; and the body of a router process.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
 client -> Router --- |
@@ -11,28 +11,35 @@ import asyncio
 import importlib
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 import aiohttp
 from aiohttp import web
 
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool
+from actors.engines.membership import connected, default_id, first_row
+from actors.engines.server_pool import EnginePool
+from actors.engines.witness import Witness
 from actors.errors import BadRequest, EngineError
 from actors.http_api import BODIES_BYTES, body_of, translate
 from actors.router.config import RouterConfig, check_url
 from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import RunKeys
+from bus.client.reach import reach, route_to
+from bus.config import BusConfig
+from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from bus.liveness.keys import RunKeys, admin_keys
 from bus.system.coroutines import first_of
 from weightstore.access import Route, RunAccess
 from weightstore.bodies import BodyLimits, body_in
 from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
+
+UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 
 _NAME = r"\w[\w.-]*"
 FORWARDED = (
@@ -228,3 +235,40 @@ async def _worker_in(request: web.Request) -> str:
         return check_url(url)
     except ValueError as error:
         raise BadRequest(str(error)) from error
+
+
+async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no keys.
+
+    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
+    """
+    async with AsyncExitStack() as stack:
+        bus, view, heartbeat, keys = None, None, None, None
+        if bus_url:
+            bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
+            if bus is None:
+                return
+            view, keys = LiveView(bus), admin_keys(bus)
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("router", id or default_id())))
+            route = await asyncio.to_thread(route_to, bus_url)
+            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
+            config = replace(config, host=at.bind, advertise=at.advertised)
+        router = Router(config, view, keys)
+        url = await router.start()
+        log.info("listening url=%s", url)
+        try:
+            witness = [] if bus is None or heartbeat is None else [Witness(bus, heartbeat).run()]
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
+        finally:
+            await router.close(drain_s)
+
+
+async def _update_heartbeat(router: Router, heartbeat: HeartbeatPublisher | None) -> None:
+    while True:
+        if heartbeat is not None:
+            seen = router.engines.overview()
+            serving = sum(each["serving"] for each in seen)
+            load = {"workers": len(seen), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            phase = "serving" if serving else "waiting"
+            heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
+        await asyncio.sleep(UPDATE_EVERY_S)

@@ -26,8 +26,8 @@ from actors.router.dialects import DIALECTS
 from actors.router.exchange import Answer, Handler, Request
 from actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
 from actors.router.tree import Piece, TokenTree, columns
-from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text
+from actors.text.tool_calls import ChatTemplate
 from bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from actors.config import ActorConfig
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import ROLE
-from actors.scoring.server import RewardServer, serving
+from actors.scoring.server import RewardServer, open_rewards, serving
 from bus.client.reach import LOOPBACK, reach, route_to
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher

@@ -11,22 +11,27 @@ import asyncio
 import json
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Annotated, Any
 
 from aiohttp import web
 from msgspec import Meta, Struct, structs
 
 from actors.body_decoder import decode
+from actors.config import ActorConfig
 from bus.client.waiter import Waiter
 from bus.system.coroutines import ended
 from bus.wire.messages import Status
+from rewards.children.limits import Limits
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
+from rewards.part_settings import read_parts
 from rewards.port import RewardRequest, Scorer
 from rewards.registry import MAX_THREADS, checked
 from rewards.request_json import to_request
-from rewards.scorers.groups import GroupScorer
+from rewards.scorers.groups import GroupScorer, opened_group
+from rewards.scorers.parts import opened_parts
+from rewards.scorers.single import opened
 from weightstore.access import Access, Route, TokenAccess
 from weightstore.bodies import body_in, json_in
 from weightstore.listener import Listener
@@ -195,3 +200,20 @@ async def serving(server: RewardServer, host: str, port: int, *, advertise: str 
         yield await listener.start(host, port, advertise=advertise, insecure=insecure)
     finally:
         await listener.close()
+
+
+async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:
+    """Return the reward of samples and that of groups; None where there is none. ``stack`` closes them.
+
+    Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
+    """
+    limits = Limits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    score: Scorer | None = None
+    if config.reward_parts:
+        score = await stack.enter_async_context(opened_parts(read_parts(config.reward_parts), limits))
+    elif config.reward or not config.group_reward:
+        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+    group_score: GroupScorer | None = None
+    if config.group_reward:
+        group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+    return score, group_score

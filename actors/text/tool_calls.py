@@ -1,4 +1,4 @@
-"""Parser of tool calls: splits generated text into content and calls. Pure.
+"""Parser of tool calls: splits generated text into content and calls; and the chat template, whose source shows the form of its calls.
 
     tags    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>      Hermes, Qwen2.5, Qwen3
     json    {"name": "add", "parameters": {"a": 3}}; {...}                     Llama 3.1 and later: nothing but calls
@@ -8,8 +8,12 @@ Text that only looks like a call (no JSON, no name, not closed) stays content: n
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from actors.errors import BadRequest
+from bus.wire.json_object import JsonMapping
+from rewards.message_template import MessageTemplate
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"\s*+(?:;\s*+)?")
@@ -154,3 +158,19 @@ def _encoded(name: object, arguments: object) -> Call | None:
     call = Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call
+
+
+class ChatTemplate(MessageTemplate):
+    """The chat template of a model. Thread-safe."""
+
+    def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
+        super().__init__(source, special, tool_use=tool_use)
+        self.form_of_calls = form_of(tool_use or source)
+        """Format in which the model writes tool calls (``actors.text.tool_calls``); None = unknown."""
+
+    def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
+        """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
+        try:
+            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **more)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error

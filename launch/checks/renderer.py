@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from actors.errors import NoRenderer, RendererMissing
-from actors.text.chat_template import ChatTemplate
 from actors.text.rendering import Renderer, config_of
 from actors.text.text import Text
+from actors.text.tool_calls import ChatTemplate
 from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.checks.model import CheckedModel

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from actors.config import ActorConfig, EngineConfig
 from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
-from actors.sglang_arguments import refuse_untried
+from actors.serving.sglang.arguments import refuse_untried
 from actors.teacher_settings import parse_teachers
 from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
 from bus.wire.json_object import JsonMapping, JsonObject

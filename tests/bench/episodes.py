@@ -28,8 +28,8 @@ import numpy as np
 
 from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool, UrlDiscovery
 from actors.engines.responses import Prompt, Responses
+from actors.engines.server_pool import EnginePool, UrlDiscovery
 from actors.episodes.gateway import Gateway
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText

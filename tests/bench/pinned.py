@@ -22,12 +22,11 @@ import torch
 from torch import Tensor
 
 from actors.generate_body import SamplingParams
-from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.scheduler import Event, Scheduler
 from actors.serving.builtin.sequence import Model, ResponseRequest
 from actors.serving.builtin.sequence import Sequence as Response
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.weights import Weights
+from actors.serving.builtin.weights import Weights, load_from_directory
 from actors.text.text import Text
 from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status

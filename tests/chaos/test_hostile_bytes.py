@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig, EngineConfig
-from actors.rollout.actor_process import run_actor
 from actors.router.config import RouterConfig
-from actors.router.process import run_router
+from actors.router.server import run_router
 from actors.scoring.scorer_process import run_scorer
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from actors.actor.process import reach_of_gateway
 from actors.config import GatewayConfig
 from actors.episodes.opened import opened_rollouts
 from actors.errors import BadRow
-from actors.rollout.actor_process import reach_of_gateway
 from actors.rollout_settings import RolloutPrograms
 from bus.client.reach import HERE, Reach
 from tests.episode_kit import Client, stage, task

@@ -10,7 +10,7 @@ import pytest
 
 from actors.errors import BadRequest
 from actors.openai import openai_api
-from actors.text.chat_template import ChatTemplate
+from actors.text.tool_calls import ChatTemplate
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served
 from tests.skips import inapplicable

@@ -13,7 +13,7 @@ import torch
 from aiohttp import web
 
 from actors.config import ActorConfig
-from actors.teachers.teachers import TeacherFailed, Teachers
+from actors.teachers import TeacherFailed, Teachers
 from bus.server.ports import KeptPort
 from bus.wire.episodes import SequenceSize
 from bus.wire.invariants import check_sample

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from actors.router.tool_call_cache import ToolCallCache
+from actors.router.chats import ToolCallCache
 from actors.text.tool_calls import Call, ParsedReply, form_of, read
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving

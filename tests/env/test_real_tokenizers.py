@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from actors.errors import NoRenderer
 from actors.openai.openai_api import parse
 from actors.router.chats import RenderedChats
-from actors.text.chat_template import ChatTemplate
 from actors.text.rendering import Renderer
 from actors.text.text import Text
+from actors.text.tool_calls import ChatTemplate
 from tests.chat_kit import TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.npm_kit import packages

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
 from actors.engines.port import Generation
-from actors.rollout.actor_process import run_actor
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer

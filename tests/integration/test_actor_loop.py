@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from actors.actor import loop
+from actors.actor.process import run_actor
 from actors.config import ActorConfig
 from actors.engines.engine_client import HttpEngine
-from actors.rollout import actor as loop
-from actors.rollout.actor_process import run_actor
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer

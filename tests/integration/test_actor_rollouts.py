@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig, GatewayConfig
 from actors.errors import BadRow
-from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig
-from actors.rollout.actor_process import run_actor
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
 from bus.wire.messages import Kind, Status

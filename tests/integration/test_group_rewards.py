@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from actors.actor.process import run_actor
 from actors.config import ActorConfig
-from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from actors.scoring.server import RewardServer, serving
 from bus.server.nats_server import EmbeddedServer

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.pauses import Pauses
+from actors.serving.sglang.api import Api, Pauses
 from bus.client.reach import HERE
 from bus.wire.messages import LiveRow, Sampling
 from tests.engine_kinds import Brake

@@ -21,9 +21,9 @@ from actors.config import EngineConfig
 from actors.errors import EngineError, EngineFailed, UpdateRefused
 from actors.serving.authority import Authority
 from actors.serving.sglang.api import Api
+from actors.serving.sglang.arguments import TRIED
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.server_process import ServerProcess
-from actors.sglang_arguments import TRIED
 from rewards.end_tokens import EndTokens
 from tests.sglang.server import ARGUMENTS, config
 from tests.tiny_models import PAD

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.config import ActorConfig
-from actors.teachers.teachers import TeacherFailed, Teachers
+from actors.teachers import TeacherFailed, Teachers
 from bus.wire.messages import Sampling
 from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines.pool import EnginePool
-from actors.engines.server_pool import NoServer
+from actors.engines.server_pool import EnginePool, NoServer
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
 from bus.errors import BusUnavailable
 from tests.engine_scene import Scene, running_engines

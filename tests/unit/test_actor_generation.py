@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.actor.single_turn import SingleTurn, failed, failed_sample
 from actors.engines.activity import Activity
-from actors.engines.pool import EnginePool
 from actors.engines.port import Generation
 from actors.engines.responses import GenerationFailed, Prompt, Response, Responses
+from actors.engines.server_pool import EnginePool
 from actors.episodes.port import Unfinished
 from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.rollout.single_turn import SingleTurn, failed, failed_sample
 from bus.errors import WireError
 from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.invariants import MIN_LOG_PROB, check_partial

@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.batching import RequestBatcher
-from actors.engines.engine_client import _whole
+from actors.engines.engine_client import RequestBatcher, _whole
 from actors.engines.port import Generation
 from actors.openai import openai_api
 from bus.wire.messages import Sampling, Span

@@ -9,8 +9,7 @@ import pytest
 from actors.engines.engine_client import _generation
 from actors.errors import EngineFailed
 from actors.generate_body import SamplingParams
-from actors.serving.builtin.progress import Progress
-from actors.serving.builtin.response import response_json
+from actors.serving.builtin.backend import Progress, response_json
 from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.text.text import StopStrings, Text

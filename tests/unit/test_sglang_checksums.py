@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, report_of
+from actors.serving.sglang.tensors import VOCAB_ROWS, layout_of, report_of
 from tests.tiny_models import tiny_model
 from weightstore.format.checksums import differences, sum_of
 

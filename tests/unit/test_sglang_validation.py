@@ -9,9 +9,9 @@ import pytest
 from actors.config import EngineConfig, SglangConfig
 from actors.errors import BadRequest
 from actors.generate_body import RequestLimits
+from actors.serving.sglang.arguments import SAME, TRIED, UNTRIED
 from actors.serving.sglang.server_process import command_line, server_arguments
 from actors.serving.sglang.validation import responses_in
-from actors.sglang_arguments import SAME, TRIED, UNTRIED
 from launch.settings.run_config import RunConfig
 
 LIMITS = RequestLimits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))

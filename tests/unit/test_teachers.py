@@ -10,7 +10,7 @@ import torch
 
 from actors.errors import EngineFailed
 from actors.teacher_settings import chosen, parse_teachers
-from actors.teachers.scores import request_of, scores_in
+from actors.teachers import request_of, scores_in
 from bus.errors import WireError
 from bus.wire.codec import decode_sample, encode_sample
 from bus.wire.episodes import SequenceSize

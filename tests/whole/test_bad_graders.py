@@ -21,7 +21,7 @@ import psutil
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from actors.rollout.actor_process import UPDATE_EVERY_S
+from actors.actor.process import UPDATE_EVERY_S
 from bus.streams.bus import Bus
 from bus.wire import subjects
 from bus.wire.messages import Dead

@@ -1,4 +1,7 @@
-"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers."""
+"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers.
+
+The responses of a request are followed in the loop's thread (``Progress``), and written in SGLang's JSON (``response_json``).
+"""
 
 import asyncio
 import time
@@ -15,22 +18,67 @@ from actors.errors import EngineFailed, EngineUnavailable
 from actors.events import DONE, event
 from actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
 from actors.http_api import body_of, done, error_of
-from actors.serving.builtin.captured_experts import CapturedExperts
-from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
 from actors.serving.builtin.input_scores import Scoring, scores_json
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.progress import Progress
-from actors.serving.builtin.response import response_json
 from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
+from actors.serving.builtin.sequence import ABORTED_BY_ID, CLIENT_GONE, CapturedExperts, Model, ResponseRequest, Sequence
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.command_bodies import PushBody
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import Body, Result
-from actors.text.text import beside_loop, size_of
+from actors.text.text import Text, beside_loop, size_of
 from bus.wire.json_object import JsonObject
 from weightstore.access import Route
+
+
+class Progress:
+    """Responses of one request, in order; ``update`` is the sink of its sequences."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}
+        self._moved: dict[int, tuple[int, bool]] = {}
+        """Place -> (number of tokens that may be read, ended), since the last read."""
+        self._left = 0
+        self._wake = asyncio.Event()
+
+    def add(self, sequence: Sequence) -> None:
+        """Append a response to the request, before it is submitted."""
+        self._places[sequence] = len(self.sequences)
+        self.sequences.append(sequence)
+        self._left += 1
+
+    @property
+    def done(self) -> bool:
+        """True when all responses have ended."""
+        return self._left == 0
+
+    def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+        """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
+        if ended:
+            self._left -= 1
+        if ended or sequence.stream:
+            self._moved[self._places[sequence]] = (num_tokens, ended)
+        if self.done or sequence.stream:
+            self._wake.set()
+
+    async def finished(self) -> list[Sequence]:
+        """Return all responses once they have ended. The scheduler ends every sequence that it is given: the bound is the request's own."""
+        await self._wake.wait()
+        return self.sequences
+
+    async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
+        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until all have ended."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            moved, self._moved = self._moved, {}
+            for place, (num_tokens, ended) in moved.items():
+                yield place, num_tokens, ended
+            if self.done and not self._moved:
+                return
+
 
 SNAPSHOT_S = 3600.0
 """Time-out of sending a file of a snapshot: its reader may be frozen."""
@@ -268,3 +316,46 @@ class _SnapshotFile(web.FileResponse):
 async def _shielded(call: "Future[Result]") -> Result:
     """Wait for a call of the decoding thread, which is run even if the client hangs up."""
     return await asyncio.shield(asyncio.wrap_future(call))
+
+
+def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:
+    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
+
+    ``version`` is that of the served weights, for a response without tokens.
+    """
+    num_tokens = len(sequence.tokens) if partial is None else partial
+    finish = sequence.finish if partial is None else None
+    spans = sequence.weight_versions(num_tokens)
+    meta: dict[str, object] = {
+        "id": sequence.rid,
+        "finish_reason": finish,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": num_tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "num_retractions": sequence.retractions,
+        "weight_version": spans[-1]["version"] if spans else str(version),
+        "weight_versions": spans,
+        "e2e_latency": time.perf_counter() - sequence.arrived_s,
+    }
+    if sequence.begun:
+        meta["continued_tokens"] = len(sequence.begun)
+    if logprobs:
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
+        meta["output_token_logprobs_length"] = num_tokens
+    if sequence.experts is not None and partial is None:
+        meta["routed_experts"] = sequence.experts.encoded()
+    state: dict[str, object] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
+    if text is not None:
+        state["text"] = response_text(sequence, text, num_tokens, trim=finish is not None)
+    return state
+
+
+def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:
+    """Return the whole response as text; with ``trim``, without the stop string or stop id that ended it."""
+    params, ids = sequence.params, sequence.begun + sequence.tokens[:num_tokens]
+    matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
+    if isinstance(matched, int):
+        ids = ids[:-1]
+    found = text.decode(ids, skip_special=params.skip_special_tokens)
+    return found[: found.find(matched)] if isinstance(matched, str) and matched in found else found

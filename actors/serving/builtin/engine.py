@@ -17,13 +17,12 @@ import torch
 
 from actors.errors import EngineFailed, NoDevice
 from actors.serving.builtin.backend import BuiltinBackend
-from actors.serving.builtin.loading import load_from_directory
 from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from actors.serving.builtin.scheduler import Event, Scheduler
 from actors.serving.builtin.sequence import Model
 from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weight_updates import WeightUpdates
-from actors.serving.builtin.weights import Weights
+from actors.serving.builtin.weights import Weights, load_from_directory
 from actors.serving.host import EngineHost
 from bus.wire.messages import Capabilities
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from actors.serving.builtin import decoder
-from actors.serving.builtin.prefill import MAX_PADDING, PREFILL_TOKENS
+from actors.serving.builtin.sequence import MAX_PADDING, PREFILL_TOKENS
 from actors.serving.builtin.weights import Weights
 from bus.wire.json_object import JsonObject
 

@@ -21,10 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from actors.errors import UnsupportedModel
 from actors.serving.builtin import decoder
-from actors.serving.builtin.loading import load_from_directory
+from actors.serving.builtin.runner import KVSlots
 from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import KVSlots
-from actors.serving.builtin.weights import Weights
+from actors.serving.builtin.weights import Weights, load_from_directory
 
 
 def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:

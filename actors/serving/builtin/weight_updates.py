@@ -21,7 +21,12 @@ from torch import Tensor
 
 from actors.body_decoder import decode
 from actors.errors import PeerTransferRefused, UpdateRefused
-from actors.serving.builtin.loading import (
+from actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
+from actors.serving.builtin.scheduler import Scheduler
+from actors.serving.builtin.weights import (
+    EMBEDDING,
+    HEAD,
+    Weights,
     checksum_report_of,
     copy_all,
     empty_cache,
@@ -29,10 +34,6 @@ from actors.serving.builtin.loading import (
     load_from_bucket,
     load_from_directory,
 )
-from actors.serving.builtin.receiving import Incoming, JoinedGroup
-from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.update_checks import Update, bucket_of
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from actors.serving.command_bodies import BucketBody, UpdateBody
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body

@@ -16,10 +16,10 @@ from typing import Any
 from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.sglang.api import Api
-from actors.serving.sglang.checksums import layout_of
 from actors.serving.sglang.proxy import Proxy
 from actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from actors.serving.sglang.server_process import INFO_S, ServerProcess
+from actors.serving.sglang.tensors import layout_of
 from actors.serving.sglang.weight_updates import WeightUpdates
 from bus.wire.messages import Capabilities
 from bus.wire.routed_experts import RoutedShape

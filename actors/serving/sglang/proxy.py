@@ -16,9 +16,8 @@ from actors.events import DATA, END, data_in
 from actors.http_api import body_of, error_of
 from actors.serving.host import EngineHost
 from actors.serving.port import COMMAND_S, Body
-from actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
+from actors.serving.sglang.aborts import AGAIN_S, Aborts, RequestIds, Watch
 from actors.serving.sglang.api import Aborted, Api
-from actors.serving.sglang.request_ids import RequestIds
 from actors.serving.sglang.server_process import RETURNS_EXPERTS
 from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates

@@ -21,10 +21,8 @@ from pathlib import Path
 from actors.errors import CannotTell, UpdateRefused
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body, Result
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.checksums import HEAD, Layout, report_of
-from actors.serving.sglang.pauses import Pauses
-from actors.serving.sglang.tensors import SharedBucket
+from actors.serving.sglang.api import Api, Pauses
+from actors.serving.sglang.tensors import HEAD, Layout, SharedBucket, report_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import WeightstoreError
 from weightstore.format.checksums import ChecksumReport

@@ -29,13 +29,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from actors.actor.single_turn import failed, failed_sample
 from actors.config import ActorConfig
 from actors.engines.activity import Activity
 from actors.engines.responses import GenerationFailed, Responses
 from actors.engines.server_pool import NoServer
 from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
-from actors.rollout.single_turn import failed, failed_sample
-from actors.teachers.teachers import TeacherFailed, Teachers
+from actors.teachers import TeacherFailed, Teachers
 from bus.client.repeated import Repeated
 from bus.client.waiter import Waiter
 from bus.config import SINGLE_TURN

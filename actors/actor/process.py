@@ -6,23 +6,22 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
+from actors.actor.loop import Actor, Scorers
+from actors.actor.single_turn import SingleTurn
 from actors.config import ActorConfig, GatewayConfig
 from actors.engines.activity import Activity
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.engines.pool import EnginePool, UrlDiscovery
 from actors.engines.port import Engine
 from actors.engines.responses import Responses
-from actors.engines.server_pool import BusDiscovery
+from actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
 from actors.engines.witness import failing
 from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
-from actors.rollout.actor import Actor, Scorers
-from actors.rollout.single_turn import SingleTurn
 from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
-from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
-from actors.teachers.teachers import Teachers
+from actors.scoring.server import open_rewards
+from actors.teachers import Teachers
 from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
 from bus.config import SINGLE_TURN, BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
