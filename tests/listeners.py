@@ -17,7 +17,7 @@ from actors.config import EngineConfig, SglangConfig
 from actors.episodes.episode import Episode
 from actors.episodes.gateway import Gateway
 from actors.router.config import RouterConfig
-from actors.router.server import Router
+from actors.router.server import RouterServer
 from actors.router.token_history import ModelText
 from actors.scoring.server import RewardServer
 from actors.serving.authority import Authority
@@ -106,7 +106,7 @@ async def sglang(model_dir: Path) -> AsyncIterator[Place]:
 @asynccontextmanager
 async def _router(keys: RunKeys | None, at: Reach) -> AsyncIterator[Place]:
     async with faulty() as server:
-        router = Router(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
+        router = RouterServer(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
         url = await router.start()
         try:
             yield Place(listener=router.listener, url=url, request="POST /abort_request", headers={} if keys is None else KEYS.headers)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from actors.engines.port import Generation
-from actors.engines.responses import GenerationFailed, Interrupted, Prompt, Response, Responses, seeded
+from actors.engines.responses import EngineResponse, GenerationFailed, Interrupted, Prompt, Responses, seeded
 from actors.episodes.port import Made, Unfinished
 from actors.errors import BadRequest
 from bus.wire.codec import check_sample
@@ -110,7 +110,7 @@ def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
     return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
 
 
-def _of_response(task: Task, index: int, attempt: str, response: Response) -> Sample:
+def _of_response(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
     return _sample(task, index, attempt, response.generation, engine=response.engine, timings=response.timings)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.engines.port import Generation
-from actors.engines.responses import Response
+from actors.engines.responses import EngineResponse
 from actors.episodes.recorder import Output
 from actors.episodes.turn_log import StoredTurn
 from bus.wire.json_object import JsonObject
@@ -19,7 +19,7 @@ class Called:
     prompt: NDArray[np.int32]
     """[P]."""
     output: Output
-    response: Response
+    response: EngineResponse
     stored: StoredTurn | None
     """The answer of an earlier attempt that it was given; None = it is new."""
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import Response, seeded
+from actors.engines.responses import EngineResponse, seeded
 from actors.episodes.clock import Clock
 from actors.episodes.recorder import Output, Recorder
 from actors.episodes.transcript import bounded
@@ -153,7 +153,7 @@ class Episode:
             self._reserved.tokens -= max_new_tokens
             self._reserved.total_tokens -= growth + max_new_tokens
 
-    async def record(self, prompt: NDArray[np.int32], output: Output, response: Response, stored: StoredTurn | None = None) -> None:
+    async def record(self, prompt: NDArray[np.int32], output: Output, response: EngineResponse, stored: StoredTurn | None = None) -> None:
         """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded, NotStored."""
         async with self.log.lock:
             number = len(self.recorder)

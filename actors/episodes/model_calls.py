@@ -19,7 +19,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import Prompt, Response, Responses
+from actors.engines.responses import EngineResponse, Prompt, Responses
 from actors.episodes.calls import Called, answer_of
 from actors.episodes.episode import Call, Episode
 from actors.episodes.recorder import Output
@@ -138,8 +138,8 @@ class ModelCalls:
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generated(
-        self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
-    ) -> Response:
+        self, call: Call, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[EngineResponse], None] | None = None
+    ) -> EngineResponse:
         episode = self._episode
         asked = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
@@ -158,7 +158,7 @@ class ModelCalls:
     async def _record(self, called: Called) -> None:
         await self._episode.record(called.prompt, called.output, called.response)
 
-    def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: Response) -> Called:
+    def _cut(self, call: Call, prompt: NDArray[np.int32], place: int, response: EngineResponse) -> Called:
         """Return an unfinished response as a turn."""
         seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
         return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
@@ -172,7 +172,7 @@ class ModelCalls:
         self._episode.overridden[name] += 1
 
     def _called(
-        self, call: Call, prompt: NDArray[np.int32], place: int, response: Response, *, finish: str = "", seconds: float | None = None
+        self, call: Call, prompt: NDArray[np.int32], place: int, response: EngineResponse, *, finish: str = "", seconds: float | None = None
     ) -> Called:
         """Return a response as a turn. ``seconds``: of its call; None = it ends now."""
         made = response.generation
@@ -197,7 +197,7 @@ async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]
         yield answer
 
 
-def _accept(response: Response) -> None:
+def _accept(response: EngineResponse) -> None:
     """Refuse log-probs that are no log-probs, as the rules of a sample do: another engine may do better."""
     log_probs = response.generation.log_probs
     wrong = np.flatnonzero(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)))  # NaN fails both

@@ -23,7 +23,7 @@ from actors.generate_body import Positive
 from actors.generate_body import Text as NonEmpty
 from actors.text import tool_calls
 from actors.text.text import Text
-from actors.text.tool_calls import Call, ChatTemplate, ParsedReply
+from actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall
 from bus.errors import WireError
 from bus.wire.chat_messages import TEXTS, chat_messages, text_of
 from bus.wire.json_object import JsonMapping, JsonObject
@@ -326,7 +326,7 @@ class ResponseBuilder:
             self._replies[place] = self._read(answer, text, True)
         return self._replies[place]
 
-    def _call(self, call: Call, place: int, number: int) -> JsonObject:
+    def _call(self, call: ToolCall, place: int, number: int) -> JsonObject:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": call.id or f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
 

@@ -18,7 +18,7 @@ from actors.errors import BadRequest
 from actors.openai import openai_api
 from actors.openai.openai_api import ParsedRequest, ReadReply
 from actors.router.state_streams import sampled_piece
-from actors.router.tree import Piece
+from actors.router.tree import TokenPiece
 from actors.text.rendering import Renderer
 from actors.text.text import beside_loop, size_of
 from actors.text.tool_calls import ChatTemplate, ParsedReply
@@ -72,7 +72,7 @@ class AskedChat:
     """A chat and its prompt."""
 
     parsed: ParsedRequest
-    pieces: Sequence[Piece]
+    pieces: Sequence[TokenPiece]
     """The prompt, with the very ids of the responses that are part of it."""
     key: bytes = b""
     """Digest of session, arguments and messages, for a renderer."""
@@ -111,7 +111,7 @@ class TemplateChats:
 
     stop_token_ids = ()
 
-    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[Piece]]], max_text: int) -> None:
+    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int) -> None:
         """``pieces``: that of the history. ``max_text``: most characters of responses with calls of tools that are remembered."""
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
@@ -135,8 +135,8 @@ class TemplateChats:
 class _Turn:
     """A response with its whole prompt."""
 
-    prompt: Sequence[Piece]
-    output: Piece
+    prompt: Sequence[TokenPiece]
+    output: TokenPiece
     reasoning: str
     num_new: int
     """Number of tokens that no earlier turn has."""
@@ -177,7 +177,7 @@ class RenderedChats:
             if found is not None:
                 return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
-        return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(ids))], key=key)
+        return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 
     def reader(self, asked: AskedChat) -> ReadReply | None:
         """See ``Chats``. A response is read as a whole, when it has ended."""
@@ -210,7 +210,7 @@ class RenderedChats:
             _, oldest = self._turns.popitem(last=False)
             self._num_tokens -= sum(turn.num_new for turn in oldest.values())
 
-    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[Piece] | None:
+    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[TokenPiece] | None:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
         if not arguments["add_generation_prompt"]:
             return None if following else [*turn.prompt, turn.output]
@@ -218,7 +218,7 @@ class RenderedChats:
         ids = self._renderer.next_prompt(prompt, output, following, arguments)
         if ids is None:
             return None
-        return [*turn.prompt, turn.output, Piece(text="", tokens=tuple(ids[len(prompt) + len(output) :]))]
+        return [*turn.prompt, turn.output, TokenPiece(text="", tokens=tuple(ids[len(prompt) + len(output) :]))]
 
     def _longest(self, parsed: ParsedRequest, session: str) -> tuple[int, _Turn | None, bytes]:
         """Return the number of messages up to the last known turn, the turn, and the digest of the whole chat."""
@@ -257,5 +257,5 @@ def _digest(before: bytes, value: object) -> bytes:
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _ids(pieces: Sequence[Piece]) -> list[int]:
+def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]

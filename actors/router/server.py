@@ -1,7 +1,7 @@
 """The router's own paths, and the paths of requests, which are forwarded to an engine; and the body of a router process.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
-client -> Router --- |
+client -> RouterServer --- |
                       a path of requests -> middleware ... -> Forwarder -> engine
 
 A path that is not listed is refused: among those of an engine are commands, which go to one engine directly.
@@ -53,7 +53,7 @@ HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "k
 """Headers of one connection, which the connection to the client sets itself."""
 
 
-class Router:
+class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
@@ -253,7 +253,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             route = await asyncio.to_thread(route_to, bus_url)
             at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
             config = replace(config, host=at.bind, advertise=at.advertised)
-        router = Router(config, view, keys)
+        router = RouterServer(config, view, keys)
         url = await router.start()
         log.info("listening url=%s", url)
         try:
@@ -263,7 +263,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             await router.close(drain_s)
 
 
-async def _update_heartbeat(router: Router, heartbeat: HeartbeatPublisher | None) -> None:
+async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher | None) -> None:
     while True:
         if heartbeat is not None:
             seen = router.engines.overview()

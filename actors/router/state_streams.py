@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from actors.errors import EngineError
 from actors.events import data_of
-from actors.router.tree import Piece
+from actors.router.tree import TokenPiece
 from bus.wire.json_object import JsonMapping, JsonObject
 
 
@@ -40,13 +40,13 @@ class SentStates:
         self._open.clear()
 
 
-def sampled_piece(answer: JsonMapping) -> Piece | None:
+def sampled_piece(answer: JsonMapping) -> TokenPiece | None:
     """Return the tokens of a state, without text; None when it has no ids, or not the log-prob of each."""
     ids, meta = tuple(answer.get("output_ids") or ()), answer["meta_info"]
     log_probs = tuple(entry[0] for entry in meta.get("output_token_logprobs") or ())
     if not ids or len(log_probs) != len(ids) or None in log_probs:
         return None
-    return Piece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
+    return TokenPiece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
 
 
 def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:

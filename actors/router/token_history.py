@@ -25,7 +25,7 @@ from actors.router.config import RouterConfig
 from actors.router.dialects import DIALECTS
 from actors.router.exchange import Answer, Handler, Request
 from actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from actors.router.tree import Piece, TokenTree, columns
+from actors.router.tree import TokenPiece, TokenTree, columns
 from actors.text.text import Text
 from actors.text.tool_calls import ChatTemplate
 from bus.wire.json_object import JsonMapping
@@ -95,7 +95,7 @@ class TokenHistory:
             return await handler(request)
         return await answering(request, handler)
 
-    async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
+    async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
         """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest for text that has no tokens."""
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
@@ -104,7 +104,7 @@ class TokenHistory:
             ids = await self._text.encoded(text[end:], add_special=add_special and end == 0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        return [*known, Piece(text=text[end:], tokens=tuple(ids))]
+        return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
     # -- /generate ------------------------------------------------------------------------------------------------------
 
@@ -167,13 +167,13 @@ class TokenHistory:
         if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
-    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, object], session: str = "") -> list[Piece]:
+    def remember(self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = "") -> list[TokenPiece]:
         """Remember a prompt with its finished response, and return the pieces of both; a response without ids and log-probs is left out."""
         whole = [*prompt, *self._sampled(answer)]
         self.tree.remember(whole, session)
         return whole
 
-    def _sampled(self, answer: JsonMapping) -> list[Piece]:
+    def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
         """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
         if (whole := sampled_piece(answer)) is None:
             return []
@@ -272,8 +272,8 @@ class TokenHistory:
         self._engine_context, self._engine_context_until_s = length, time.monotonic() + CONTEXT_S
         return length
 
-    async def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
-        return await self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
+    async def _prompt(self, given: str | list[int], session: str) -> list[TokenPiece]:
+        return await self.pieces(given, session) if isinstance(given, str) else [TokenPiece(text="", tokens=tuple(given))]
 
     async def _openai_events(
         self,
@@ -340,19 +340,19 @@ class TokenHistory:
         )
 
 
-def _part(piece: Piece, text: str, tokens: slice) -> Piece:
+def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
     """Return the tokens of a piece at some places, with their text."""
-    return Piece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
+    return TokenPiece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
 
 
-def _ids(pieces: Sequence[Piece]) -> list[int]:
+def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
 class _Owners:
     """Prompts by response: ``n`` responses of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
 
-    def __init__(self, prompts: Sequence[list[Piece]], params: object) -> None:
+    def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
         each = params if isinstance(params, list) else [params] * len(prompts)
         counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
         self._prompts = prompts
@@ -363,7 +363,7 @@ class _Owners:
         """Number of responses."""
         return self._ends[-1]
 
-    def prompt(self, place: int) -> list[Piece] | None:
+    def prompt(self, place: int) -> list[TokenPiece] | None:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None

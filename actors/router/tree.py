@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenPiece:
     """A stretch of text and its tokens."""
 
     text: str
@@ -41,7 +41,7 @@ class _Node:
         """Characters between the parent and this node."""
         self.children: dict[str, _Node] = {}
         """Children by the first character of their edges."""
-        self.piece: Piece | None = None
+        self.piece: TokenPiece | None = None
         """The piece that ends here; it begins where the one before it on the way from the root ends."""
 
 
@@ -60,7 +60,7 @@ class TokenTree:
     def __len__(self) -> int:
         return len(self._ends)
 
-    def remember(self, pieces: Sequence[Piece], scope: str = "") -> None:
+    def remember(self, pieces: Sequence[TokenPiece], scope: str = "") -> None:
         """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
 
         ``scope``: texts of different scopes are kept apart.
@@ -78,7 +78,7 @@ class TokenTree:
         self._touch(touched)
         self._shrink()
 
-    def find(self, text: str, scope: str = "") -> tuple[list[Piece], int]:
+    def find(self, text: str, scope: str = "") -> tuple[list[TokenPiece], int]:
         """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
@@ -140,7 +140,7 @@ class TokenTree:
             node.parent.children[child.edge[0]] = child
 
 
-def _cost(piece: Piece) -> int:
+def _cost(piece: TokenPiece) -> int:
     return len(piece.text) + len(piece.tokens)
 
 
@@ -151,7 +151,7 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def columns(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, int, int]]:
+def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:
     """Yield (token id, log-prob, version, 1) of every sampled token, (token id, 0.0, -1, 0) of every given one."""
     for piece in pieces:
         given = ((token, 0.0, -1, 0) for token in piece.tokens)

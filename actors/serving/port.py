@@ -174,7 +174,7 @@ class Updates(Protocol):
         ...
 
 
-class HttpEngine(ServedEngine, Protocol):
+class ExposedEngine(ServedEngine, Protocol):
     """An engine, as its HTTP server sees it."""
 
     model_dir: Path

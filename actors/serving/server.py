@@ -20,7 +20,7 @@ from actors.serving.command_bodies import (
     PauseBody,
     UpdateBody,
 )
-from actors.serving.port import Backend, Body, HttpEngine, Result
+from actors.serving.port import Backend, Body, ExposedEngine, Result
 from bus.wire.json_object import JsonObject
 from weightstore.access import Handler, Route, Rule, RunAccess
 from weightstore.bodies import BodyLimits
@@ -31,7 +31,7 @@ from weightstore.listener import Listener
 class EngineServer:
     """The routes of one engine."""
 
-    def __init__(self, engine: HttpEngine, backend: Backend) -> None:
+    def __init__(self, engine: ExposedEngine, backend: Backend) -> None:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
         authority = engine.authority
         self._access = RunAccess(authority.keys, authority.note, unguarded=authority.unguarded)

@@ -22,7 +22,7 @@ from typing import Any
 
 from actors.errors import BadRequest, NoRenderer, RendererMissing
 from actors.text.text import Text
-from actors.text.tool_calls import Call, ChatTemplate, ParsedReply, call_of
+from actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall, call_of
 from bus.system.foreign import errors_as
 from bus.wire.json_object import JsonMapping, JsonObject
 
@@ -184,7 +184,7 @@ class Renderer:
         left = [written for written, call in found if call is None or not tools]
         return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
 
-    def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, Call | None]:
+    def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, ToolCall | None]:
         """Return a call as it was written, and the call; None if it cannot be read."""
         span = attempt.token_span
         written = str(attempt.raw) if span is None else self._text.decode(output[span[0] : span[1]], skip_special=False)
@@ -277,7 +277,7 @@ def _public_name(model_dir: Path) -> str | None:
     )
 
 
-def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
+def _with_distinct_ids(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Return the calls, without the model's id where an earlier one has the same: results are matched by ids."""
     return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
 

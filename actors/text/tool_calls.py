@@ -22,7 +22,7 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """One tool call."""
 
     name: str
@@ -37,7 +37,7 @@ class ParsedReply:
     """Content and calls of a text. While the text grows, both only grow."""
 
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     reasoning: str = ""
     """Text in front of the content, no part of the answer; only renderers (``actors.text.rendering``) separate it from the content."""
     malformed: int = 0
@@ -56,7 +56,7 @@ def read(text: str, form: str, *, finished: bool) -> ParsedReply:
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
-def call_of(name: object, arguments: object) -> Call | None:
+def call_of(name: object, arguments: object) -> ToolCall | None:
     """Return the call with these arguments, a map or JSON; None if it is none, or cannot be encoded."""
     try:
         return _encoded(name, json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
@@ -66,7 +66,7 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 def _read_tags(text: str, finished: bool) -> ParsedReply:
     parts: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     at = 0
     while (opening := text.find(OPENING, at)) >= 0:
         _append(parts, text[at:opening], calls)
@@ -85,7 +85,7 @@ def _read_tags(text: str, finished: bool) -> ParsedReply:
     return _result(parts, calls, finished)
 
 
-def _append(parts: list[str], more: str, calls: list[Call]) -> None:
+def _append(parts: list[str], more: str, calls: list[ToolCall]) -> None:
     """Append text to the content; blanks between calls are no content."""
     parts.append(more.lstrip() if calls and not any(parts) else more)
 
@@ -99,7 +99,7 @@ def _strip_end(parts: list[str]) -> None:
         parts.pop()
 
 
-def _result(parts: list[str], calls: list[Call], finished: bool) -> ParsedReply:
+def _result(parts: list[str], calls: list[ToolCall], finished: bool) -> ParsedReply:
     """Return the result. Blanks at the end are held back while a call may follow, and dropped after one."""
     content = "".join(parts)
     return ParsedReply(content if finished and not calls else content.rstrip(), tuple(calls))
@@ -117,7 +117,7 @@ def _read_json(text: str, finished: bool) -> ParsedReply:
     return ParsedReply(text if finished and not calls else "", calls)
 
 
-def _calls(text: str) -> tuple[Call, ...]:
+def _calls(text: str) -> tuple[ToolCall, ...]:
     """Return the calls of a text that has nothing else; none for any other text."""
     decoder, calls, text, at = json.JSONDecoder(), [], text.strip(), 0
     while at < len(text):
@@ -133,14 +133,14 @@ def _calls(text: str) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _call(text: str) -> Call | None:
+def _call(text: str) -> ToolCall | None:
     try:
         return _call_from(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _call_from(value: object) -> Call | None:
+def _call_from(value: object) -> ToolCall | None:
     """Return the call, None if it is none.
 
     Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them), lone surrogates,
@@ -151,11 +151,11 @@ def _call_from(value: object) -> Call | None:
     return _encoded(value.get("name"), next((value[name] for name in ARGUMENTS if name in value), {}))
 
 
-def _encoded(name: object, arguments: object) -> Call | None:
+def _encoded(name: object, arguments: object) -> ToolCall | None:
     """Return the call, None if it is none. Raises as ``_call_from`` does."""
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None
-    call = Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call
 

@@ -11,7 +11,7 @@ from actors.episodes.gateway import remember_restored
 from actors.episodes.recorder import Recorder
 from actors.episodes.turn_log import StoredTurn
 from actors.router.token_history import ModelText, TokenHistory
-from actors.router.tree import Piece
+from actors.router.tree import TokenPiece
 from bus.wire.messages import Span
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.actor_kit import PROMPT, model_dir
@@ -33,7 +33,7 @@ def answers(model: ModelText, text: str) -> Iterator[tuple[list[int], str, int |
         yield [*hidden, end], "stop", end
 
 
-def ids_of(pieces: Sequence[Piece]) -> list[int]:
+def ids_of(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 

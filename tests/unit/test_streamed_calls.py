@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from actors.engines.port import Generation
-from actors.engines.responses import GenerationFailed, Response
+from actors.engines.responses import EngineResponse, GenerationFailed
 from actors.episodes.calls import Called
 from actors.episodes.recorder import Output
 from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from bus.wire.messages import Span, Timings
 
 
-def response(count: int, finish: str | None = None) -> Response:
+def response(count: int, finish: str | None = None) -> EngineResponse:
     made = Generation(
         id="g",
         tokens=np.arange(count, dtype=np.int32),
@@ -21,10 +21,10 @@ def response(count: int, finish: str | None = None) -> Response:
         spans=(Span(version=3, num_tokens=count),) if count else (),
         finish=finish,
     )
-    return Response(generation=made, engine="e", timings=Timings())
+    return EngineResponse(generation=made, engine="e", timings=Timings())
 
 
-def called(of: Response, finish: str = CUT) -> Called:
+def called(of: EngineResponse, finish: str = CUT) -> Called:
     made = of.generation
     output = Output(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, finish=finish)
     return Called(np.array([1], np.int32), output, of, None)
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self) -> None:
         self.turn: StreamedTurn | None = None
         self.left = False
-        self.whole: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self.whole: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
 
     async def __call__(self, turn: StreamedTurn) -> Called:
         self.turn, turn.cut = turn, called

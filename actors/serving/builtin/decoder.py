@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from actors.serving.builtin.shape import HALVES, Experts, Rope
+from actors.serving.builtin.shape import HALVES, ExpertSizes, Rope
 from actors.serving.builtin.weights import LayerWeights, Weights
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -134,7 +134,7 @@ def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tens
     return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
 
 
-def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
+def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has tokens."""
     assert sizes is not None and layer.router_XE is not None
     scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(-1)  # in float32, as the learner has them

@@ -22,7 +22,7 @@ from weightstore.errors import PeerLost, WeightstoreError
 from weightstore.format.manifest import Bucket, TensorSpec
 
 
-class Group(Protocol):
+class MessageGroup(Protocol):
     """The receiving end of a push (``weightstore.transport.broadcast``)."""
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ class Incoming:
 class JoinedGroup:
     """A group, and memory for its messages: one is received, in the order requested, while the one before is written."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MessageGroup) -> None:
         self.group = group
         self.receiving = 0
         self._used = asyncio.Lock()

@@ -35,7 +35,7 @@ VOCAB_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class ServerLayout:
     """Layout of a model's tensors in a server."""
 
     dtype: str
@@ -45,7 +45,7 @@ class Layout:
     """Why its checksums cannot be compared; "" = they can."""
 
 
-def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> Layout:
+def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> ServerLayout:
     """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on CPU."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
@@ -56,10 +56,10 @@ def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: b
         reason = f"each of {info.get('tp_size')} ranks has a part of every tensor"
     elif dtype not in DTYPES:
         reason = f"want dtype {', '.join(DTYPES)}, got {dtype}"
-    return Layout(dtype=dtype, padding=-vocab_size % VOCAB_ROWS * hidden_size, not_comparable=reason)
+    return ServerLayout(dtype=dtype, padding=-vocab_size % VOCAB_ROWS * hidden_size, not_comparable=reason)
 
 
-def report_of(checksums: Mapping[str, str], layout: Layout) -> ChecksumReport:
+def report_of(checksums: Mapping[str, str], layout: ServerLayout) -> ChecksumReport:
     """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter

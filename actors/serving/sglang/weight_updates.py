@@ -22,7 +22,7 @@ from actors.errors import CannotTell, UpdateRefused
 from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from actors.serving.port import COMMAND_S, Body, Result
 from actors.serving.sglang.api import Api, Pauses
-from actors.serving.sglang.tensors import HEAD, Layout, SharedBucket, report_of
+from actors.serving.sglang.tensors import HEAD, ServerLayout, SharedBucket, report_of
 from bus.wire.json_object import JsonMapping, JsonObject
 from weightstore.errors import WeightstoreError
 from weightstore.format.checksums import ChecksumReport
@@ -48,7 +48,7 @@ class WeightUpdates(FencedUpdates):
         self,
         api: Api,
         names: frozenset[str],
-        layout: Layout,
+        layout: ServerLayout,
         *,
         pause: str,
         ranks: int = 1,
