@@ -1,6 +1,7 @@
 """Request bodies decoded into structs of msgspec. An error names the path of a value, the values accepted there and the value received.
 
-A struct is the one description of a body: types and bounds are checked here alone, rules between fields in its ``__post_init__``.
+A struct is the one description of a body: types and bounds are checked here alone, rules between fields in its
+``__post_init__``.
 """
 
 import difflib

@@ -1,8 +1,8 @@
 """Parts shared by the HTTP servers of engines and routers: bodies as JSON maps, and errors in SGLang's JSON.
 
-400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
-404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
-503 = not serving now. ``weightstore.bodies`` has those of bodies.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is
+no run, 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported
+by this engine, 503 = not serving now. ``weightstore.bodies`` has those of bodies.
 """
 
 import logging
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
 BODIES_BYTES = 1 << 30
-"""Most bytes of request bodies that an engine or a router holds: the prompts of all requests that wait are among them."""
+"""Maximum number of bytes of request bodies that an engine or a router holds, with the prompts of all requests that
+wait."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
 
@@ -56,7 +57,10 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def body_of(request: web.Request) -> Mapping[str, object]:
-    """Return the body of a request as a map; empty for a request without one. Raises BadRequest unless it is a JSON map."""
+    """Return the body of a request as a map; empty for a request without one.
+
+    Raises BadRequest unless it is a JSON map.
+    """
     raw = body_in(request)
     return json_map(raw) if raw else {}
 
@@ -78,8 +82,8 @@ def json_map(raw: bytes) -> JsonObject:
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
     """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only.
 
-    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other machines reach without a
-    key, OSError.
+    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other
+    machines reach without a key, OSError.
     """
     bind = config.host if host is None else host
     return await listener.start(

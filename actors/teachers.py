@@ -80,11 +80,11 @@ def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float
 
 def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> None:
     """Raise EngineFailed for scores at another temperature. SGLang names none, and scores input at 1 (0.5.23)."""
-    found = float(meta.get("input_logprobs_temperature", 1.0))
-    if found != temperature:
+    scored_at = float(meta.get("input_logprobs_temperature", 1.0))
+    if scored_at != temperature:
         raise EngineFailed(
             url,
-            f"its scores are at temperature {found:g}, the samples at {temperature:g}; want a teacher that scores at the sampling "
+            f"its scores are at temperature {scored_at:g}, the samples at {temperature:g}; want a teacher that scores at the sampling "
             "temperature (tidemill teacher), or temperature 1 in the run and in its rows",
         )
 
@@ -119,7 +119,7 @@ class Teachers:
     def __init__(self, config: ActorConfig) -> None:
         self._teachers = parse_teachers(config.teachers)
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
-        self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.urls}
+        self._servers = {url: EngineApi(url, error_of_call) for teacher in self._teachers for url in teacher.urls}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
 
@@ -137,8 +137,8 @@ class Teachers:
             tokens = sample.tokens[left : left + size.num_tokens]
             asked.append((tokens, size.response_length))
             left += size.num_tokens
-        found = await asyncio.gather(*(self._sequence(teacher, *each, sample.sampling.temperature) for each in asked))
-        return _with_scores(sample, found, self._top_k)
+        scores = await asyncio.gather(*(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in asked))
+        return _with_scores(sample, scores, self._top_k)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -182,12 +182,12 @@ class Teachers:
 def _with_scores(sample: Sample, found: Sequence[Scores], top_k: int) -> Sample:
     """Return the sample with the scores of its sequences, one after the other; 0 where its tokens are not trainable."""
     trainable_R = sample.loss_mask != 0
-    log_probs = np.concatenate([np.zeros(0, np.float32), *(each.log_probs for each in found)])
+    log_probs = np.concatenate([np.zeros(0, np.float32), *(scores.log_probs for scores in found)])
     sample = replace(sample, teacher_log_probs=np.where(trainable_R, log_probs, np.float32(0)))
     if not top_k:
         return sample
     return replace(
         sample,
-        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(each.top_ids for each in found)]),
-        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(each.top_log_probs for each in found)]),
+        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(scores.top_ids for scores in found)]),
+        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(scores.top_log_probs for scores in found)]),
     )

@@ -10,12 +10,12 @@ from actors.actor.loop import Actor, Scorers
 from actors.actor.single_turn import SingleTurn
 from actors.config import ActorConfig, GatewayConfig
 from actors.engines.activity import Activity
+from actors.engines.address_checks import failing
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from actors.engines.port import Engine
 from actors.engines.responses import Responses
 from actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
-from actors.engines.witness import failing
 from actors.episodes.port import Rollout
 from actors.errors import ActorRefused, BadRow
 from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
@@ -51,22 +51,22 @@ async def run_actor(
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
-    A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is written; with both
-    of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable
-    when there is no bus within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
-    BadRewardOption, RewardFailed, ActorRefused.
+    A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is
+    written; with both of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it
+    naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config
+    within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
         # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            found = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
-        if found is None:
+            config = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
+        if config is None:
             return
-        actor_config = actor_config or section(found, "actor", ActorConfig)
-        bus_config = bus_config or section(found, "bus", BusConfig)
-        rollouts = rollouts or programs_in(found)
+        actor_config = actor_config or section(config, "actor", ActorConfig)
+        bus_config = bus_config or section(config, "bus", BusConfig)
+        rollouts = rollouts or programs_in(config)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
@@ -134,7 +134,7 @@ async def _work(
 
 
 def _served(programs: RolloutPrograms | None, config: ActorConfig) -> tuple[RolloutPrograms, tuple[str, ...]]:
-    """Return the rollouts that the actor loads, and the names of those that it serves. Raises BadRow."""
+    """Return the rollouts that the actor loads, and the names of all that it serves. Raises BadRow."""
     programs = programs or RolloutPrograms(rollouts={}, model="")
     try:
         names = served(programs.rollouts, config.rollouts)

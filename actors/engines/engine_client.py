@@ -1,11 +1,12 @@
 """The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
 
-Fields that only the built-in engine supports (``min_version``, ``continued_tokens``) are sent only when they are used. Requests for one
-prompt that start together are sent as one, in SGLang's batch form: for short responses an HTTP request costs as much as its tokens do.
+Fields that only the built-in engine supports (``min_version``, ``continued_tokens``) are sent only when they are used.
+Requests for one prompt that start together are sent as one, in SGLang's batch form: for short responses an HTTP request
+costs as much as its tokens do.
 
-The experts of a response's tokens are in ``meta_info.routed_experts``: base64 of int32 [rows, all layers, top_k], a row for each token but
-the last, of prompt and response. Shape letters: P = tokens of the prompt, R = tokens of the response, E = layers with experts,
-K = experts of a token.
+The experts of a response's tokens are in ``meta_info.routed_experts``: base64 of int32 [rows, all layers, top_k], a row
+for each token but the last, of prompt and response. Shape letters: P = tokens of the prompt, R = tokens of the
+response, E = layers with experts, K = experts of a token.
 """
 
 import asyncio
@@ -46,7 +47,10 @@ class RequestBatcher:
         self._sending: set[asyncio.Task[None]] = set()
 
     async def request(self, body: JsonObject, send: Send) -> object:
-        """Return the answer to ``body``. The batch is sent by the ``send`` of its first caller; an exception of it is raised in all."""
+        """Return the answer to ``body``.
+
+        The batch is sent by the ``send`` of its first caller; an exception of it is raised in all.
+        """
         loop = asyncio.get_running_loop()
         key = (tuple(body["input_ids"]), body.get("min_version"))
         answer: asyncio.Future[object] = loop.create_future()
@@ -96,8 +100,8 @@ COMMAND_S = 30.0
 class HttpEngine:
     """A client of one engine. Connections are opened on first use, one per concurrent request.
 
-    ``join``: requests for one prompt that start together are sent as one (``RequestBatcher``).
-    ``keys``: keys of the run, for engines that require one. ``routed_experts``: every response has the experts of its tokens; EngineFailed
+    ``join``: requests for one prompt that start together are sent as one (``RequestBatcher``). ``keys``: keys of the
+    run, for engines that require one. ``routed_experts``: every response has the experts of its tokens; EngineFailed
     for an engine that does not return them.
     """
 
@@ -152,7 +156,10 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
-        """Send /generate and yield a response per event. Raises EngineFailed also for a stream that ends without [DONE]."""
+        """Send /generate and yield a response per event.
+
+        Raises EngineFailed also for a stream that ends without [DONE].
+        """
         routed = await self._routing()
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
@@ -205,15 +212,18 @@ class HttpEngine:
         await self._api.close()
 
     async def _routing(self) -> RoutedShape | None:
-        """Return the sizes of the engine's routing; None = experts are not wanted. Raises EngineFailed for an engine that returns none."""
+        """Return the sizes of the engine's routing; None = experts are not wanted.
+
+        Raises EngineFailed for an engine that returns none.
+        """
         if not self._wants_experts or self._routed is not None:
             return self._routed
-        found = (await self._call("GET", "/server_info")).get("routed_experts")
-        if found is None:
+        described = (await self._call("GET", "/server_info")).get("routed_experts")
+        if described is None:
             cure = "a model with experts, and a SGLang server with --enable-return-routed-experts"
             raise EngineFailed(self.url, f"it returns no experts of tokens, which learner.routing_replay: rollout needs: want {cure}")
         try:
-            self._routed = RoutedShape.read(found)
+            self._routed = RoutedShape.read(described)
         except ValueError as error:
             raise EngineFailed(self.url, f"/server_info, routed_experts: {error}") from None
         return self._routed
@@ -229,8 +239,8 @@ def error_of_call(failed: CallFailed) -> EngineError:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
             return EngineUnavailable(url, reason)
         case Failure.UNAVAILABLE:
-            wanted = failed.answer.get("unavailable") == VersionUnavailable.__name__
-            return (VersionUnavailable if wanted else EngineUnavailable)(url, reason)
+            lacks_version = failed.answer.get("unavailable") == VersionUnavailable.__name__
+            return (VersionUnavailable if lacks_version else EngineUnavailable)(url, reason)
         case Failure.BROKEN:
             return EngineGone(url, reason)
         case Failure.STALE:
@@ -285,7 +295,10 @@ def _decoded(url: str, data: bytes) -> Any:
 def _whole(
     url: str, answer: Any, sampling: Sampling, begun: Generation | None, *, prompt_tokens: int = 0, routed: RoutedShape | None = None
 ) -> Generation:
-    """Return the answer, appended to the response it continues. Raises EngineFailed if it cannot be parsed or runs past a stop string."""
+    """Return the answer, appended to the response it continues.
+
+    Raises EngineFailed if it cannot be parsed or runs past a stop string.
+    """
     generation = _generation(url, answer)
     if routed is not None:
         experts = experts_of(url, answer, generation, begun, prompt_tokens=prompt_tokens, routed=routed)
@@ -354,11 +367,11 @@ def _generation(url: str, answer: Any) -> Generation:
     return generation
 
 
-def _version(url: str, given: object) -> int:
+def _version(url: str, version: object) -> int:
     try:
-        return int(str(given))
+        return int(str(version))
     except ValueError:
-        raise EngineFailed(url, f"weight_version: want a number, got {given!r} (start it with --weight-version 0)") from None
+        raise EngineFailed(url, f"weight_version: want a number, got {version!r} (start it with --weight-version 0)") from None
 
 
 FINISHED = ("stop", "length")
@@ -370,9 +383,10 @@ def experts_of(
 ) -> RoutedExperts | None:
     """Return the experts of prompt and whole response, [P + R, E, K]; the last token's are unknown. None where the answer has none.
 
-    ``generation``: the answer without ``begun``, which it continues. The pass that counts for a token is the one before its next token was
-    sampled. A continued response is computed again as a prompt, so of its positions ``begun.routed_experts`` counts, or else none.
-    Raises EngineFailed for a finished answer without experts, and for wrong ones.
+    ``generation``: the answer without ``begun``, which it continues. The pass that counts for a token is the one before
+    its next token was sampled. A continued response is computed again as a prompt, so of its positions
+    ``begun.routed_experts`` counts, or else none. Raises EngineFailed for a finished answer without experts, and for
+    wrong ones.
     """
     given, complete = answer["meta_info"].get("routed_experts"), generation.finish in FINISHED
     num_begun = 0 if begun is None else len(begun.tokens)
@@ -382,27 +396,30 @@ def experts_of(
             raise EngineFailed(url, "its answer has no meta_info.routed_experts, which the request asked for")
         return None if begun is None else _extended(begun.routed_experts, num_tokens, routed)
     rows = _rows(url, given, num_tokens, routed, complete=complete)
-    found = routed.unknown(num_tokens)
-    found[: len(rows)] = rows
+    experts = routed.unknown(num_tokens)
+    experts[: len(rows)] = rows
     if begun is not None and num_begun:
-        found[: num_context - 1] = _extended(begun.routed_experts, num_context, routed)[: num_context - 1]
+        experts[: num_context - 1] = _extended(begun.routed_experts, num_context, routed)[: num_context - 1]
     try:
-        check_routed_experts(found, num_tokens, routed)
+        check_routed_experts(experts, num_tokens, routed)
     except WireError as error:
         raise EngineFailed(url, f"its answer: {error}") from None
-    return found
+    return experts
 
 
 def _extended(begun: RoutedExperts | None, num_tokens: int, routed: RoutedShape) -> RoutedExperts:
     """Return the experts of a continued response, the other rows unknown."""
-    found = routed.unknown(num_tokens)
+    experts = routed.unknown(num_tokens)
     if begun is not None:
-        found[: len(begun)] = begun
-    return found
+        experts[: len(begun)] = begun
+    return experts
 
 
 def _rows(url: str, given: object, num_tokens: int, routed: RoutedShape, *, complete: bool) -> NDArray[np.integer[Any]]:
-    """Return the rows of an answer for ``num_tokens`` tokens without layers that have no experts. Raises EngineFailed."""
+    """Return the rows of an answer for ``num_tokens`` tokens without layers that have no experts.
+
+    Raises EngineFailed.
+    """
     want = f"base64 of int32 [{num_tokens - 1}, {routed.num_layers}, {routed.top_k}]"
     try:
         if not isinstance(given, str):

@@ -1,7 +1,7 @@
 """Choice of the server for a request, of engines or of scorers: one that serves, and has the fewest requests in flight.
 
-Knows the addresses of the servers (live rows on the bus, or given URLs) and their failures, not the content of requests. ``EnginePool`` is
-the pool of engines, whose versions count.
+Knows the addresses of the servers (live rows on the bus, or given URLs) and their failures, not the content of
+requests. ``EnginePool`` is the pool of engines, whose versions count.
 """
 
 import asyncio
@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 """Seconds between two reads of the servers' states."""
 POLL_WAITING_S = 0.1
-"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is notified."""
+"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is
+notified."""
 ANSWER_S = 5.0
 """Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
 QUARANTINE_S = (0.5, 10.0)
@@ -34,7 +35,8 @@ QUARANTINE_S = (0.5, 10.0)
 GONE = "gone"
 """Remark of a server that is known no longer."""
 GONE_S = 5.0
-"""Seconds for which a server must be known no longer: after an outage of the bus all rows look old until they are written again."""
+"""Seconds for which a server must be known no longer: after an outage of the bus all rows look old until they are
+written again."""
 
 
 class NoServer(EngineError):

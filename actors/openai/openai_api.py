@@ -104,8 +104,8 @@ class ParsedRequest:
         asked = self.sampling.get("stop_token_ids") or []
         if not token_ids or not isinstance(asked, list):  # a value that is no list is refused where the others are validated
             return self
-        more = [token for token in token_ids if token not in asked]
-        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *more]})
+        added = [token for token in token_ids if token not in asked]
+        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
         """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
@@ -113,13 +113,13 @@ class ParsedRequest:
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
-        ids, each = [list(prompt) for prompt in prompts], None
+        ids, samplings = [list(prompt) for prompt in prompts], None
         if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # else a server might return one response n times
-            each = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
+            samplings = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
             ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
             "input_ids": ids if len(ids) > 1 else ids[0],
-            "sampling_params": each or params,
+            "sampling_params": samplings or params,
             "return_logprob": True,
             "stream": self.stream,
             **self.passed_on,
@@ -127,7 +127,7 @@ class ParsedRequest:
 
 
 class _OwnFields(Struct, kw_only=True):
-    """OpenAI's own fields, without nulls; the engine validates those that become SGLang's, and more of these."""
+    """OpenAI's own fields, without nulls; the engine validates the fields that become SGLang's."""
 
     model: str = ""
     n: Positive = 1
@@ -164,24 +164,25 @@ class _CompletionFields(_OwnFields, kw_only=True):
 
 
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
-    """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
+    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises BadRequest."""
     known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
     fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
-    own = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
+    checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
-        "model": own.model,
-        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields} | _grammar(own.response_format),
+        "model": checked.model,
+        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields} | _grammar(checked.response_format),
         "passed_on": {name: fields[name] for name in PASSED_ON if name in fields},
-        "stream": own.stream,
-        "usage": bool(own.stream_options.get("include_usage")),
-        "token_ids": own.return_token_ids,
-        "tokens_as_ids": own.return_tokens_as_token_ids,
+        "stream": checked.stream,
+        "usage": bool(checked.stream_options.get("include_usage")),
+        "token_ids": checked.return_token_ids,
+        "tokens_as_ids": checked.return_tokens_as_token_ids,
     }
-    if isinstance(own, _ChatFields):
-        parsed |= {"messages": _messages(own.messages), "logprobs": own.logprobs, "template": _template(own, body.get("tool_choice"))}
+    if isinstance(checked, _ChatFields):
+        template = _template(checked, body.get("tool_choice"))
+        parsed |= {"messages": _messages(checked.messages), "logprobs": checked.logprobs, "template": template}
     else:
-        parsed |= {"prompts": _prompts(own.prompt), "logprobs": own.logprobs is not None and own.logprobs is not False}
+        parsed |= {"prompts": _prompts(checked.prompt), "logprobs": checked.logprobs is not None and checked.logprobs is not False}
     return ParsedRequest(**parsed)
 
 
@@ -221,7 +222,7 @@ def error(message: str, status: int) -> JsonObject:
 
 
 class ResponseBuilder:
-    """Builder of one answer. Responses are numbered by place: those of the first prompt, then those of the second, ..."""
+    """Builder of one answer. Responses are numbered by place: all of the first prompt, then all of the second, ..."""
 
     def __init__(
         self,
@@ -233,7 +234,7 @@ class ResponseBuilder:
         piece: Callable[[int], str] | None,
         read: ReadReply | None = None,
     ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: that of ``reader``.
+        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the result of ``reader``.
 
         ``read`` is called once for each finished response.
         """
@@ -298,8 +299,8 @@ class ResponseBuilder:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
-        more = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
-        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **more}, finish)
+        extras = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
+        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
 
     def shown(self, answer: JsonMapping) -> str:
         """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
@@ -398,17 +399,17 @@ def _bytes(piece: str) -> list[int] | None:
 def _settled(text: str, stops: Sequence[str]) -> int:
     """Return the number of characters of an unfinished text that are final: no part of a character or of a stop string."""
     text = text.rstrip(INCOMPLETE)
-    held = 0
+    num_held = 0
     for stop in stops:
         if (found := text.find(stop)) >= 0:
             return found
-        held = max(held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
-    return len(text) - held
+        num_held = max(num_held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
+    return len(text) - num_held
 
 
-def _messages(given: object) -> tuple[JsonMapping, ...]:
+def _messages(messages: object) -> tuple[JsonMapping, ...]:
     try:
-        return tuple(chat_messages(given))
+        return tuple(chat_messages(messages))
     except WireError as error:
         raise BadRequest(str(error)) from None
 
@@ -444,15 +445,15 @@ def _grammar(response_format: object) -> dict[str, str]:
     raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
 
 
-def _prompts(given: object) -> tuple[str | list[int], ...]:
+def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, list) and given:
-        if all(isinstance(each, str) for each in given):
-            return tuple(given)
-        if all(type(token) is int for token in given):
-            return (given,)
-        if all(isinstance(each, list) and each for each in given):
-            return tuple(given)
-    raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {given!r}")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(each, str) for each in prompt):
+            return tuple(prompt)
+        if all(type(token) is int for token in prompt):
+            return (prompt,)
+        if all(isinstance(each, list) and each for each in prompt):
+            return tuple(prompt)
+    raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {prompt!r}")

@@ -52,8 +52,8 @@ class GenerateBackend(Protocol):
     def states(self, body: Mapping[str, object]) -> AsyncGenerator[State, None]:
         """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with its ``index``.
 
-        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the unfinished responses.
-        Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
+        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
+        unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
         """
         ...
 

@@ -217,16 +217,16 @@ def _function_call(call: JsonMapping) -> JsonObject:
     }
 
 
-def _tools(given: object) -> list[JsonObject]:
-    if not isinstance(given, list):
-        raise BadRequest(f"tools: want a list, got {given!r}")
-    found = []
-    for place, tool in enumerate(given):
+def _tools(tools: object) -> list[JsonObject]:
+    if not isinstance(tools, list):
+        raise BadRequest(f"tools: want a list, got {tools!r}")
+    functions = []
+    for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
             raise BadRequest(f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}')
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _form(text: object) -> JsonObject | None:
@@ -243,15 +243,15 @@ def _form(text: object) -> JsonObject | None:
     raise BadRequest(f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}')
 
 
-def _messages(given: object) -> list[JsonObject]:
+def _messages(items: object) -> list[JsonObject]:
     """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one message."""
-    if isinstance(given, str) and given:
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"input: want text or a list of at least one item, got {given!r}")
+    if isinstance(items, str) and items:
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest(f"input: want text or a list of at least one item, got {items!r}")
     found: list[JsonObject] = []
     thought = ""
-    for place, item in enumerate(given):
+    for place, item in enumerate(items):
         where = f"input[{place}]"
         if isinstance(item, Mapping) and item.get("type") == "reasoning":
             thought += content_text(item.get("content") or "", f"{where}.content", _THOUGHTS)

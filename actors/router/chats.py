@@ -4,7 +4,8 @@ messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
              ^                                        |
              +---------------- remember --------------+
 
-Original texts of responses with tool calls are kept: clients send back parsed calls, which a chat template would render differently.
+Original texts of responses with tool calls are kept: clients send back parsed calls, which a chat template would render
+differently.
 """
 
 import hashlib
@@ -90,7 +91,7 @@ class Chats(Protocol):
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that end a response, besides those of the request."""
+        """Tokens that end a response, besides the request's."""
         ...
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -112,7 +113,10 @@ class TemplateChats:
     stop_token_ids = ()
 
     def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int) -> None:
-        """``pieces``: that of the history. ``max_text``: most characters of responses with calls of tools that are remembered."""
+        """``pieces``: the method of the history.
+
+        ``max_text``: maximum number of characters kept of responses with tool calls.
+        """
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
 
@@ -145,8 +149,8 @@ class _Turn:
 class RenderedChats:
     """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
 
-    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the same or left out:
-    many clients drop it.
+    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the
+    same or left out: many clients drop it.
     """
 
     def __init__(
@@ -157,11 +161,15 @@ class RenderedChats:
         stop_token_ids: Sequence[int] = (),
         malformed: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """``stop_token_ids``: besides the renderer's. ``malformed`` is called with the number of calls that cannot be read."""
+        """``stop_token_ids``: besides the renderer's.
+
+        ``malformed`` is called with the number of calls that cannot be read.
+        """
         self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
         self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
         self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
-        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat first."""
+        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat
+        first."""
         self._num_tokens = 0
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -173,9 +181,9 @@ class RenderedChats:
             raise BadRequest("messages: want values that are less deep") from None
         if turn is not None:
             known, following = turn, messages[count:]
-            found = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
-            if found is not None:
-                return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
+            pieces = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
+            if pieces is not None:
+                return AskedChat(parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
         return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 

@@ -17,10 +17,10 @@ from dataclasses import replace
 import aiohttp
 from aiohttp import web
 
+from actors.engines.address_checks import AddressChecker
 from actors.engines.engine_client import HttpEngine
 from actors.engines.membership import connected, default_id, first_row
 from actors.engines.server_pool import EnginePool
-from actors.engines.witness import Witness
 from actors.errors import BadRequest, EngineError
 from actors.http_api import BODIES_BYTES, body_of, translate
 from actors.router.config import RouterConfig, check_url
@@ -57,7 +57,10 @@ class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: keys of the run, required of clients and sent to engines. Raises ValueError for a middleware that does not exist."""
+        """``keys``: keys of the run, required of clients and sent to engines.
+
+        Raises ValueError for a middleware that does not exist.
+        """
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -76,7 +79,10 @@ class RouterServer:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Start discovery and listen; return the URL. Raises ValueError for an address that other machines reach without a key, OSError."""
+        """Start discovery and listen; return the URL.
+
+        Raises ValueError for an address that other machines reach without a key, OSError.
+        """
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
@@ -119,12 +125,13 @@ class RouterServer:
     @property
     def in_flight(self) -> int:
         """Number of requests at engines."""
-        return sum(each["in_flight"] for each in self.engines.overview())
+        return sum(engine["in_flight"] for engine in self.engines.overview())
 
-    # -- its own paths --------------------------------------------------------------------------------------------------
+    # -- its own paths
+    # --------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        serving = 0 if self._draining else sum(each["serving"] for each in self.engines.overview())
+        serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
         body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.discovery.urls())}
         return web.json_response(body, status=200 if serving else 503)
 
@@ -146,13 +153,13 @@ class RouterServer:
 
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.discovery.urls()
-        seen = {each["url"]: each for each in self.engines.overview()}
+        seen = {engine["url"]: engine for engine in self.engines.overview()}
         unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
         workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
     def _loads(self) -> dict[str, int]:
-        seen = {each["url"]: each["in_flight"] for each in self.engines.overview()}
+        seen = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
         return {url: seen.get(url, 0) for url in self.discovery.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -174,7 +181,8 @@ class RouterServer:
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
-    # -- forwarding -----------------------------------------------------------------------------------------------------
+    # -- forwarding
+    # -----------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         if self._draining:
@@ -193,7 +201,10 @@ class RouterServer:
         return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
 
     async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send the answer chunk by chunk. When the engine breaks off, so does this: the client must not accept half an answer."""
+        """Send the answer chunk by chunk.
+
+        When the engine breaks off, so does this: the client must not accept half an answer.
+        """
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
@@ -210,7 +221,10 @@ class RouterServer:
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises ValueError when it does not exist."""
+    """Return the result of ``package.module:factory``, called with the settings.
+
+    Raises ValueError when it does not exist.
+    """
     module, _, name = path.partition(":")
     try:
         factory: Callable[[RouterConfig], Middleware] = getattr(importlib.import_module(module), name)
@@ -257,7 +271,7 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
         url = await router.start()
         log.info("listening url=%s", url)
         try:
-            witness = [] if bus is None or heartbeat is None else [Witness(bus, heartbeat).run()]
+            witness = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
             await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
         finally:
             await router.close(drain_s)
@@ -266,9 +280,9 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
 async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher | None) -> None:
     while True:
         if heartbeat is not None:
-            seen = router.engines.overview()
-            serving = sum(each["serving"] for each in seen)
-            load = {"workers": len(seen), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            engines = router.engines.overview()
+            serving = sum(engine["serving"] for engine in engines)
+            load = {"workers": len(engines), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
             phase = "serving" if serving else "waiting"
             heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -1,8 +1,9 @@
 """Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very ids it sampled.
 
-A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the sampled ids: the
-model then reads tokens that it never generated, and training uses other tokens than were sampled. Here the prompt is made of the remembered
-ids (``actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token ids.
+A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the
+sampled ids: the model then reads tokens that it never generated, and training uses other tokens than were sampled. Here
+the prompt is made of the remembered ids (``actors.router.tree``), and only the rest of it is tokenised. Chats are
+rendered here too, so that all engines receive token ids.
 
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
@@ -96,7 +97,10 @@ class TokenHistory:
         return await answering(request, handler)
 
     async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
-        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest for text that has no tokens."""
+        """Return a text as its remembered pieces and, tokenised, the rest.
+
+        Raises BadRequest for text that has no tokens.
+        """
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
@@ -106,7 +110,8 @@ class TokenHistory:
             raise BadRequest(str(error)) from None
         return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
-    # -- /generate ------------------------------------------------------------------------------------------------------
+    # -- /generate
+    # ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
         body = request.json()
@@ -129,9 +134,9 @@ class TokenHistory:
                 return answer.with_states(self._noted(answer.states, owners, request.session))
             if answer.streamed:
                 return answer.with_(self._remember_stream(answer.chunks, owners, request.session))
-            found = await answer.json()
-            self._note(found, owners, request.session)
-            return answer.with_content(found)
+            reply = await answer.json()
+            self._note(reply, owners, request.session)
+            return answer.with_content(reply)
 
     async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
         """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
@@ -150,9 +155,9 @@ class TokenHistory:
 
     async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
-        rest = b""
+        unended = b""
         async for chunk in chunks:
-            *events, rest = (rest + chunk).split(b"\n\n")
+            *events, unended = (unended + chunk).split(b"\n\n")
             for state in map(state_in, events):
                 if state is not None and state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
@@ -197,7 +202,8 @@ class TokenHistory:
         shown = self._text.decode(ids[:cut])
         return cut, shown, whole[len(shown) :]
 
-    # -- OpenAI's paths -------------------------------------------------------------------------------------------------
+    # -- OpenAI's paths
+    # -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         asked = None
@@ -252,8 +258,8 @@ class TokenHistory:
         async with answer:
             if answer.states is not None:
                 return answer.with_(dialect.stream(answer.states, body))
-            found = await answer.json()
-            return answer.with_content(dialect.whole_of(found, body) if answer.status == 200 else dialect.error(found))
+            reply = await answer.json()
+            return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
@@ -272,8 +278,8 @@ class TokenHistory:
         self._engine_context, self._engine_context_until_s = length, time.monotonic() + CONTEXT_S
         return length
 
-    async def _prompt(self, given: str | list[int], session: str) -> list[TokenPiece]:
-        return await self.pieces(given, session) if isinstance(given, str) else [TokenPiece(text="", tokens=tuple(given))]
+    async def _prompt(self, prompt: str | list[int], session: str) -> list[TokenPiece]:
+        return await self.pieces(prompt, session) if isinstance(prompt, str) else [TokenPiece(text="", tokens=tuple(prompt))]
 
     async def _openai_events(
         self,
@@ -309,7 +315,8 @@ class TokenHistory:
         if asked is not None:
             self._chats.remember(asked, answer, builder.message(answer))
 
-    # -- /retrieve_from_text --------------------------------------------------------------------------------------------
+    # -- /retrieve_from_text
+    # --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
@@ -324,8 +331,8 @@ class TokenHistory:
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
             pieces = await self.pieces(text, request.session) if text else []
-        found = list(columns(pieces))
-        tokens, log_probs, versions, mask = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [], [])
+        values = list(columns(pieces))
+        tokens, log_probs, versions, mask = (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
         return Answer.of(
             200,
             {
@@ -350,11 +357,14 @@ def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
 
 
 class _Owners:
-    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
+    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ...
+
+    A large ``n`` costs nothing here: engines refuse it.
+    """
 
     def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
+        samplings = params if isinstance(params, list) else [params] * len(prompts)
+        counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
         self._prompts = prompts
         self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
 

@@ -1,7 +1,8 @@
 """Map from text to the token ids that engines received and sampled for it. Pure: knows no tokenizer, no HTTP.
 
-A radix tree over characters. A node that ends a *piece* (a prompt, a response, the ending of a response) has the piece's tokens; only whole
-pieces are found again: text that leaves a piece in its middle is another text, and is tokenised as such.
+A radix tree over characters. A node that ends a *piece* (a prompt, a response, the ending of a response) has the
+piece's tokens; only whole pieces are found again: text that leaves a piece in its middle is another text, and is
+tokenised as such.
 
     "1+1=" -> [16, 10, 16, 28]  --+-- " 2" -> [220, 17] ---- "<|im_end|>" -> [151645]
                                   +-- " two" -> [1378]
@@ -19,7 +20,7 @@ class TokenPiece:
     text: str
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    """Log-probs of sampled tokens; empty for those that were given."""
+    """Log-probs of sampled tokens; empty for tokens of a prompt."""
     versions: tuple[int, ...] = ()
     """Version of the weights that generated each; empty for tokens that were given."""
 
@@ -53,7 +54,8 @@ class TokenTree:
         self._roots: dict[str, _Node] = {}
         """Roots by scope."""
         self._ends: OrderedDict[_Node, str] = OrderedDict()
-        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its ancestors."""
+        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its
+        ancestors."""
         self.size = 0
         """Number of characters plus number of tokens of all pieces."""
 
@@ -154,6 +156,6 @@ def _common(one: str, other: str) -> int:
 def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:
     """Yield (token id, log-prob, version, 1) of every sampled token, (token id, 0.0, -1, 0) of every given one."""
     for piece in pieces:
-        given = ((token, 0.0, -1, 0) for token in piece.tokens)
-        made = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
-        yield from made if piece.sampled else given
+        unsampled = ((token, 0.0, -1, 0) for token in piece.tokens)
+        sampled = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
+        yield from sampled if piece.sampled else unsampled

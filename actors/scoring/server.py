@@ -4,7 +4,8 @@
     POST /score_group  {"samples": [request, ...], "rewards": [...]}       {"rewards": [...]} or {"failed": reason}
     GET /health        counts of requests by outcome
 
-Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the same limits.
+Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the
+same limits.
 """
 
 import asyncio
@@ -47,7 +48,10 @@ NO_RESULT = "no result in time"
 
 
 class ScoreBody(Struct, kw_only=True):
-    """A request as JSON; only ``prompt`` and ``response`` must be there. The order of the fields is that of ``rewards.request_json``."""
+    """A request as JSON; only ``prompt`` and ``response`` must be there.
+
+    The fields have the order of ``rewards.request_json``.
+    """
 
     prompt: str | list[Any]
     response: str

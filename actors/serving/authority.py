@@ -47,8 +47,9 @@ class Authority:
     async def require_current_epoch(self, record: Record, body: Mapping[str, object], engine: str, what: str) -> None:
         """Check the epoch of a command, if it has one, and ``record`` it.
 
-        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
-        ones), EngineUnavailable for one that is newer than the known one while the bus cannot be reached.
+        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would
+        fence the real ones), EngineUnavailable for one that is newer than the known one while the bus cannot be
+        reached.
         """
         try:
             record(await self._epoch_in(body, engine), what)

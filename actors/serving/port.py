@@ -155,10 +155,10 @@ class Updates(Protocol):
         """Return checksums of the served weights by name, as SGLang computes them."""
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return version and checksums of the served weights, or of those of the open update, which must be complete."""
+        """Return version and checksums of the served weights, or of the weights of the open update, which must be complete."""
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with that of the weights an open update is discarded. Refused for unfinished requests without a pause."""
+        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests without a pause."""
 
     async def resume(self, tags: frozenset[str]) -> None:
         """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a pause ends."""

@@ -97,7 +97,8 @@ class EngineServer:
     async def _command(self, request: web.Request) -> JsonObject:
         """Return the body of a learner's command without its epoch, which is checked first.
 
-        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the admin key.
+        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the
+        admin key.
         """
         body = dict(body_of(request))
         if "epoch" in body:

@@ -1,8 +1,8 @@
 """Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning and tool calls.
 
-A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is the only module that
-knows the library; it is imported when a renderer is read. The library encodes the chats of gpt-oss with openai-harmony, which reads the
-vocabulary from a file (``HarmonyVocabulary``).
+A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is
+the only module that knows the library; it is imported when a renderer is read. The library encodes the chats of gpt-oss
+with openai-harmony, which reads the vocabulary from a file (``HarmonyVocabulary``).
 """
 
 import base64
@@ -29,7 +29,8 @@ from bus.wire.json_object import JsonMapping, JsonObject
 NAME = "o200k_base.tiktoken"
 """Name of the file that openai-harmony loads: a line for each token, its bytes in base64 and its id."""
 SHA_256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
-"""Digest of that file, without which openai-harmony refuses it. Source: openai-harmony 0.0.8, src/tiktoken_ext/public_encodings.rs."""
+"""Digest of that file, without which openai-harmony refuses it. Source: openai-harmony 0.0.8,
+src/tiktoken_ext/public_encodings.rs."""
 VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
 """Environment variable with the directory of the file. Without it openai-harmony downloads the file."""
 
@@ -69,7 +70,8 @@ class HarmonyVocabulary:
 def _characters() -> list[str]:
     """Return the characters that byte-level BPE writes for the bytes 0 to 255.
 
-    A byte that is a visible character in Latin-1 is that character; the others are, in their order, the characters from 256 on.
+    A byte that is a visible character in Latin-1 is that character; the others are, in their order, the characters from
+    256 on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))
@@ -88,7 +90,7 @@ UNSUPPORTED = {
 """Renderers of the library that cannot be used here, with the reason."""
 HARMONY = "gpt-oss"
 """The renderer that encodes by openai-harmony, with a vocabulary of its own."""
-MOST_VARIANTS = 16
+MAX_VARIANTS = 16
 """Renderers that are kept for different ``chat_template_kwargs``."""
 OF_REQUEST = ("tools", "add_generation_prompt")
 """Arguments of a chat that are no ``chat_template_kwargs``."""
@@ -102,8 +104,8 @@ class Renderer:
     ) -> None:
         """``config``: the library's, of one renderer. Raises the library's errors when the tokenizer does not fit.
 
-        ``public_name`` and ``template``: of the model, for the renderers of families with small differences among models.
-        ``vocabulary``: the model's, for gpt-oss.
+        ``public_name`` and ``template``: of the model, for the renderers of families with small differences among
+        models. ``vocabulary``: the model's, for gpt-oss.
         """
         self._text, self._config, self._vocabulary = text, config, vocabulary
         self._tokenizer = _Tokenizer(text, public_name, template)
@@ -135,7 +137,7 @@ class Renderer:
             )
 
     def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
-        """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
+        """Return the token ids of a chat. ``arguments``: as of a chat template. Raises BadRequest."""
         _check(messages)
         renderer = self._variant(_template_arguments(arguments))
         with self._rejecting("messages"):
@@ -149,39 +151,39 @@ class Renderer:
     ) -> list[int] | None:
         """Return ``prompt + output`` and the token ids of the messages that follow; None where only rendering the whole chat is right.
 
-        That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier reasoning is left
-        out. Raises BadRequest.
+        That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier
+        reasoning is left out. Raises BadRequest.
         """
         _check(messages)
         renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
         try:
             with self._rejecting("messages"):
-                found = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
+                bridged = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
         except BadRequest as error:
             logger.debug("renderer cannot extend a chat error=%s", error)
             return None
-        if found is None or found.token_ids[: len(before)] != before:
+        if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        return list(map(int, found.token_ids))
+        return list(map(int, bridged.token_ids))
 
     def read_reply(self, text: str, output: Sequence[int], prompt: Sequence[int], arguments: JsonMapping) -> ParsedReply:
         """Return content, reasoning and calls of a finished response.
 
-        ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part of the content, and
-        counted; without tools in the request every call is part of the content.
+        ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part
+        of the content, and counted; without tools in the request every call is part of the content.
         """
         tools = arguments.get("tools")
         try:
             renderer = self._variant(_template_arguments(arguments))
             with self._rejecting("response"):
                 parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
-                found = [self._attempt(each, output) for each in parsed.tool_calls]
+                attempts = [self._attempt(each, output) for each in parsed.tool_calls]
                 content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
         except BadRequest as error:
             logger.debug("renderer cannot read a response error=%s", error)
             return ParsedReply(text, (), malformed=1)
-        calls = _with_distinct_ids([call for _, call in found if call is not None]) if tools else ()
-        left = [written for written, call in found if call is None or not tools]
+        calls = _with_distinct_ids([call for _, call in attempts if call is not None]) if tools else ()
+        left = [written for written, call in attempts if call is None or not tools]
         return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
 
     def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, ToolCall | None]:
@@ -192,12 +194,15 @@ class Renderer:
         return written, call if call is None else replace(call, id=str(attempt.id or ""))
 
     def _variant(self, arguments: JsonMapping) -> Any:
-        """Return the library's renderer for ``chat_template_kwargs``. Raises BadRequest for arguments that it does not have."""
+        """Return the library's renderer for ``chat_template_kwargs``.
+
+        Raises BadRequest for arguments that it does not have.
+        """
         key = json.dumps(arguments, sort_keys=True)
         with self._lock:
             if key not in self._variants:
                 self._variants[key] = self._create(arguments)
-                if len(self._variants) > MOST_VARIANTS:
+                if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             self._variants.move_to_end(key)
             return self._variants[key]
@@ -236,7 +241,10 @@ class _Tokenizer:
 
 
 def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) -> Any:
-    """Return the library's config of a renderer; None for ``auto`` without a ``model_dir``, which may not exist yet. Raises NoRenderer."""
+    """Return the library's config of a renderer; None for ``auto`` without a ``model_dir``, which may not exist yet.
+
+    Raises NoRenderer.
+    """
     if missing := [package for package in ("renderers", "httpx") if find_spec(package) is None]:
         got = f"none of the name {', '.join(missing)}"
         raise RendererMissing(want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'")

@@ -29,7 +29,8 @@ class ToolCall:
     arguments: str
     """JSON map of the arguments."""
     id: str = ""
-    """Id that the model has given it, where its format has one, and results of tools are written with it; empty = none."""
+    """Id that the model has given it, where its format has one, and results of tools are written with it; empty =
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,8 @@ class ParsedReply:
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``actors.text.rendering``) separate it from the content."""
+    """Text in front of the content, no part of the answer; only renderers (``actors.text.rendering``) separate it from
+    the content."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 
@@ -85,9 +87,9 @@ def _read_tags(text: str, finished: bool) -> ParsedReply:
     return _result(parts, calls, finished)
 
 
-def _append(parts: list[str], more: str, calls: list[ToolCall]) -> None:
+def _append(parts: list[str], text: str, calls: list[ToolCall]) -> None:
     """Append text to the content; blanks between calls are no content."""
-    parts.append(more.lstrip() if calls and not any(parts) else more)
+    parts.append(text.lstrip() if calls and not any(parts) else text)
 
 
 def _strip_end(parts: list[str]) -> None:
@@ -143,8 +145,8 @@ def _call(text: str) -> ToolCall | None:
 def _call_from(value: object) -> ToolCall | None:
     """Return the call, None if it is none.
 
-    Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them), lone surrogates,
-    deep nesting.
+    Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them),
+    lone surrogates, deep nesting.
     """
     if not isinstance(value, Mapping):
         return None

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from actors.engines.witness import CURE, unreachable, verified
+from actors.engines.address_checks import CURE, unreachable, verified
 from bus.client.jetstream import StreamState
 from bus.client.rows import Value
 from bus.config import SINGLE_TURN

@@ -110,7 +110,7 @@ def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: I
     are set on this machine: their values on the bus are not used, and so not refused.
     Raises ValueError for a pattern that fits no setting.
     """
-    from actors.allowed import checked
+    from actors.guarded_settings import checked
 
     given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
     return (*given, *(f"{path}[.=]*" for path in replaced))

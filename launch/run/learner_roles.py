@@ -37,7 +37,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
-    from actors.engines.witness import Witness
+    from actors.engines.address_checks import AddressChecker
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import keep_keys, make_keys
     from bus.streams.bus import connect
@@ -67,7 +67,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         )
         async with (
             HeartbeatPublisher(bus, row) as heartbeat,
-            beside(LearnerRow(heartbeat).follow_evicted(bus), Witness(bus, heartbeat).run()),
+            beside(LearnerRow(heartbeat).follow_evicted(bus), AddressChecker(bus, heartbeat).run()),
             beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
             uploading(bus, config),
         ):

@@ -62,7 +62,7 @@ class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
-    """Patterns of settings in that configuration that may name code and files of this machine (``actors/allowed.py``)."""
+    """Patterns of settings in that configuration that may name code and files of this machine (``actors/guarded_settings.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings given here, by path: they replace those of the run."""
     host: str = ""

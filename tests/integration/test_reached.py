@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from actors.engines.witness import CURE, OwnAddress, Witness, call
+from actors.engines.address_checks import CURE, AddressChecker, OwnAddress, call
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
@@ -62,7 +62,7 @@ async def test_the_learner_s_verdict_arrives_in_the_engine(open_bus: BusOpener) 
     async with open_bus() as bus, HeartbeatPublisher(bus, engine) as row, HeartbeatPublisher(bus, learner) as heartbeat:
         own, changed = OwnAddress(bus, "abc"), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            working = [tasks.create_task(Witness(bus, heartbeat).run()), tasks.create_task(own.run(changed.set))]
+            working = [tasks.create_task(AddressChecker(bus, heartbeat).run()), tasks.create_task(own.run(changed.set))]
             await changed.wait()
             while "no connection in" in own.trouble:  # this process stood still; it tries again
                 changed.clear()

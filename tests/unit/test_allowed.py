@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from actors.allowed import GUARDED, checked, refuse_foreign
 from actors.config import ActorConfig, EngineConfig, GatewayConfig, ScorersConfig, SglangConfig
 from actors.errors import NotAllowed
+from actors.guarded_settings import GUARDED, checked, refuse_foreign
 from launch.run.access import allowed
 from launch.settings.config_loader import changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.allowed import refuse_foreign
+from actors.guarded_settings import refuse_foreign
 from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from bus.config import BusConfig
 from bus.errors import WireError

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from actors.allowed import refuse_foreign
 from actors.config import ActorConfig
 from actors.errors import NotAllowed
+from actors.guarded_settings import refuse_foreign
 from bus.wire.messages import Status
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import load

@@ -1,6 +1,7 @@
 """Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers.
 
-The responses of a request are followed in the loop's thread (``Progress``), and written in SGLang's JSON (``response_json``).
+The responses of a request are followed in the loop's thread (``Progress``), and written in SGLang's JSON
+(``response_json``).
 """
 
 import asyncio
@@ -64,7 +65,10 @@ class Progress:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Return all responses once they have ended. The scheduler ends every sequence that it is given: the bound is the request's own."""
+        """Return all responses once they have ended.
+
+        The scheduler ends every sequence that it is given: the bound is the request's own.
+        """
         await self._wake.wait()
         return self.sequences
 
@@ -98,7 +102,10 @@ class BuiltinBackend:
         self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response of a request without a stream fails."""
+        """Answer POST /generate, as a stream if requested.
+
+        Raises EngineFailed when a response of a request without a stream fails.
+        """
         body = body_of(request)
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
@@ -115,25 +122,25 @@ class BuiltinBackend:
         """Return the log-probs of given tokens. Raises BadRequest, EngineUnavailable, EngineFailed."""
         host = self._host
         host.require_servable()
-        wanted = parse_scores(body, host.limits)
-        host.accept(len(wanted.sequences))
+        scores = parse_scores(body, host.limits)
+        host.accept(len(scores.sequences))
         try:
             scorings = [
-                Scoring(tokens=tokens, start=start, temperature=wanted.temperature, top_k=wanted.top_k)
-                for tokens, start in zip(wanted.sequences, wanted.starts, strict=True)
+                Scoring(tokens=tokens, start=start, temperature=scores.temperature, top_k=scores.top_k)
+                for tokens, start in zip(scores.sequences, scores.starts, strict=True)
             ]
             self._scheduler.submit_scorings(scorings)
             try:
-                found = await asyncio.gather(*(asyncio.wrap_future(one.done) for one in scorings))
+                results = await asyncio.gather(*(asyncio.wrap_future(scoring.done) for scoring in scorings))
             except asyncio.CancelledError:
                 if self._scheduler.alive:
                     raise
                 raise EngineUnavailable(host.url, "it has ended") from None
         finally:
-            host.ended(len(wanted.sequences))
+            host.ended(len(scores.sequences))
         rid = str(body.get("rid") or "scores")
-        answers = [scores_json(one, rid, each) for one, each in zip(scorings, found, strict=True)]
-        return answers if wanted.many else answers[0]
+        answers = [scores_json(scoring, rid, result) for scoring, result in zip(scorings, results, strict=True)]
+        return answers if scores.many else answers[0]
 
     async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
         """Send server-sent events, each with all tokens so far; a slow reader skips states, never tokens."""
@@ -152,7 +159,7 @@ class BuiltinBackend:
 
     @asynccontextmanager
     async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
-        """Check a body of /generate and submit its responses; those that have not ended when this context is left are aborted."""
+        """Check a body of /generate and submit its responses; responses that have not ended when this context is left are aborted."""
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
@@ -166,7 +173,10 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
+        """Queue the requested responses, in any phase, and return their progress.
+
+        Raises EngineUnavailable when the queue is full.
+        """
         self._host.accept(len(generate.prompts))
         progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
@@ -211,7 +221,10 @@ class BuiltinBackend:
             raise EngineFailed(self._host.url, sequence.error)
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """End the request or response ``rid`` with its tokens so far, or all (None). Responses have the ids ``<request>_<place>``."""
+        """End the request or response ``rid`` with its tokens so far, or all (None).
+
+        Responses have the ids ``<request>_<place>``.
+        """
         if rid is None:
             await _shielded(self._scheduler.abort(lambda each: True))
         else:
@@ -357,5 +370,5 @@ def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool
     matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
     if isinstance(matched, int):
         ids = ids[:-1]
-    found = text.decode(ids, skip_special=params.skip_special_tokens)
-    return found[: found.find(matched)] if isinstance(matched, str) and matched in found else found
+    response = text.decode(ids, skip_special=params.skip_special_tokens)
+    return response[: response.find(matched)] if isinstance(matched, str) and matched in response else response

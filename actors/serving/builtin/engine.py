@@ -100,7 +100,10 @@ class BuiltinEngine(EngineHost[WeightUpdates]):
         await self.peer_snapshots.close()
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase. Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released."""
+        """Generate one token, in any phase.
+
+        Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released.
+        """
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         await self._backend.probe(timeout_s)

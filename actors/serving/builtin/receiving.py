@@ -80,7 +80,10 @@ class JoinedGroup:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group until this context is left. Raises TimeoutError when another request has it for more than ``timeout_s``."""
+        """Reserve the group until this context is left.
+
+        Raises TimeoutError when another request has it for more than ``timeout_s``.
+        """
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -89,7 +92,10 @@ class JoinedGroup:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Request the next message. Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost."""
+        """Request the next message.
+
+        Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost.
+        """
         loop, is_buffer = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
@@ -110,7 +116,7 @@ class JoinedGroup:
             self.return_buffer(torch.empty(0, dtype=torch.uint8))
 
     def return_buffer(self, message: Tensor) -> None:
-        """Take back memory for messages: that of a message which has been copied, or is not needed."""
+        """Take back the memory of a message which has been copied, or is not needed."""
         self._memory.append(message.new_empty(0).set_(message.untyped_storage()))  # type: ignore[call-overload]
         self._free.release()
 

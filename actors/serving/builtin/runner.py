@@ -1,11 +1,12 @@
 """Forward passes of the running rows: weights, keys and values, and rotary angles. Knows no sequence.
 
-Each running sequence has a row of keys and values, rows 0 .. n-1 in use and kept compact. Rows grow together, doubling, up to the longest
-context: memory follows the lengths in use, not the longest possible ones.
+Each running sequence has a row of keys and values, rows 0 .. n-1 in use and kept compact. Rows grow together, doubling,
+up to the longest context: memory follows the lengths in use, not the longest possible ones.
 
-Shape letters as in ``scheduler.py``. Of keys and values: S = slots, L = positions, K = key/value heads, G = query heads per key/value head,
-H = K * G, D = head size, N = running rows, U = prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill (R >= U: rows
-may share a prompt). Of experts: G = layers with experts, J = experts of a token.
+Shape letters as in ``scheduler.py``. Of keys and values: S = slots, L = positions, K = key/value heads, G = query heads
+per key/value head, H = K * G, D = head size, N = running rows, U = prompts of a prefill, T = tokens per prompt
+(padded), R = rows of a prefill (R >= U: rows may share a prompt). Of experts: G = layers with experts, J = experts of a
+token.
 """
 
 import numpy as np
@@ -23,7 +24,10 @@ FIRST_LENGTH = 128
 
 
 class KVSlots:
-    """Keys and values of all layers, [layers, 2, S, L, K, D]. Unused positions hold finite numbers: a masked NaN would still spread."""
+    """Keys and values of all layers, [layers, 2, S, L, K, D].
+
+    Unused positions hold finite numbers: a masked NaN would still spread.
+    """
 
     def __init__(
         self, *, num_layers: int, slots: int, num_kv_heads: int, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
@@ -83,7 +87,10 @@ class KVSlots:
 
 
 class DecodeAttention:
-    """Attention of one new token per row. The query heads of a key head are handled as tokens of it: nothing is repeated."""
+    """Attention of one new token per row.
+
+    The query heads of a key head are handled as tokens of it: nothing is repeated.
+    """
 
     def __init__(self, slots: KVSlots, positions_N: Tensor, length: int) -> None:
         self._slots, self._positions_N, self._length = slots, positions_N, length
@@ -145,7 +152,8 @@ class ModelRunner:
         self.captures = False
         """Keep the experts of the tokens of each pass, as ``experts_BTGJ``."""
         self.experts_BTGJ: NDArray[np.int64] | None = None
-        """Experts of the tokens of the last pass: those of a prefill by its contexts, padding included; of a decoding step by its rows."""
+        """Experts of the tokens of the last pass: those of a prefill by its contexts, padding included; of a decoding
+        step by its rows."""
 
     def prefill(self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int) -> tuple[Tensor, int]:
         """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``.
@@ -180,9 +188,12 @@ class ModelRunner:
         return decoder.logits(self.weights, x_N1E[:, 0])
 
     def scores(self, batch: list[Scoring], version: int) -> list[InputScores]:
-        """Compute the log-probs of given tokens, keeping no keys and values. Raises ValueError for scores that are NaN."""
+        """Compute the log-probs of given tokens, keeping no keys and values.
+
+        Raises ValueError for scores that are NaN.
+        """
         assert self.weights is not None
-        longest = max(len(one.tokens) for one in batch)
+        longest = max(len(scoring.tokens) for scoring in batch)
         angles = self._angles(torch.arange(longest, device=self.device)[None], length=longest)
         return scores(self.weights, batch, angles, version)
 
@@ -203,7 +214,7 @@ class ModelRunner:
         return self._rope.at(positions_BT)
 
     def clear(self, *, free: bool) -> None:
-        """Drop all keys and values; with ``free``, their memory and that of the angles too."""
+        """Drop all keys and values; with ``free``, their memory and the memory of the angles too."""
         if free:
             self._rope = None
             self.slots.free()

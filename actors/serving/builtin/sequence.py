@@ -1,11 +1,11 @@
 """A response while it is generated: its tokens, log-probs, version spans, experts and finish reason. Knows no tensor.
 
-The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it. Beside the response: the choice of
-prompts that are prefilled together, and the counts of ends.
+The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it. Beside the
+response: the choice of prompts that are prefilled together, and the counts of ends.
 
-A position keeps the experts of the pass that came first: after a retraction its keys and values are computed again, perhaps with other
-weights, but its next token has been sampled from the first pass. Shape letters: P = positions, G = layers with experts, J = experts of a
-token.
+A position keeps the experts of the pass that came first: after a retraction its keys and values are computed again,
+perhaps with other weights, but its next token has been sampled from the first pass. Shape letters: P = positions, G =
+layers with experts, J = experts of a token.
 """
 
 import base64
@@ -25,7 +25,10 @@ from bus.wire.routed_experts import RoutedShape
 
 
 class CapturedExperts:
-    """Experts of positions 0 .. ``len`` - 1 of a sequence. Written by the decoding thread, read once the sequence has ended."""
+    """Experts of positions 0 ..
+
+    ``len`` - 1 of a sequence. Written by the decoding thread, read once the sequence has ended.
+    """
 
     def __init__(self, shape: RoutedShape) -> None:
         self._shape = shape
@@ -36,7 +39,7 @@ class CapturedExperts:
         return len(self._ids) // self._shape.bytes_per_token
 
     def add(self, experts_PGJ: NDArray[np.int64], first: int) -> None:
-        """Add the experts of positions from ``first`` on; those that are there already are kept."""
+        """Add the experts of positions from ``first`` on; positions that are there already are kept."""
         done = len(self)
         assert first <= done, f"positions {done} to {first} are missing"
         self._ids += experts_PGJ[done - first :].astype(self._shape.dtype).tobytes()
@@ -173,7 +176,7 @@ class Sequence:
         self.abort(error)
 
     def retract(self) -> None:
-        """Count a return to the queue. The keys and values are gone, so the key is that of the whole context."""
+        """Count a return to the queue. The keys and values are gone, so the key is made of the whole context."""
         self.retractions += 1
         self.key = self.context().tobytes()
 
@@ -230,7 +233,8 @@ class Counters:
 
 
 PREFILL_TOKENS = 8192
-"""Most padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled whole)."""
+"""Maximum number of padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled
+whole)."""
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
@@ -240,8 +244,8 @@ def take_prompts(waiting: deque[Sequence], *, free: int, budget: int, shared: Co
 
     Returns the sequences by the key of their prompt; without sharing, by a key of their own.
 
-    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of prompts with results
-    that can be copied instead; None = prompts are not shared.
+    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of
+    prompts with results that can be copied instead; None = prompts are not shared.
     """
     tokens, longest = 0, 0
     prompts: dict[bytes, list[Sequence]] = {}

@@ -29,7 +29,8 @@ class Rope:
     high_turns: float = 4.0
     original_context: int = 8192
     share: float = field(default=1.0, repr=False)
-    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a shape."""
+    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a
+    shape."""
     pairs: str = field(default=HALVES, repr=False)
     """Which elements turn together: those at the same place of both halves of that share, or neighbours."""
 

@@ -1,11 +1,11 @@
 """One complete set of weights: fused storage for the decoder, views under Hugging Face names for transfers.
 
 Projections that read the same input lie side by side in one tensor (query, key, value; gate, up), so a step needs fewer
-and larger products; the named tensors are slices of them, so filling those fills the set. It is filled from a directory or from the
-buckets of a push; both block. Knows no version and no file format but safetensors.
+and larger products; the named tensors are slices of them, so filling those fills the set. It is filled from a directory
+or from the buckets of a push; both block. Knows no version and no file format but safetensors.
 
-Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together,
-D = head size, X = experts, I = inner size of an expert.
+Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key
+together, D = head size, X = experts, I = inner size of an expert.
 """
 
 import json
@@ -119,7 +119,10 @@ class Weights:
         return self._memory[starts[0] : starts[0] + bucket.num_bytes]
 
     def _layout(self) -> tuple[dict[str, int], int]:
-        """Return the first byte of every piece of memory, by its first name, and the sum. A piece is aligned like a tensor of its own."""
+        """Return the first byte of every piece of memory, by its first name, and the sum.
+
+        A piece is aligned like a tensor of its own.
+        """
         fused = {name: names for names in self._fused() for name in names}
         starts: dict[str, int] = {}
         end = 0
@@ -189,7 +192,7 @@ class Weights:
         )
 
     def _mlp_blocks(self, layer: int, experts: int) -> tuple[list[str], list[str]]:
-        """Return the names that lie side by side in a layer's MLP, or in all of its experts: those of gate and up, those of down."""
+        """Return the names that lie side by side in a layer's MLP, or in all of its experts: gate and up, down."""
         blocks = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
         halves = ("gate_up",) if self.shape.joint_gate_up else ("gate", "up")
         gate_up = [name for block in blocks for name in _projections(layer, block, halves)]
@@ -275,7 +278,8 @@ def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor, stream: 
 def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
     """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again.
 
-    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile. None = on the CPU.
+    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile.
+    None = on the CPU.
     """
     if stream is None:
         for target, source in copies:
@@ -307,5 +311,5 @@ def empty_cache(device: torch.device) -> None:
 
 
 def checksum_report_of(weights: Weights) -> ChecksumReport:
-    """Return the checksums of the weights, with those of a tied output projection."""
+    """Return the checksums of the weights, and of a tied output projection."""
     return report_checksums(weights.with_alias())

@@ -1,8 +1,8 @@
 """Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an update; counted.
 
-SGLang (0.5.21 to 0.5.23) ends every request with an id that begins with the id of an abort, and aborts a stream's id once more 2 s
-after the stream has ended. So the server gets ids of one length, new ones each time a request is sent (``RequestIds``); the client sees
-its own.
+SGLang (0.5.21 to 0.5.23) ends every request with an id that begins with the id of an abort, and aborts a stream's id
+once more 2 s after the stream has ended. So the server gets ids of one length, new ones each time a request is sent
+(``RequestIds``); the client sees its own.
 """
 
 import asyncio
@@ -37,9 +37,11 @@ class RequestIds:
         else:
             self.responses = (self.given,)
         self._known = responses == (len(prompts) if self._batch else 1)
-        """True when the ids at the server are known: SGLang does not report those of several responses to one prompt (``n``)."""
+        """True when the ids at the server are known: SGLang does not report the ids of several responses to one prompt
+        (``n``)."""
         self.replaced = self._known and not body.get("session_params")
-        """True when the server gets ids of the proxy. A session continues a request by its id, so that is not changed."""
+        """True when the server gets ids of the proxy. A session continues a request by its id, so that is not
+        changed."""
         self.at_server: Mapping[str, str] = {}
         """Ids that the server has now -> ids of the client."""
 
@@ -73,10 +75,12 @@ _OVERLAP = 64
 ABORT_S = 60.0
 """Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
-AGAIN_MOST_S = 2.0
-"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not have yet."""
+AGAIN_MAX_S = 2.0
+"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not
+have yet."""
 SETTLE_S = 0.1
-"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an id on once."""
+"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an
+id on once."""
 BEFORE_PAUSE_S = 2.0
 """Seconds before a pause in which a request may be sent too late for it: its abort waits for the end of the pause."""
 
@@ -89,12 +93,18 @@ class Aborts:
         self._watches: set[Watch] = set()
 
     def abort(self, rid: str | None) -> list["Watch"]:
-        """Record a client's abort of a request, of one response of it, or of all (None). Returns the requests concerned."""
+        """Record a client's abort of a request, of one response of it, or of all (None).
+
+        Returns the requests concerned.
+        """
         return [watch for watch in self._watches if watch.abort(rid)]
 
     @contextmanager
     def watching(self, ids: RequestIds) -> Iterator["Watch"]:
-        """Watch the answer to a request. An abort that no client has requested counts as an update's, or a pause's, if there was one."""
+        """Watch the answer to a request.
+
+        An abort that no client has requested counts as an update's, or a pause's, if there was one.
+        """
         watch = Watch(ids, self._updates)
         self._watches.add(watch)
         try:
@@ -150,11 +160,11 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [one for one, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
+            for name in [own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, AGAIN_MOST_S)
+            again_s = min(2 * again_s, AGAIN_MAX_S)
 
     def _scheduled_s(self) -> float:
         """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have come first."""

@@ -15,7 +15,8 @@ class Aborted(BadRequest):
 class Api(EngineApi):
     """One server at ``url``, which requires ``key``, if that is not empty.
 
-    Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504, or no answer), BadRequest (other 4xx), EngineFailed (other 5xx).
+    Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504, or no answer), BadRequest (other 4xx), EngineFailed (other
+    5xx).
     """
 
     def __init__(self, url: str, key: str = "") -> None:
@@ -68,7 +69,8 @@ class Pauses:
         self.began_s = 0.0
         """Time of time.perf_counter at which the newest pause began."""
         self.since_s, self.last_s = float("inf"), (float("inf"), 0.0)
-        """Times of time.monotonic: earliest beginning of the pause, inf = there is none; beginning and end of the pause before."""
+        """Times of time.monotonic: earliest beginning of the pause, inf = there is none; beginning and end of the pause
+        before."""
 
     async def pause(self, mode: str) -> None:
         """Pause at a client's request."""

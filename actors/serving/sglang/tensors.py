@@ -1,11 +1,11 @@
 """A server's tensors: their layout and checksums, and buckets of weights as SGLang's /update_weights_from_tensor reads them.
 
-On CPU SGLang returns the SHA-256 of a parameter, which is made of one or several Hugging Face tensors; on GPUs, and for each of several
-ranks, a number of its own that is not compared here.
+On CPU SGLang returns the SHA-256 of a parameter, which is made of one or several Hugging Face tensors; on GPUs, and for
+each of several ranks, a number of its own that is not compared here.
 
-A bucket is sent pickled, without the bytes. On CPU the bucket lies in a file of torch's in /dev/shm, which torch's own manager removes
-whatever is killed: SGLang opens no other memory, so the bucket is copied there first. Memory of a GPU is passed on as the learner has
-shared it. This was not tried on a GPU.
+A bucket is sent pickled, without the bytes. On CPU the bucket lies in a file of torch's in /dev/shm, which torch's own
+manager removes whatever is killed: SGLang opens no other memory, so the bucket is copied there first. Memory of a GPU
+is passed on as the learner has shared it. This was not tried on a GPU.
 """
 
 import base64
@@ -76,7 +76,8 @@ def _names(parameter: str) -> tuple[str, ...]:
 
 
 STRATEGY = "file_system"
-"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end without it."""
+"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end
+without it."""
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -84,8 +85,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def free_shared_memory() -> int:
     """Return the free bytes of /dev/shm."""
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(SHARED_MEMORY)
+    return stats.f_bavail * stats.f_frsize
 
 
 class SharedBucket:
@@ -108,7 +109,10 @@ class SharedBucket:
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
 
     def _grow(self, num_bytes: int) -> None:
-        """Make room for a bucket. Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes."""
+        """Make room for a bucket.
+
+        Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes.
+        """
         self.close()
         try:
             free = self._free()

@@ -1,6 +1,7 @@
 """Rejects requests that would end or corrupt an SGLang server. Other invalid requests are left to SGLang, which refuses them itself.
 
-The rejected ones were found by sending SGLang every field with invalid values, one by one (``tests/sglang/test_sglang_proxy.py``).
+The rejected ones were found by sending SGLang every field with invalid values, one by one
+(``tests/sglang/test_sglang_proxy.py``).
 """
 
 import re
@@ -31,11 +32,14 @@ _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).m
 Float32 = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 FLOATS = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 FOR_EACH_PROMPT = (*("stream", "return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "extra_key", "lora_path"),)
-"""Fields of which a batch has one value, or one for each prompt."""
+"""Fields with one value for a whole batch, or with one for each prompt."""
 
 
 class ServerParams(Struct, kw_only=True):
-    """Sampling parameters of SGLang, without nulls. The defaults are not used: parameters are passed on as they came."""
+    """Sampling parameters of SGLang, without nulls.
+
+    The defaults are not used: parameters are passed on as they came.
+    """
 
     n: Positive = 1
     temperature: Temperature = 1.0
