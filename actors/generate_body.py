@@ -352,4 +352,4 @@ NEUTRAL_GENERATE: dict[str, tuple[object, ...]] = {
     "priority": (None, 0),
     "extra_key": (None,),
 }
-"""The same of fields of /generate."""
+"""Fields of /generate that this engine does not support, with the values at which they have no effect."""

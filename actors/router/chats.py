@@ -45,7 +45,7 @@ class ToolCallCache:
             self._size -= len(oldest)
 
     def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
-        """Return the messages; those that the client sent back unchanged have the original text and no ``tool_calls``."""
+        """Return the messages. A message that the client sent back unchanged has the original text and no ``tool_calls``."""
         return tuple(map(self._original, messages))
 
     def _original(self, message: JsonMapping) -> Mapping[str, object]:

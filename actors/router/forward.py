@@ -199,7 +199,7 @@ class Asker:
     async def __call__(self, url: str, nonce: str = "") -> int:
         """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable.
 
-        ``nonce``: that of the engine's live row, which the answer must have; empty = unknown.
+        ``nonce``: from the engine's live row, which the answer must have; empty = unknown.
         """
         try:
             async with self._session.get(url + "/health") as response:

@@ -207,7 +207,7 @@ async def serving(server: RewardServer, host: str, port: int, *, advertise: str 
 
 
 async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:
-    """Return the reward of samples and that of groups; None where there is none. ``stack`` closes them.
+    """Return the reward of samples and the reward of groups; None where there is none. ``stack`` closes them.
 
     Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
     """

@@ -275,7 +275,7 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
 
 
 def _public_name(model_dir: Path) -> str | None:
-    """Return the name by which the library knows a model, by the directory's own path or that of a cache of Hugging Face; None = none."""
+    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face; None = none."""
     from renderers.base import MODEL_RENDERER_MAP
 
     resolved = model_dir.resolve()

@@ -334,7 +334,7 @@ async def _shielded(call: "Future[Result]") -> Result:
 def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:
     """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
 
-    ``version`` is that of the served weights, for a response without tokens.
+    ``version``: of the served weights, for a response without tokens.
     """
     num_tokens = len(sequence.tokens) if partial is None else partial
     finish = sequence.finish if partial is None else None

@@ -404,7 +404,7 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and with that of keys and values end a pause; there are no weights before a ``flip``.
+        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights before a ``flip``.
 
         Returns the number of tokens generated so far.
         """
