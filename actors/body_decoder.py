@@ -11,8 +11,8 @@ from typing import TypeVar
 
 import msgspec
 
-from actors.errors import BadRequest
-from bus.wire.json_object import JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.wire.json_object import JsonObject
 
 Shape = TypeVar("Shape")
 

@@ -14,8 +14,8 @@ import numpy as np
 from msgspec import Meta, Struct
 from numpy.typing import NDArray
 
-from actors.body_decoder import decode, known_fields, shortened
-from actors.errors import BadRequest
+from tidemill.actors.body_decoder import decode, known_fields, shortened
+from tidemill.actors.errors import BadRequest
 
 LOWEST_TEMPERATURE = 1e-6
 """Lowest temperature but 0. SGLang decodes greedily below it."""

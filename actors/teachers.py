@@ -16,14 +16,14 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.config import ActorConfig
-from actors.engines.engine_client import error_of_call
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
-from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Sample
-from weightstore.transport.engine_api import EngineApi
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.engine_client import error_of_call
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from tidemill.actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Sample
+from tidemill.weightstore.transport.engine_api import EngineApi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

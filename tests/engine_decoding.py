@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from actors.serving.builtin import decoder
-from actors.serving.builtin.runner import KVSlots
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.weights import Weights, load_from_directory
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.runner import KVSlots
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
 CPU = torch.device("cpu")
 

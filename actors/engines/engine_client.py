@@ -21,15 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.port import EngineInfo, Generation
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
-from actors.events import END, data_in
-from bus.errors import WireError
-from bus.liveness.keys import RunKeys
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling, Span
-from bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
-from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
+from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from tidemill.actors.events import END, data_in
+from tidemill.bus.errors import WireError
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling, Span
+from tidemill.bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
+from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
 Send = Callable[[JsonObject], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
@@ -233,7 +233,7 @@ class HttpEngine:
 
 
 def error_of_call(failed: CallFailed) -> EngineError:
-    """Return the error of ``actors.errors`` for a failed call."""
+    """Return the error of ``tidemill.actors.errors`` for a failed call."""
     url, reason = failed.url, failed.reason
     match failed.failure:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
@@ -375,7 +375,7 @@ def _version(url: str, version: object) -> int:
 
 
 FINISHED = ("stop", "length")
-"""Finish reasons of a complete response, as ``actors.engines.responses`` has them."""
+"""Finish reasons of a complete response, as ``tidemill.actors.engines.responses`` has them."""
 
 
 def experts_of(

@@ -17,17 +17,17 @@ from typing import Any
 
 from msgspec import Struct
 
-from actors.body_decoder import decode, known_fields
-from actors.errors import BadRequest
-from actors.generate_body import Positive
-from actors.generate_body import Text as NonEmpty
-from actors.text import tool_calls
-from actors.text.text import Text
-from actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall
-from bus.errors import WireError
-from bus.wire.chat_messages import TEXTS, chat_messages, text_of
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.template_args import OF_TEMPLATE
+from tidemill.actors.body_decoder import decode, known_fields
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import Positive
+from tidemill.actors.generate_body import Text as NonEmpty
+from tidemill.actors.text import tool_calls
+from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, text_of
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.template_args import OF_TEMPLATE
 
 ReadReply = Callable[[JsonMapping, str, bool], ParsedReply]
 """Function from SGLang's JSON of a response, the text to read of it, and whether it has ended, to content and calls."""

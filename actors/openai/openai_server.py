@@ -9,15 +9,15 @@ from typing import Protocol
 
 from aiohttp import web
 
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from actors.events import DONE, event
-from actors.generate_body import RequestLimits
-from actors.http_api import body_of
-from actors.openai import openai_api
-from actors.text.text import Text, beside_loop, size_of
-from actors.text.tool_calls import ChatTemplate
-from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.access import Route
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from tidemill.actors.events import DONE, event
+from tidemill.actors.generate_body import RequestLimits
+from tidemill.actors.http_api import body_of
+from tidemill.actors.openai import openai_api
+from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.actors.text.tool_calls import ChatTemplate
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.weightstore.access import Route
 
 State = JsonMapping
 

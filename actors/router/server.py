@@ -17,24 +17,24 @@ from dataclasses import replace
 import aiohttp
 from aiohttp import web
 
-from actors.engines.address_checks import AddressChecker
-from actors.engines.engine_client import HttpEngine
-from actors.engines.membership import connected, default_id, first_row
-from actors.engines.server_pool import EnginePool
-from actors.errors import BadRequest, EngineError
-from actors.http_api import BODIES_BYTES, body_of, translate
-from actors.router.config import RouterConfig, check_url
-from actors.router.discovery import WorkerDiscovery
-from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
-from actors.router.forward import Asker, Forwarder
-from bus.client.reach import reach, route_to
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.liveness.keys import RunKeys, admin_keys
-from bus.system.coroutines import first_of
-from weightstore.access import Route, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener
+from tidemill.actors.engines.address_checks import AddressChecker
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.server_pool import EnginePool
+from tidemill.actors.errors import BadRequest, EngineError
+from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
+from tidemill.actors.router.config import RouterConfig, check_url
+from tidemill.actors.router.discovery import WorkerDiscovery
+from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
+from tidemill.actors.router.forward import Asker, Forwarder
+from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import RunKeys, admin_keys
+from tidemill.bus.system.coroutines import first_of
+from tidemill.weightstore.access import Route, RunAccess
+from tidemill.weightstore.bodies import BodyLimits, body_in
+from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 

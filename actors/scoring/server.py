@@ -18,24 +18,24 @@ from typing import Annotated, Any
 from aiohttp import web
 from msgspec import Meta, Struct, structs
 
-from actors.body_decoder import decode
-from actors.config import ActorConfig
-from bus.client.waiter import Waiter
-from bus.system.coroutines import ended
-from bus.wire.messages import Status
-from rewards.children.limits import Limits
-from rewards.errors import RewardFailed
-from rewards.group import GroupRequest
-from rewards.part_settings import read_parts
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import MAX_THREADS, checked
-from rewards.request_json import to_request
-from rewards.scorers.groups import GroupScorer, opened_group
-from rewards.scorers.parts import opened_parts
-from rewards.scorers.single import opened
-from weightstore.access import Access, Route, TokenAccess
-from weightstore.bodies import body_in, json_in
-from weightstore.listener import Listener
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.config import ActorConfig
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.system.coroutines import ended
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import MAX_THREADS, checked
+from tidemill.rewards.request_json import to_request
+from tidemill.rewards.scorers.groups import GroupScorer, opened_group
+from tidemill.rewards.scorers.parts import opened_parts
+from tidemill.rewards.scorers.single import opened
+from tidemill.weightstore.access import Access, Route, TokenAccess
+from tidemill.weightstore.bodies import body_in, json_in
+from tidemill.weightstore.listener import Listener
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096
@@ -50,7 +50,7 @@ NO_RESULT = "no result in time"
 class ScoreBody(Struct, kw_only=True):
     """A request as JSON; only ``prompt`` and ``response`` must be there.
 
-    The fields have the order of ``rewards.request_json``.
+    The fields have the order of ``tidemill.rewards.request_json``.
     """
 
     prompt: str | list[Any]

@@ -1,14 +1,14 @@
-"""Bodies of the commands of an engine: SGLang's names, one struct each, decoded by ``actors.body_decoder``."""
+"""Bodies of the commands of an engine: SGLang's names, one struct each, decoded by ``tidemill.actors.body_decoder``."""
 
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from actors.body_decoder import decode
-from actors.errors import UpdateRefused
-from actors.serving.port import COMMAND_S
-from weightstore.errors import WeightstoreError
-from weightstore.format.manifest import TensorSpec
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.port import COMMAND_S
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.manifest import TensorSpec
 
 MAX_S = 1e6
 """Maximum time limit in seconds that a request may set."""

@@ -18,16 +18,16 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from actors.body_decoder import decode, need
-from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
-from actors.scratch import Scratch
-from actors.serving.authority import Authority
-from actors.serving.command_bodies import UpdateBody
-from actors.serving.port import Updates
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import WeightstoreError
-from weightstore.format.manifest import Bucket
-from weightstore.transport.handles import Mapped, Offered
+from tidemill.actors.body_decoder import decode, need
+from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
+from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.command_bodies import UpdateBody
+from tidemill.actors.serving.port import Updates
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.transport.handles import Mapped, Offered
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +226,7 @@ class HandleListener:
 def _mapped(to_gpu: bool) -> Mapped:
     if not to_gpu:
         return Mapped()
-    from weightstore.transport.pinning import PINNING
+    from tidemill.weightstore.transport.pinning import PINNING
 
     return Mapped(pinning=PINNING)
 

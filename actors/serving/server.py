@@ -1,15 +1,15 @@
-"""SGLang's HTTP API of an engine: paths, JSON and status codes (``actors.http_api``), the same for both kinds of engine."""
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds of engine."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 from aiohttp import web
 
-from actors.body_decoder import decode
-from actors.errors import EngineFailed, EngineUnavailable
-from actors.http_api import BODIES_BYTES, NONCE_HEADER, body_of, done, translate
-from actors.openai.openai_server import OpenAiRoutes
-from actors.serving.command_bodies import (
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import EngineFailed, EngineUnavailable
+from tidemill.actors.http_api import BODIES_BYTES, NONCE_HEADER, body_of, done, translate
+from tidemill.actors.openai.openai_server import OpenAiRoutes
+from tidemill.actors.serving.command_bodies import (
     AbortBody,
     BucketBody,
     CheckerBody,
@@ -20,12 +20,12 @@ from actors.serving.command_bodies import (
     PauseBody,
     UpdateBody,
 )
-from actors.serving.port import Backend, Body, ExposedEngine, Result
-from bus.wire.json_object import JsonObject
-from weightstore.access import Handler, Route, Rule, RunAccess
-from weightstore.bodies import BodyLimits
-from weightstore.format.checksums import ChecksumReport
-from weightstore.listener import Listener
+from tidemill.actors.serving.port import Backend, Body, ExposedEngine, Result
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.weightstore.access import Handler, Route, Rule, RunAccess
+from tidemill.weightstore.bodies import BodyLimits
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.listener import Listener
 
 
 class EngineServer:

@@ -20,11 +20,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actors.errors import BadRequest, NoRenderer, RendererMissing
-from actors.text.text import Text
-from actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall, call_of
-from bus.system.foreign import errors_as
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest, NoRenderer, RendererMissing
+from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall, call_of
+from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 NAME = "o200k_base.tiktoken"
 """Name of the file that openai-harmony loads: a line for each token, its bytes in base64 and its id."""

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from actors.errors import BadRequest
-from bus.wire.json_object import JsonMapping
-from rewards.message_template import MessageTemplate
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.message_template import MessageTemplate
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"\s*+(?:;\s*+)?")
@@ -40,7 +40,7 @@ class ParsedReply:
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``actors.text.rendering``) separate it from
+    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate it from
     the content."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
@@ -168,7 +168,7 @@ class ChatTemplate(MessageTemplate):
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
         super().__init__(source, special, tool_use=tool_use)
         self.form_of_calls = form_of(tool_use or source)
-        """Format in which the model writes tool calls (``actors.text.tool_calls``); None = unknown."""
+        """Format in which the model writes tool calls (``tidemill.actors.text.tool_calls``); None = unknown."""
 
     def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""

@@ -5,8 +5,8 @@ from typing import Annotated, Any
 import pytest
 from msgspec import Meta, Struct
 
-from actors.body_decoder import decode, known_fields, need
-from actors.errors import BadRequest
+from tidemill.actors.body_decoder import decode, known_fields, need
+from tidemill.actors.errors import BadRequest
 
 
 class Inner(Struct):

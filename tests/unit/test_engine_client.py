@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.engine_client import RequestBatcher, _whole
-from actors.engines.port import Generation
-from actors.openai import openai_api
-from bus.wire.messages import Sampling, Span
+from tidemill.actors.engines.engine_client import RequestBatcher, _whole
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.openai import openai_api
+from tidemill.bus.wire.messages import Sampling, Span
 
 NOT_BEGUN = {
     "text": "",

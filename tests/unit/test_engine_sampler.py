@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import BadRequest
-from actors.generate_body import RequestLimits, SamplingParams, parse_generate, sampling_params, seeds
-from actors.serving.builtin.sampler import Sampler, uniforms
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import RequestLimits, SamplingParams, parse_generate, sampling_params, seeds
+from tidemill.actors.serving.builtin.sampler import Sampler, uniforms
 
 CPU = torch.device("cpu")
 LIMITS = RequestLimits(vocab_size=100, max_context=64, encode=None)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, RequestIds, Watch
+from tidemill.actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, RequestIds, Watch
 
 NEVER = float("inf")
 

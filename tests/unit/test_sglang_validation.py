@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from actors.config import EngineConfig, SglangConfig
-from actors.errors import BadRequest
-from actors.generate_body import RequestLimits
-from actors.serving.sglang.arguments import SAME, TRIED, UNTRIED
-from actors.serving.sglang.server_process import command_line, server_arguments
-from actors.serving.sglang.validation import responses_in
-from launch.settings.run_config import RunConfig
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import RequestLimits
+from tidemill.actors.serving.sglang.arguments import SAME, TRIED, UNTRIED
+from tidemill.actors.serving.sglang.server_process import command_line, server_arguments
+from tidemill.actors.serving.sglang.validation import responses_in
+from tidemill.launch.settings.run_config import RunConfig
 
 LIMITS = RequestLimits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
 IDS = {"input_ids": [5, 6, 7]}

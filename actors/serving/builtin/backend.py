@@ -14,23 +14,23 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from actors.body_decoder import decode
-from actors.errors import EngineFailed, EngineUnavailable
-from actors.events import DONE, event
-from actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
-from actors.http_api import body_of, done, error_of
-from actors.serving.builtin.input_scores import Scoring, scores_json
-from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.sequence import ABORTED_BY_ID, CLIENT_GONE, CapturedExperts, Model, ResponseRequest, Sequence
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.weight_updates import WeightUpdates
-from actors.serving.command_bodies import PushBody
-from actors.serving.host import PROBE, EngineHost
-from actors.serving.port import Body, Result
-from actors.text.text import Text, beside_loop, size_of
-from bus.wire.json_object import JsonObject
-from weightstore.access import Route
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import EngineFailed, EngineUnavailable
+from tidemill.actors.events import DONE, event
+from tidemill.actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
+from tidemill.actors.http_api import body_of, done, error_of
+from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
+from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
+from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.sequence import ABORTED_BY_ID, CLIENT_GONE, CapturedExperts, Model, ResponseRequest, Sequence
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.command_bodies import PushBody
+from tidemill.actors.serving.host import PROBE, EngineHost
+from tidemill.actors.serving.port import Body, Result
+from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.weightstore.access import Route
 
 
 class Progress:
@@ -152,7 +152,7 @@ class BuiltinBackend:
         return response
 
     async def states(self, body: Body) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
+        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
                 yield state

@@ -13,17 +13,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.body_decoder import decode
-from actors.errors import UpdateRefused
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
-from actors.serving.command_bodies import JoinBody
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import PeerLost, WeightstoreError
-from weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.command_bodies import JoinBody
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import PeerLost, WeightstoreError
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
 
 class MessageGroup(Protocol):
-    """The receiving end of a push (``weightstore.transport.broadcast``)."""
+    """The receiving end of a push (``tidemill.weightstore.transport.broadcast``)."""
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
         """Return the next message, received into ``into`` where possible."""
@@ -68,7 +68,7 @@ class JoinedGroup:
     @classmethod
     async def join(cls, name: str, body: JsonMapping) -> "JoinedGroup":
         """Join the group that the body of /init_weights_update_group names. Raises BadRequest, UpdateRefused."""
-        from weightstore.transport.broadcast import BroadcastGroup
+        from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
         place = decode(body, JoinBody)
         host, port, rank, world_size = place.master_address, place.master_port, place.rank_offset, place.world_size

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from actors.serving.builtin import decoder
-from actors.serving.builtin.input_scores import InputScores, Scoring, scores
-from actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.input_scores import InputScores, Scoring, scores
+from tidemill.actors.serving.builtin.weights import Weights
 
 FIRST_LENGTH = 128
 """Positions allocated at first; doubled as needed."""

@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.generate_body import SamplingParams
-from actors.text.text import StopStrings, Text
-from bus.wire.json_object import JsonObject
-from bus.wire.routed_experts import RoutedShape
+from tidemill.actors.generate_body import SamplingParams
+from tidemill.actors.text.text import StopStrings, Text
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.routed_experts import RoutedShape
 
 
 class CapturedExperts:

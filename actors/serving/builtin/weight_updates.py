@@ -19,11 +19,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.body_decoder import decode
-from actors.errors import PeerTransferRefused, UpdateRefused
-from actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
-from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.weights import (
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
+from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
+from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.weights import (
     EMBEDDING,
     HEAD,
     Weights,
@@ -34,14 +34,14 @@ from actors.serving.builtin.weights import (
     load_from_bucket,
     load_from_directory,
 )
-from actors.serving.command_bodies import BucketBody, UpdateBody
-from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
-from actors.serving.port import COMMAND_S, Body
-from bus.system.foreign import errors_as
-from weightstore.errors import WeightstoreError
-from weightstore.format.checksums import ChecksumReport, sha256
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.transport.handles import Offered
+from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
+from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
+from tidemill.actors.serving.port import COMMAND_S, Body
+from tidemill.bus.system.foreign import errors_as
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.checksums import ChecksumReport, sha256
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.transport.handles import Offered
 
 log = logging.getLogger(__name__)
 

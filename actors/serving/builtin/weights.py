@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.errors import UnsupportedModel, UpdateRefused
-from actors.serving.builtin.shape import ModelShape
-from weightstore.format.checksums import ChecksumReport, report_checksums
-from weightstore.format.manifest import Bucket
-from weightstore.store import snapshot
+from tidemill.actors.errors import UnsupportedModel, UpdateRefused
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.store import snapshot
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64

@@ -15,10 +15,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from actors.errors import EngineError
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.weight_updates import WeightUpdates
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import EngineError
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.bus.wire.json_object import JsonMapping
 
 _ID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import BadManifest
-from weightstore.format.checksums import ChecksumReport, Part
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.transport.handles import Offered
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.checksums import ChecksumReport, Part
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.transport.handles import Offered
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's parameters that hold several tensors, one after the other."""
@@ -137,7 +137,7 @@ class _Share:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        from weightstore.transport.cuda_handles import arguments
+        from tidemill.weightstore.transport.cuda_handles import arguments
 
         return rebuild_cuda_tensor, arguments(self._offered.handle, self._rank, str(self._offered.handle["device"]))
 

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import numpy as np
 from msgspec import Meta, Struct
 
-from actors.body_decoder import decode
-from actors.errors import BadRequest
-from actors.generate_body import (
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import (
     Natural,
     Positive,
     RequestLimits,
@@ -26,7 +26,7 @@ from actors.generate_body import (
     texts_in,
     token_ids,
 )
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 Float32 = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
