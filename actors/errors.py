@@ -15,7 +15,7 @@ class ActorRefused(Exception):
 
 
 class ServerFault(Exception):
-    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/pool.py``), and another may do it."""
+    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/server_pool.py``), and another may do it."""
 
 
 class EngineError(Exception):
@@ -23,7 +23,10 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(EngineError, ServerFault):
-    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline. Another one may serve the request."""
+    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline.
+
+    Another one may serve the request.
+    """
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -34,7 +37,10 @@ class EngineUnavailable(EngineError, ServerFault):
 
 
 class EngineGone(EngineUnavailable):
-    """The connection broke while the engine worked on the request: it died or was ended. A refused connection does not count."""
+    """The connection broke while the engine worked on the request: it died or was ended.
+
+    A refused connection does not count.
+    """
 
 
 class VersionUnavailable(EngineUnavailable):
@@ -68,7 +74,10 @@ class ScorerLost(ScorerUnavailable):
 
 
 class BadRequest(EngineError, ValueError):
-    """The request can never be served as it is. The reason names the field, the values it accepts and the value received."""
+    """The request can never be served as it is.
+
+    The reason names the field, the values it accepts and the value received.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -101,7 +110,7 @@ class UpdateRefused(EngineError):
 
 
 class CannotTell(EngineError):
-    """The engine has no checksums that can be compared with those of another process."""
+    """The engine has no checksums that can be compared with another process's."""
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -123,7 +132,10 @@ class PeerTransferRefused(EngineError):
 
 
 class UnsupportedModel(EngineError, ValueError):
-    """An implementation cannot compute this model or prompt. The reason names the setting, the values it accepts and the one received."""
+    """An implementation cannot compute this model or prompt.
+
+    The reason names the setting, the values it accepts and the one received.
+    """
 
     exit_code = exit_codes.CONFIG
 

@@ -12,7 +12,7 @@ END = b"[DONE]"
 DONE = DATA + END + b"\n\n"
 """The last event, encoded."""
 MAX_LINE_BYTES = 1 << 26
-"""Most bytes of one event: each state of a stream has the whole response so far."""
+"""Maximum number of bytes of one event: each state of a stream has the whole response so far."""
 
 
 def event(content: Mapping[str, object]) -> bytes:
@@ -35,11 +35,11 @@ async def data_in(chunks: AsyncIterator[bytes], *, max_line_bytes: int = MAX_LIN
 
     Raises ClientPayloadError at a line of more than ``max_line_bytes``, as if the connection had broken.
     """
-    rest = b""
+    unended = b""
     async for chunk in chunks:
-        *whole, rest = (rest + chunk).split(b"\n")
+        *whole, unended = (unended + chunk).split(b"\n")
         for line in whole:
             if (data := data_of(line)) is not None:
                 yield data
-        if len(rest) > max_line_bytes:
+        if len(unended) > max_line_bytes:
             raise aiohttp.ClientPayloadError(f"a line of more than {max_line_bytes} bytes")

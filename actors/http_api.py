@@ -1,37 +1,31 @@
-"""Parts shared by the engines' HTTP servers: request bodies and errors in SGLang's JSON.
+"""Parts shared by the HTTP servers of engines and routers: bodies as JSON maps, and errors in SGLang's JSON.
 
-400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
-404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
-503 = not serving now. ``tidemill.weightstore.bodies`` has those of bodies.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is
+no run, 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported
+by this engine, 503 = not serving now. ``tidemill.weightstore.bodies`` has those of bodies.
 """
 
 import logging
 import re
 from collections.abc import Mapping
-from typing import TypeVar
 
 from aiohttp import web
 
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from tidemill.bus.client.reach import AUTO, LOOPBACK
-from tidemill.bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
+from tidemill.bus.wire.json_object import JsonObject, with_whole_characters
 from tidemill.weightstore.access import Handler
 from tidemill.weightstore.bodies import body_in, json_in
 from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
-
 NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
-MEMORY = frozenset({"kv_cache", "weights"})
-"""Kinds of memory that an engine can release."""
 BODIES_BYTES = 1 << 30
-"""Most bytes of request bodies that an engine or a router holds: the prompts of all requests that wait are among them."""
-MAX_S = 1e6
-"""Longest time limit in seconds that a request may set."""
+"""Maximum number of bytes of request bodies that an engine or a router holds, with the prompts of all requests that
+wait."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
 
@@ -64,7 +58,10 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def body_of(request: web.Request) -> Mapping[str, object]:
-    """Return the body of a request as a map; empty for a request without one. Raises BadRequest unless it is a JSON map."""
+    """Return the body of a request as a map; empty for a request without one.
+
+    Raises BadRequest unless it is a JSON map.
+    """
     raw = body_in(request)
     return json_map(raw) if raw else {}
 
@@ -83,75 +80,11 @@ def json_map(raw: bytes) -> JsonObject:
     return with_whole_characters(body) if SURROGATE.search(raw) else body
 
 
-def seconds_in(body: Mapping[str, object], name: str, default: float) -> float:
-    """Return a time limit in seconds. Raises BadRequest unless it is > 0 and <= MAX_S."""
-    value = body.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_S:
-        raise BadRequest(f"{name}: want a number of seconds > 0 and <= {MAX_S:g}, got {value!r}")
-    return float(value)
-
-
-def port_in(body: Mapping[str, object], name: str) -> int:
-    """Return a TCP port, 1 .. 65535. Raises BadRequest."""
-    port = need(body, name, int)
-    if not 0 < port < 1 << 16:
-        raise BadRequest(f"{name}: want a port, 1 .. 65535, got {port}")
-    return port
-
-
-def need(body: Mapping[str, object], name: str, kind: type[Found]) -> Found:
-    """Return the field ``name``, of type ``kind``. Raises BadRequest when it is absent or has another type (a bool is no int)."""
-    value = body.get(name)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
-    return value
-
-
-def group_in(body: Mapping[str, object]) -> str:
-    """Return the name of the process group; SGLang's default if the body has none. Raises BadRequest for one that is no text."""
-    return str(need({"group_name": "weight_update_group", **body}, "group_name", str))
-
-
-def version_in(body: JsonMapping) -> int | None:
-    """Return the weight version; None if the body has none. SGLang's versions are strings; ours are numbers in them.
-
-    Raises BadRequest unless it is a number >= 0.
-    """
-    given = body.get("weight_version")
-    if given is None:
-        return None
-    try:
-        version = int(given)
-    except (TypeError, ValueError, OverflowError):
-        version = -1
-    if version < 0 or isinstance(given, bool | float):
-        raise BadRequest(f'weight_version: want a number >= 0 as a string, like "3", got {given!r}')
-    return version
-
-
-def memory_tags_in(body: Mapping[str, object]) -> frozenset[str]:
-    """Return the kinds of memory that a release or resume refers to; null means all of them. Raises BadRequest for other tags."""
-    tags = body.get("tags")
-    if tags is None:
-        return MEMORY
-    if not isinstance(tags, list) or not tags or not all(isinstance(tag, str) and tag in MEMORY for tag in tags):
-        raise BadRequest(f"tags: want null, or some of {', '.join(sorted(MEMORY))}, got {tags!r}")
-    return frozenset(tags)
-
-
-def of_update_in(body: Mapping[str, object]) -> bool:
-    """Return whether a request for checksums refers to the weights of the open update, not to the served ones. Raises BadRequest."""
-    of = body.get("of", "served")
-    if of not in ("served", "update"):
-        raise BadRequest(f"of: want served or update, got {of!r}")
-    return bool(of == "update")
-
-
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
     """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only.
 
-    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other machines reach without a
-    key, OSError.
+    ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other
+    machines reach without a key, OSError.
     """
     bind = config.host if host is None else host
     return await listener.start(

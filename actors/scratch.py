@@ -12,7 +12,10 @@ _LOCK = ".lock"
 
 
 class Scratch:
-    """``path`` is a directory with nothing but its lock. Blocks while it removes those of killed processes, which may hold whole models."""
+    """``path`` is a directory with nothing but its lock.
+
+    It blocks to remove the directories of killed processes, maybe whole models.
+    """
 
     def __init__(self, what: str) -> None:
         prefix = f"tidemill-{what}-"

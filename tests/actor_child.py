@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import section
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.scoring.scorer_process import run_scorer
 from tidemill.bus.config import BusConfig
 from tidemill.launch.run.process import run

@@ -5,10 +5,9 @@ from pathlib import Path
 import torch
 
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.runner import KVSlots
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.slots import KVSlots
-from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.engines.pool import EnginePool
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.engines.server_pool import EnginePool, ServerStatus
 from tidemill.bus.errors import BusError
 from tidemill.bus.wire.messages import Sampling, Span
 

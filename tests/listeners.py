@@ -20,7 +20,7 @@ from tidemill.actors.config import EngineConfig, SglangConfig
 from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.router.config import RouterConfig
-from tidemill.actors.router.server import Router
+from tidemill.actors.router.server import RouterServer
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.scoring.server import RewardServer
 from tidemill.actors.serving.authority import Authority
@@ -106,7 +106,7 @@ async def sglang(model_dir: Path) -> AsyncIterator[Place]:
 @asynccontextmanager
 async def _router(keys: RunKeys | None, at: Reach) -> AsyncIterator[Place]:
     async with faulty() as server:
-        router = Router(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
+        router = RouterServer(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
         url = await router.start()
         try:
             yield Place(listener=router.listener, url=url, request="POST /abort_request", headers={} if keys is None else KEYS.headers)

@@ -12,7 +12,7 @@ import aiohttp
 from aiohttp import web
 
 from tidemill.actors.router.config import RouterConfig
-from tidemill.actors.router.server import Router
+from tidemill.actors.router.server import RouterServer
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.server.ports import KeptPort
@@ -23,7 +23,7 @@ LIMIT_S = 60.0
 class Door:
     """A client of a router."""
 
-    def __init__(self, router: Router, session: aiohttp.ClientSession) -> None:
+    def __init__(self, router: RouterServer, session: aiohttp.ClientSession) -> None:
         self.router, self.session, self.url = router, session, router.url
 
     async def post(self, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
@@ -60,7 +60,7 @@ async def routing(
 ) -> AsyncIterator[Door]:
     """Run a router that knows these engines; they serve from the beginning if ``wait``."""
     settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, "connect_s": 60.0, "insecure": keys is None, **config}
-    router = Router(RouterConfig(workers=urls, **settings), view, keys)
+    router = RouterServer(RouterConfig(workers=urls, **settings), view, keys)
     await router.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:

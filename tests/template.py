@@ -54,7 +54,7 @@ PRELOADED = [
     "tidemill.launch.cli.archive",
     "tidemill.learner.feed.feeder",
     "tidemill.learner.ranks.rank",
-    "tidemill.actors.rollout.actor_process",
+    "tidemill.actors.actor.process",
     "tidemill.actors.serving.builtin.engine",
     "tidemill.actors.serving.engine_process",
     "numpy.ma",

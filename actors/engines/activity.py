@@ -14,7 +14,7 @@ class RolloutCounters:
 
     samples_published: int = 0
     tokens_generated: int = 0
-    """Tokens of finished responses, published or not, including those that another actor had generated."""
+    """Tokens of finished responses, published or not, including tokens that another actor had generated."""
     tasks_done: int = 0
     tasks_handed_back: int = 0
     failures: int = 0

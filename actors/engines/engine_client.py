@@ -1,27 +1,97 @@
 """The Engine port over SGLang's HTTP API: for the built-in engine and for SGLang itself. Knows no bus.
 
 Fields that only the built-in engine supports (``min_version``, ``continued_tokens``) are sent only when they are used.
+Requests for one prompt that start together are sent as one, in SGLang's batch form: for short responses an HTTP request
+costs as much as its tokens do.
+
+The experts of a response's tokens are in ``meta_info.routed_experts``: base64 of int32 [rows, all layers, top_k], a row
+for each token but the last, of prompt and response. Shape letters: P = tokens of the prompt, R = tokens of the
+response, E = layers with experts, K = experts of a token.
 """
 
+import asyncio
+import base64
+import binascii
 import json
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.engines.batching import RequestBatcher
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.engines.routed_experts import experts_of
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from tidemill.actors.events import END, data_in
+from tidemill.bus.errors import WireError
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling, Span
-from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
 from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
+
+Send = Callable[[JsonObject], Awaitable[Any]]
+"""POST a body to /generate: one answer for one prompt, a list for a list."""
+Pending = list[tuple[JsonObject, "asyncio.Future[object]"]]
+"""The body and the future answer of each request of a batch."""
+_BY_REQUEST = ("rid", "input_ids", "sampling_params")
+"""Fields that are lists in the batch form; the others must be the same for all."""
+
+
+class RequestBatcher:
+    """Collects requests for one engine and sends them in batches."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[object, Pending] = {}
+        self._sending: set[asyncio.Task[None]] = set()
+
+    async def request(self, body: JsonObject, send: Send) -> object:
+        """Return the answer to ``body``.
+
+        The batch is sent by the ``send`` of its first caller; an exception of it is raised in all.
+        """
+        loop = asyncio.get_running_loop()
+        key = (tuple(body["input_ids"]), body.get("min_version"))
+        answer: asyncio.Future[object] = loop.create_future()
+        if key not in self._waiting:
+            self._waiting[key] = []
+            loop.call_soon(self._start, key, send)  # after this turn of the loop, so that its other requests are in the batch
+        self._waiting[key].append((body, answer))
+        return await answer
+
+    async def close(self) -> None:
+        """Cancel the batches in flight."""
+        for task in self._sending:
+            task.cancel()
+        await asyncio.gather(*self._sending, return_exceptions=True)
+
+    def _start(self, key: object, send: Send) -> None:
+        waiting = [(body, answer) for body, answer in self._waiting.pop(key) if not answer.done()]
+        if not waiting:
+            return
+        task = asyncio.get_running_loop().create_task(_send_batch(waiting, send), name="request batch")
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+        task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # for a batch that was cancelled before it began
+        for _, answer in waiting:
+            answer.add_done_callback(lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None)
+
+
+async def _send_batch(waiting: Pending, send: Send) -> None:
+    """Send a batch and give each caller its part of the answer."""
+    first = waiting[0][0]
+    body = first if len(waiting) == 1 else first | {name: [one[name] for one, _ in waiting] for name in _BY_REQUEST}
+    try:
+        answers = await send(body)
+        for (_, answer), part in zip(waiting, [answers] if len(waiting) == 1 else answers, strict=True):
+            if not answer.done():
+                answer.set_result(part)
+    except Exception as error:  # raised in every caller
+        for _, answer in waiting:
+            if not answer.done():
+                answer.set_exception(error)
+
 
 COMMAND_S = 30.0
 """Time limit in seconds of every call but generation."""
@@ -30,8 +100,8 @@ COMMAND_S = 30.0
 class HttpEngine:
     """A client of one engine. Connections are opened on first use, one per concurrent request.
 
-    ``join``: requests for one prompt that start together are sent as one (``batching.py``).
-    ``keys``: keys of the run, for engines that require one. ``routed_experts``: every response has the experts of its tokens; EngineFailed
+    ``join``: requests for one prompt that start together are sent as one (``RequestBatcher``). ``keys``: keys of the
+    run, for engines that require one. ``routed_experts``: every response has the experts of its tokens; EngineFailed
     for an engine that does not return them.
     """
 
@@ -86,7 +156,10 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
-        """Send /generate and yield a response per event. Raises EngineFailed also for a stream that ends without [DONE]."""
+        """Send /generate and yield a response per event.
+
+        Raises EngineFailed also for a stream that ends without [DONE].
+        """
         routed = await self._routing()
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
@@ -139,15 +212,18 @@ class HttpEngine:
         await self._api.close()
 
     async def _routing(self) -> RoutedShape | None:
-        """Return the sizes of the engine's routing; None = experts are not wanted. Raises EngineFailed for an engine that returns none."""
+        """Return the sizes of the engine's routing; None = experts are not wanted.
+
+        Raises EngineFailed for an engine that returns none.
+        """
         if not self._wants_experts or self._routed is not None:
             return self._routed
-        found = (await self._call("GET", "/server_info")).get("routed_experts")
-        if found is None:
+        described = (await self._call("GET", "/server_info")).get("routed_experts")
+        if described is None:
             cure = "a model with experts, and a SGLang server with --enable-return-routed-experts"
             raise EngineFailed(self.url, f"it returns no experts of tokens, which learner.routing_replay: rollout needs: want {cure}")
         try:
-            self._routed = RoutedShape.read(found)
+            self._routed = RoutedShape.read(described)
         except ValueError as error:
             raise EngineFailed(self.url, f"/server_info, routed_experts: {error}") from None
         return self._routed
@@ -163,8 +239,8 @@ def error_of_call(failed: CallFailed) -> EngineError:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
             return EngineUnavailable(url, reason)
         case Failure.UNAVAILABLE:
-            wanted = failed.answer.get("unavailable") == VersionUnavailable.__name__
-            return (VersionUnavailable if wanted else EngineUnavailable)(url, reason)
+            lacks_version = failed.answer.get("unavailable") == VersionUnavailable.__name__
+            return (VersionUnavailable if lacks_version else EngineUnavailable)(url, reason)
         case Failure.BROKEN:
             return EngineGone(url, reason)
         case Failure.STALE:
@@ -219,7 +295,10 @@ def _decoded(url: str, data: bytes) -> Any:
 def _whole(
     url: str, answer: Any, sampling: Sampling, begun: Generation | None, *, prompt_tokens: int = 0, routed: RoutedShape | None = None
 ) -> Generation:
-    """Return the answer, appended to the response it continues. Raises EngineFailed if it cannot be parsed or runs past a stop string."""
+    """Return the answer, appended to the response it continues.
+
+    Raises EngineFailed if it cannot be parsed or runs past a stop string.
+    """
     generation = _generation(url, answer)
     if routed is not None:
         experts = experts_of(url, answer, generation, begun, prompt_tokens=prompt_tokens, routed=routed)
@@ -288,8 +367,70 @@ def _generation(url: str, answer: Any) -> Generation:
     return generation
 
 
-def _version(url: str, given: object) -> int:
+def _version(url: str, version: object) -> int:
     try:
-        return int(str(given))
+        return int(str(version))
     except ValueError:
-        raise EngineFailed(url, f"weight_version: want a number, got {given!r} (start it with --weight-version 0)") from None
+        raise EngineFailed(url, f"weight_version: want a number, got {version!r} (start it with --weight-version 0)") from None
+
+
+FINISHED = ("stop", "length")
+"""Finish reasons of a complete response, as ``tidemill.actors.engines.responses`` has them."""
+
+
+def experts_of(
+    url: str, answer: Any, generation: Generation, begun: Generation | None, *, prompt_tokens: int, routed: RoutedShape
+) -> RoutedExperts | None:
+    """Return the experts of prompt and whole response, [P + R, E, K]; the last token's are unknown. None where the answer has none.
+
+    ``generation``: the answer without ``begun``, which it continues. The pass that counts for a token is the one before
+    its next token was sampled. A continued response is computed again as a prompt, so of its positions
+    ``begun.routed_experts`` counts, or else none. Raises EngineFailed for a finished answer without experts, and for
+    wrong ones.
+    """
+    given, complete = answer["meta_info"].get("routed_experts"), generation.finish in FINISHED
+    num_begun = 0 if begun is None else len(begun.tokens)
+    num_context, num_tokens = prompt_tokens + num_begun, prompt_tokens + num_begun + len(generation.tokens)
+    if given is None:
+        if complete:
+            raise EngineFailed(url, "its answer has no meta_info.routed_experts, which the request asked for")
+        return None if begun is None else _extended(begun.routed_experts, num_tokens, routed)
+    rows = _rows(url, given, num_tokens, routed, complete=complete)
+    experts = routed.unknown(num_tokens)
+    experts[: len(rows)] = rows
+    if begun is not None and num_begun:
+        experts[: num_context - 1] = _extended(begun.routed_experts, num_context, routed)[: num_context - 1]
+    try:
+        check_routed_experts(experts, num_tokens, routed)
+    except WireError as error:
+        raise EngineFailed(url, f"its answer: {error}") from None
+    return experts
+
+
+def _extended(begun: RoutedExperts | None, num_tokens: int, routed: RoutedShape) -> RoutedExperts:
+    """Return the experts of a continued response, the other rows unknown."""
+    experts = routed.unknown(num_tokens)
+    if begun is not None:
+        experts[: len(begun)] = begun
+    return experts
+
+
+def _rows(url: str, given: object, num_tokens: int, routed: RoutedShape, *, complete: bool) -> NDArray[np.integer[Any]]:
+    """Return the rows of an answer for ``num_tokens`` tokens without layers that have no experts.
+
+    Raises EngineFailed.
+    """
+    want = f"base64 of int32 [{num_tokens - 1}, {routed.num_layers}, {routed.top_k}]"
+    try:
+        if not isinstance(given, str):
+            raise ValueError(type(given).__name__)
+        raw = base64.b64decode(given, validate=True)
+        whole = np.frombuffer(raw, "<i4").reshape(-1, routed.num_layers, routed.top_k)
+    except (binascii.Error, ValueError) as error:
+        raise EngineFailed(url, f"meta_info.routed_experts: want {want}, got {str(given)[:40]!r}: {error}") from None
+    rows = whole[:, list(routed.layers)]
+    # An aborted request may have fewer: it waited, or ended before its last token was an input.
+    lengths = range(num_tokens - 1 if complete else 0, num_tokens)
+    if len(rows) not in lengths or (len(rows) and not 0 <= rows.min() <= rows.max() < routed.num_experts):
+        raise EngineFailed(url, f"meta_info.routed_experts: want {want} with ids < {routed.num_experts}, got {whole.shape}")
+    return rows

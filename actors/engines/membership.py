@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar, cast
 
-from tidemill.actors.allowed import refuse_foreign
 from tidemill.actors.errors import BadRow
+from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
 from tidemill.bus.liveness.waiting import Waiting
@@ -77,9 +77,9 @@ async def config_of_run(
 ) -> JsonObject | None:
     """Return the config of the run for a process of ``role``, once it is written; None when ``draining`` is set before.
 
-    While it waits, there is a live row ``<role>.<id>`` with the reason.
-    ``allowed``: patterns for settings that name code, programs, environment or files, as in ``actors/allowed.py``; ``changed``: settings
-    that this machine replaces in it. Raises NotAllowed for a setting that fits none of the patterns, NotFound after ``BUS_WAIT_S``.
+    While it waits, there is a live row ``<role>.<id>`` with the reason. ``allowed``: patterns for settings that name
+    code, programs, environment or files, as in ``actors/guarded_settings.py``; ``changed``: settings that this machine
+    replaces in it. Raises NotAllowed for a setting that fits none of the patterns, NotFound after ``BUS_WAIT_S``.
     """
     deadline = time.monotonic() + BUS_WAIT_S
     async with AsyncExitStack() as stack:

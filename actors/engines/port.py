@@ -22,7 +22,8 @@ class Generation:
     log_probs: NDArray[np.float32]
     """Log-probs in nats under the distribution that was sampled from, [R]; for greedy decoding without temperature."""
     spans: tuple[Span, ...]
-    """Versions that generated the tokens, in order; their lengths sum to R, no length is 0. May be empty while unfinished."""
+    """Versions that generated the tokens, in order; their lengths sum to R, no length is 0. May be empty while
+    unfinished."""
     finish: str | None
     """stop | length | abort; None = unfinished (streaming only)."""
     routed_experts: RoutedExperts | None = None
@@ -57,7 +58,7 @@ class EngineInfo:
     model_path: str
     model_type: str
     max_context: int
-    """Most tokens of prompt + response; 0 = not reported."""
+    """Maximum number of tokens of prompt + response; 0 = not reported."""
     vocab_size: int = 0
     """Number of token ids; 0 = not reported."""
     details: dict[str, object]
@@ -67,9 +68,9 @@ class EngineInfo:
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
-    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving, full, too
-    late: try another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere), BadRequest (never repeat it).
-    A call that is cancelled aborts its request at the engine. No method retries.
+    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving,
+    full, too late: try another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere),
+    BadRequest (never repeat it). A call that is cancelled aborts its request at the engine. No method retries.
     """
 
     async def generate(
@@ -84,11 +85,12 @@ class Engine(Protocol):
     ) -> Generation:
         """Return one complete response. Requests with the same prompt that are sent together may share its computation.
 
-        A weight update meanwhile neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort" when the request
-        was aborted: an unfinished response, no error. ``id`` must be unique among unfinished requests; empty = the adapter chooses.
-        ``begun``: an unfinished response to the same prompt, of any engine; it is continued, and the result includes it. With the seed and
-        the weights it was begun with, the built-in engine samples the tokens that it would have sampled without the interruption.
-        Raises VersionUnavailable when no version >= ``min_version`` is served within ``timeout_s``.
+        A weight update meanwhile neither ends nor delays it; its tokens then have several spans. ``finish`` is "abort"
+        when the request was aborted: an unfinished response, no error. ``id`` must be unique among unfinished requests;
+        empty = the adapter chooses. ``begun``: an unfinished response to the same prompt, of any engine; it is
+        continued, and the result includes it. With the seed and the weights it was begun with, the built-in engine
+        samples the tokens that it would have sampled without the interruption. Raises VersionUnavailable when no
+        version >= ``min_version`` is served within ``timeout_s``.
         """
         ...
 
@@ -102,7 +104,10 @@ class Engine(Protocol):
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> AsyncIterator[Generation]:
-        """Yield the same response as it grows; every item has all tokens so far, the last one has ``finish``. Items may be skipped."""
+        """Yield the same response as it grows; every item has all tokens so far, the last one has ``finish``.
+
+        Items may be skipped.
+        """
         ...
 
     async def abort(self, id: str | None = None) -> None:

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.activity import Activity
-from tidemill.actors.engines.pool import EnginePool
 from tidemill.actors.engines.port import Engine, Generation
-from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Sampling, Timings
@@ -50,7 +49,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class EngineResponse:
     """A complete response."""
 
     generation: Generation
@@ -96,7 +95,7 @@ class _Tries:
     broken: int = 0
     """Number of requests that an engine accepted and did not finish."""
     last: str = ""
-    grown: "Callable[[Response], None] | None" = None
+    grown: "Callable[[EngineResponse], None] | None" = None
     """Called with the response so far; None = it is not streamed."""
     shown: bool = False
     """True once ``grown`` has been called: the response can be continued, but not begin anew."""
@@ -112,7 +111,7 @@ class _Tries:
         return Interrupted(reason, begun, Timings(queued_s=self.queued_s, generating_s=self.generating_s))
 
 
-def _anything(response: Response) -> None:
+def _anything(response: EngineResponse) -> None:
     """Accept every response."""
 
 
@@ -134,10 +133,10 @@ class Responses:
     async def generate(
         self,
         prompt: Prompt,
-        accept: Callable[[Response], None] = _anything,
+        accept: Callable[[EngineResponse], None] = _anything,
         waiting: Callable[[], AbstractContextManager[object]] = nullcontext,
-        grown: Callable[[Response], None] | None = None,
-    ) -> Response:
+        grown: Callable[[EngineResponse], None] | None = None,
+    ) -> EngineResponse:
         """Return a complete response.
 
         A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
@@ -186,8 +185,8 @@ class Responses:
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _try(
-        self, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None], waiting: Callable[[], AbstractContextManager[object]]
-    ) -> Response | None:
+        self, prompt: Prompt, tries: _Tries, accept: Callable[[EngineResponse], None], waiting: Callable[[], AbstractContextManager[object]]
+    ) -> EngineResponse | None:
         """Make one request. Returns None when it was cut short. Raises EngineFailed also when the engine broke it off."""
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
@@ -220,7 +219,7 @@ class Responses:
                 return None
             generating_s = spent_s + time.monotonic() - asked
             timings = Timings(queued_s=tries.queued_s, generating_s=generating_s)
-            response = Response(generation=answer, engine=name, timings=timings)
+            response = EngineResponse(generation=answer, engine=name, timings=timings)
             if answer.finish in FINISHED or tries.shown:  # tokens behind streamed ones cannot be discarded later
                 _require(accept, response, tries)
             if answer.finish in FINISHED:
@@ -230,7 +229,9 @@ class Responses:
                 return None
             raise EngineFailed(name, f"broke off after {len(answer.tokens)} tokens: finish {answer.finish!r}")
 
-    async def _ask(self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[Response], None]) -> Generation | None:
+    async def _ask(
+        self, name: str, engine: Engine, prompt: Prompt, tries: _Tries, accept: Callable[[EngineResponse], None]
+    ) -> Generation | None:
         """Return the engine's answer, complete or broken off; None when it was cut short without one."""
         if self._cutting_short:
             return None
@@ -271,7 +272,7 @@ class _Streamed:
     name: str
     engine: Engine
     tries: _Tries
-    accept: Callable[[Response], None]
+    accept: Callable[[EngineResponse], None]
 
     async def generate(self, tokens: NDArray[np.int32], sampling: Sampling, **more: Any) -> Generation:
         """Return the whole response, as ``Engine.generate``; ``tries.grown`` is called with it as it grows."""
@@ -281,7 +282,7 @@ class _Streamed:
             async for last in stream:
                 if last.finish is None and _covered(last) > len(tries.begun.tokens if tries.begun is not None else ()):
                     timings = Timings(queued_s=tries.queued_s, generating_s=tries.generating_s + time.monotonic() - begin)
-                    response = Response(generation=last, engine=self.name, timings=timings)
+                    response = EngineResponse(generation=last, engine=self.name, timings=timings)
                     _require(self.accept, response, tries)
                     tries.begun, tries.shown = last, True
                     assert tries.grown is not None, "else it is not streamed"
@@ -297,7 +298,7 @@ def _covered(generation: Generation) -> int:
     return count if sum(span.num_tokens for span in generation.spans) == count else 0
 
 
-def _require(accept: Callable[[Response], None], response: Response, tries: _Tries) -> None:
+def _require(accept: Callable[[EngineResponse], None], response: EngineResponse, tries: _Tries) -> None:
     """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind the tokens that were streamed."""
     try:
         accept(response)

@@ -1,6 +1,7 @@
 """Choice of the server for a request, of engines or of scorers: one that serves, and has the fewest requests in flight.
 
-Knows the addresses of the servers (live rows on the bus, or given URLs) and their failures, not the content of requests.
+Knows the addresses of the servers (live rows on the bus, or given URLs) and their failures, not the content of
+requests. ``EnginePool`` is the pool of engines, whose versions count.
 """
 
 import asyncio
@@ -8,10 +9,11 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypedDict, TypeVar
 
+from tidemill.actors.engines.port import Engine
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
@@ -22,7 +24,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 1.0
 """Seconds between two reads of the servers' states."""
 POLL_WAITING_S = 0.1
-"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is notified."""
+"""Seconds between two reads while a request waits (at max_lag 0 every step waits for the new version) and no change is
+notified."""
 ANSWER_S = 5.0
 """Time limit in seconds of an engine's health check, and of a read of the states that is waited for."""
 QUARANTINE_S = (0.5, 10.0)
@@ -32,7 +35,8 @@ QUARANTINE_S = (0.5, 10.0)
 GONE = "gone"
 """Remark of a server that is known no longer."""
 GONE_S = 5.0
-"""Seconds for which a server must be known no longer: after an outage of the bus all rows look old until they are written again."""
+"""Seconds for which a server must be known no longer: after an outage of the bus all rows look old until they are
+written again."""
 
 
 class NoServer(EngineError):
@@ -344,3 +348,74 @@ class ServerPool(Generic[Client]):
             if url not in self._entries:
                 self._entries[url] = Pooled(client=self._client(url), status=status)
         self._changed.wake()
+
+
+class UrlDiscovery:
+    """Checks the health of the engines at given URLs."""
+
+    def __init__(self, urls: Sequence[str], engine: Callable[[str], Engine]) -> None:
+        self._engines = {url: engine(url) for url in urls}
+
+    async def discover(self) -> list[ServerStatus]:
+        """Return one status per URL, from health checks made at the same time, in ``ANSWER_S`` seconds at most."""
+        return list(await asyncio.gather(*(self._check(url, engine) for url, engine in self._engines.items())))
+
+    def watch(self, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
+        """Return a context that never calls ``wake``: engines at fixed URLs announce no changes."""
+        return nullcontext()
+
+    async def close(self) -> None:
+        """Close the clients of the health checks."""
+        for engine in self._engines.values():
+            await engine.close()
+
+    async def _check(self, url: str, engine: Engine) -> ServerStatus:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                serving, info = await engine.healthy(), await engine.info()
+        except (EngineError, TimeoutError) as error:
+            return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
+        return ServerStatus(url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy")
+
+
+class EngineOverview(TypedDict):
+    """State of one engine, for status answers and totals."""
+
+    url: str
+    id: str
+    serving: bool
+    version: int
+    in_flight: int
+    failures: int
+    remark: str
+    """Reason why it does not serve; empty if it does."""
+    nonce: str
+    error: str
+    """The last failure, when the newest request has failed."""
+
+
+class EnginePool(ServerPool[Engine]):
+    """The known engines; a request names the oldest version that may serve it."""
+
+    noun = "engine"
+
+    def overview(self) -> list[EngineOverview]:
+        """Return the state of each engine, for status answers and totals."""
+        now = time.monotonic()
+        return [
+            {
+                "url": entry.status.url,
+                "id": entry.status.id,
+                "serving": entry.status.serving and entry.quarantined_until <= now,
+                "version": entry.status.version,
+                "in_flight": entry.in_flight,
+                "failures": entry.failures,
+                "remark": entry.remark(0) if not entry.status.serving or entry.quarantined_until > now else "",
+                "nonce": entry.status.nonce,
+                "error": entry.error if entry.failures else "",
+            }
+            for entry in self._entries.values()
+        ]
+
+    def _wanted(self, min_version: int) -> str:
+        return f"an engine that serves version {min_version} or newer"

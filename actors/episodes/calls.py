@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import Response
+from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.errors import BadRequest
@@ -22,7 +22,7 @@ class AnsweredCall:
     prompt: NDArray[np.int32]
     """[P]."""
     output: TurnOutput
-    response: Response
+    response: EngineResponse
     stored: StoredTurn | None
     """The answer of an earlier attempt that it was given; None = it is new."""
 

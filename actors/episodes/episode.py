@@ -13,7 +13,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.engines.responses import Response, seeded
+from tidemill.actors.engines.responses import EngineResponse, seeded
 from tidemill.actors.episodes.recorder import TurnOutput, TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn, TurnLog, digest
 from tidemill.actors.errors import BadRequest
@@ -163,7 +163,7 @@ class Episode:
     cut_by_length: bool = False
     """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the call that gave ``text``, its answer included. Called once, as only the last call is shown."""
+    """Returns the messages of the call that gave ``text``, its answer included. AnsweredCall once, as only the last call is shown."""
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -231,7 +231,9 @@ class Episode:
             self._reserved.tokens -= max_new_tokens
             self._reserved.total_tokens -= growth + max_new_tokens
 
-    async def record(self, prompt: NDArray[np.int32], output: TurnOutput, response: Response, stored: StoredTurn | None = None) -> None:
+    async def record(
+        self, prompt: NDArray[np.int32], output: TurnOutput, response: EngineResponse, stored: StoredTurn | None = None
+    ) -> None:
         """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded, NotStored."""
         async with self.log.lock:
             number = len(self.recorder)

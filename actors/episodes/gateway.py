@@ -35,7 +35,7 @@ from tidemill.actors.router.chats import Chats, RenderedChats
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from tidemill.actors.router.token_history import ModelText, TokenHistory
-from tidemill.actors.router.tree import Piece
+from tidemill.actors.router.tree import TokenPiece
 from tidemill.actors.text.rendering import Renderer
 from tidemill.bus.client.reach import HERE, Reach
 from tidemill.bus.streams.episode_turns import NotStored, Superseded
@@ -360,19 +360,19 @@ def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[S
 
     A prompt need not begin with the ids of the turn before: the end token that closed a response is not in its text.
     """
-    known: defaultdict[str, list[list[Piece]]] = defaultdict(list)
+    known: defaultdict[str, list[list[TokenPiece]]] = defaultdict(list)
     for turn in turns:
         made = turn.record
         pieces, behind = _begun(turn.prompt.tolist(), known[made.agent])
         if behind:
-            pieces.append(Piece(text=model.text.decode(behind, skip_special=False), tokens=tuple(behind)))
+            pieces.append(TokenPiece(text=model.text.decode(behind, skip_special=False), tokens=tuple(behind)))
         called = AnsweredCall(turn.prompt, turn.output(made.id), turn.response(), turn)
         known[made.agent].append(history.remember(pieces, answer_of(called, made.id), made.agent))
 
 
-def _begun(ids: list[int], known: list[list[Piece]]) -> tuple[list[Piece], list[int]]:
+def _begun(ids: list[int], known: list[list[TokenPiece]]) -> tuple[list[TokenPiece], list[int]]:
     """Return the longest beginning of ``ids`` that is the beginning of a known text in whole pieces, and the ids behind it."""
-    best, longest = list[Piece](), 0
+    best, longest = list[TokenPiece](), 0
     for pieces in reversed(known):
         end, count = 0, 0
         while count < len(pieces) and ids[end : end + len(pieces[count].tokens)] == [*pieces[count].tokens]:

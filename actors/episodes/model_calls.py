@@ -19,13 +19,13 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.engines.responses import Prompt, Response, Responses
+from tidemill.actors.engines.responses import EngineResponse, Prompt, Responses
 from tidemill.actors.episodes.calls import AnsweredCall, answer_of
 from tidemill.actors.episodes.episode import Episode, ReservedCall
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.actors.errors import BadRequest
-from tidemill.actors.request import check_temperature
+from tidemill.actors.generate_body import sampling_params
 from tidemill.actors.router.exchange import Answer, Request
 from tidemill.bus.errors import WireError
 from tidemill.bus.system.coroutines import first_error
@@ -138,8 +138,13 @@ class ModelCalls:
         return call, replace(sampling, max_new_tokens=call.max_new_tokens, seed=call.seed)
 
     async def _generated(
-        self, call: ReservedCall, prompt: NDArray[np.int32], sampling: Sampling, place: int, grown: Callable[[Response], None] | None = None
-    ) -> Response:
+        self,
+        call: ReservedCall,
+        prompt: NDArray[np.int32],
+        sampling: Sampling,
+        place: int,
+        grown: Callable[[EngineResponse], None] | None = None,
+    ) -> EngineResponse:
         episode = self._episode
         asked = Prompt(
             name=f"{episode.name}.{self._name}.{place}",
@@ -158,7 +163,7 @@ class ModelCalls:
     async def _record(self, called: AnsweredCall) -> None:
         await self._episode.record(called.prompt, called.output, called.response)
 
-    def _cut(self, call: ReservedCall, prompt: NDArray[np.int32], place: int, response: Response) -> AnsweredCall:
+    def _cut(self, call: ReservedCall, prompt: NDArray[np.int32], place: int, response: EngineResponse) -> AnsweredCall:
         """Return an unfinished response as a turn."""
         seconds = response.timings.queued_s + response.timings.generating_s  # up to the last token that was sent
         return self._called(call, prompt, place, response, finish=CUT, seconds=seconds)
@@ -176,7 +181,7 @@ class ModelCalls:
         call: ReservedCall,
         prompt: NDArray[np.int32],
         place: int,
-        response: Response,
+        response: EngineResponse,
         *,
         finish: str = "",
         seconds: float | None = None,
@@ -204,7 +209,7 @@ async def _whole(answers: list[JsonObject]) -> AsyncGenerator[JsonMapping, None]
         yield answer
 
 
-def _accept(response: Response) -> None:
+def _accept(response: EngineResponse) -> None:
     """Refuse log-probs that are no log-probs, as the rules of a sample do: another engine may do better."""
     log_probs = response.generation.log_probs
     wrong = np.flatnonzero(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK)))  # NaN fails both
@@ -267,9 +272,7 @@ def _sampling(task: Sampling, parameters: JsonMapping, overridden: Callable[[str
     if overridden is None:
         return replace(
             limits,
-            temperature=check_temperature(
-                1.0 if parameters.get("temperature") is None else parameters["temperature"], "sampling_params.temperature"
-            ),
+            temperature=sampling_params({"temperature": parameters.get("temperature")}).temperature,
             top_p=_number(parameters, "top_p", float, 0, 1.0),
             top_k=_number(parameters, "top_k", int, -1, -1),
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import Response
+from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.calls import AnsweredCall, answer_of
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Timings
@@ -31,16 +31,16 @@ class StreamedTurn:
     """To be called when something has changed."""
     room: ExitStack = field(default_factory=ExitStack)
     """Room of the turn in the episode's budget, left when it is recorded."""
-    cut: Callable[[Response], AnsweredCall] | None = None
+    cut: Callable[[EngineResponse], AnsweredCall] | None = None
     """Makes a turn of an unfinished response; None while the call has not begun."""
-    newest: Response | None = None
-    yielded: Response | None = None
+    newest: EngineResponse | None = None
+    yielded: EngineResponse | None = None
     """The state that the client is being sent."""
-    sent: Response | None = None
+    sent: EngineResponse | None = None
     """The state that the client was sent; None = no token yet."""
     recorded: bool = False
 
-    def grow(self, response: Response) -> None:
+    def grow(self, response: EngineResponse) -> None:
         """Take the response so far."""
         self.newest = response
         self.notify()
@@ -141,7 +141,7 @@ class StreamedCalls:
 
         await asyncio.shield(asyncio.ensure_future(record()))
 
-    def _state(self, turn: StreamedTurn, response: Response | None) -> JsonMapping:
+    def _state(self, turn: StreamedTurn, response: EngineResponse | None) -> JsonMapping:
         assert turn.cut is not None, "the call has begun"
         return answer_of(turn.cut(response if response is not None else _EMPTY), self._id, turn.place)
 
@@ -151,7 +151,7 @@ class StreamedCalls:
                 task.result()
 
 
-_EMPTY = Response(
+_EMPTY = EngineResponse(
     generation=Generation(id="", tokens=np.zeros(0, np.int32), log_probs=np.zeros(0, np.float32), spans=(), finish=None),
     engine="",
     timings=Timings(),

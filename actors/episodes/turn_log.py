@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import Response
+from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.rollout_settings import AGAIN
 from tidemill.bus.streams.episode_turns import EpisodeLog
@@ -53,7 +53,7 @@ class StoredTurn:
             trained=made.trained,
         )
 
-    def response(self) -> Response:
+    def response(self) -> EngineResponse:
         """Return the answer as an engine's."""
         made = self.record
         generation = Generation(
@@ -67,7 +67,7 @@ class StoredTurn:
             prompt_tokens=len(self.prompt),
             cached_tokens=len(self.prompt),
         )
-        return Response(generation=generation, engine=made.engine, timings=Timings())
+        return EngineResponse(generation=generation, engine=made.engine, timings=Timings())
 
 
 class TurnLog:
@@ -145,7 +145,7 @@ class TurnLog:
         """Note that a stored turn has this number in the recorder."""
         self._numbers[number] = turn.record.number
 
-    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: Response) -> None:
+    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: EngineResponse) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
         if self._log is None or not self.stores:
             return

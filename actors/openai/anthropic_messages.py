@@ -5,10 +5,10 @@
 message_start, content_block_delta, ..., message_stop                 <-  MessageEvents <-  its chunks
 """
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 
+from tidemill.actors.body_decoder import known_fields
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai.openai_api import content_text
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
@@ -26,13 +26,10 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 def chat_of(body: JsonMapping) -> JsonObject:
     """Return the chat completion's request for a request of messages. Raises BadRequest."""
-    for name in body:
-        if name not in KNOWN:
-            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-    if body.get("max_tokens") is None:
+    fields = known_fields(body, KNOWN, {})
+    if "max_tokens" not in fields:
         raise BadRequest("max_tokens: want a number of tokens, got none")
-    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat: JsonObject = {name: fields[name] for name in SAME if name in fields}
     if (stops := body.get("stop_sequences")) is not None:
         chat["stop"] = stops
     if body.get("stream"):
@@ -154,37 +151,37 @@ def _tool_use(call: JsonMapping) -> JsonObject:
     return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
 
 
-def _tools(given: object) -> list[JsonObject]:
-    if not isinstance(given, list):
-        raise BadRequest(f"tools: want a list, got {given!r}")
-    found = []
-    for place, tool in enumerate(given):
+def _tools(tools: object) -> list[JsonObject]:
+    if not isinstance(tools, list):
+        raise BadRequest(f"tools: want a list, got {tools!r}")
+    functions = []
+    for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
             raise BadRequest(f'tools[{place}]: want {{"name": ..., "input_schema": ...}}, a tool that the client runs, got {tool!r}')
         function: JsonObject = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
             function["description"] = tool["description"]
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
-def _choice(given: object) -> str:
-    match given:
+def _choice(choice: object) -> str:
+    match choice:
         case None | {"type": "auto"}:
             return "auto"
         case {"type": "none"}:
             return "none"
-    raise BadRequest(f'tool_choice: not supported; want {{"type": "auto"}} or {{"type": "none"}}, got {given!r}')
+    raise BadRequest(f'tool_choice: not supported; want {{"type": "auto"}} or {{"type": "none"}}, got {choice!r}')
 
 
-def _messages(given: object) -> list[JsonObject]:
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"messages: want a list of at least one message, got {given!r}")
-    return [each for place, message in enumerate(given) for each in _chat_messages(message, f"messages[{place}]")]
+def _messages(messages: object) -> list[JsonObject]:
+    if not isinstance(messages, list) or not messages:
+        raise BadRequest(f"messages: want a list of at least one message, got {messages!r}")
+    return [turn for place, message in enumerate(messages) for turn in _chat_messages(message, f"messages[{place}]")]
 
 
 def _chat_messages(given: object, where: str) -> list[JsonObject]:
-    """Return a message as those of a chat: results of tools are messages of their own, in front of the user's text."""
+    """Return a message as messages of a chat: results of tools are messages of their own, in front of the user's text."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
         raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
     role, content = given["role"], given.get("content")
@@ -209,6 +206,6 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
             case _:
                 raise BadRequest(f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), got {block!r}")
     if role == "assistant":
-        more = {**({"reasoning_content": "".join(thoughts)} if thoughts else {}), **({"tool_calls": calls} if calls else {})}
-        return [{"role": role, "content": "".join(texts), **more}]
+        extras = {**({"reasoning_content": "".join(thoughts)} if thoughts else {}), **({"tool_calls": calls} if calls else {})}
+        return [{"role": role, "content": "".join(texts), **extras}]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]

@@ -8,25 +8,26 @@ chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-pr
 return_tokens_as_token_ids.
 """
 
-import difflib
 import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Any
 
+from msgspec import Struct
+
+from tidemill.actors.body_decoder import decode, known_fields
 from tidemill.actors.errors import BadRequest
+from tidemill.actors.generate_body import Positive
+from tidemill.actors.generate_body import Text as NonEmpty
 from tidemill.actors.text import tool_calls
-from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.text import Text
-from tidemill.actors.text.tool_calls import Call, ParsedReply
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, chat_tools, text_of
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.template_args import OF_TEMPLATE
-
-Found = TypeVar("Found")
 
 ReadReply = Callable[[JsonMapping, str, bool], ParsedReply]
 """Function from SGLang's JSON of a response, the text to read of it, and whether it has ended, to content and calls."""
@@ -103,8 +104,8 @@ class ParsedRequest:
         asked = self.sampling.get("stop_token_ids") or []
         if not token_ids or not isinstance(asked, list):  # a value that is no list is refused where the others are validated
             return self
-        more = [token for token in token_ids if token not in asked]
-        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *more]})
+        added = [token for token in token_ids if token not in asked]
+        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
         """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
@@ -112,57 +113,76 @@ class ParsedRequest:
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
-        ids, each = [list(prompt) for prompt in prompts], None
+        ids, samplings = [list(prompt) for prompt in prompts], None
         if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # else a server might return one response n times
-            each = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
+            samplings = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
             ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
             "input_ids": ids if len(ids) > 1 else ids[0],
-            "sampling_params": each or params,
+            "sampling_params": samplings or params,
             "return_logprob": True,
             "stream": self.stream,
             **self.passed_on,
         }
 
 
+class _OwnFields(Struct, kw_only=True):
+    """OpenAI's own fields, without nulls; the engine validates the fields that become SGLang's."""
+
+    model: str = ""
+    n: Positive = 1
+    max_tokens: Positive = 1
+    max_completion_tokens: Positive = 1
+    stop: NonEmpty | list[NonEmpty] = []
+    stream: bool = False
+    stream_options: dict[str, Any] = {}
+    response_format: Any = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class _ChatFields(_OwnFields, kw_only=True):
+    messages: Any = None
+    logprobs: bool = False
+    tools: list[dict[str, Any]] = []
+    chat_template_kwargs: dict[str, Any] = {}
+    add_generation_prompt: bool = True
+
+
+class _CompletionFields(_OwnFields, kw_only=True):
+    prompt: Any = None
+    logprobs: bool | int | None = None
+    """Number of alternatives to each token; only 0 is supported, and false, which is none."""
+    best_of: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for log-probs of other tokens, and for responses that are thrown away."""
+        if self.logprobs not in (None, 0) and self.logprobs is not True:
+            raise ValueError(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {self.logprobs!r}")
+        if self.best_of not in (None, self.n):
+            raise ValueError(f"best_of: not supported; want n ({self.n}), got {self.best_of!r}")
+
+
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
-    """Return a request with OpenAI's own fields validated; the engine validates those that become SGLang's. Raises BadRequest."""
-    known = COMMON | (OF_CHAT if chat else OF_COMPLETION)
-    for name, value in body.items():
-        if name not in known | WITHOUT_EFFECT:
-            nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise BadRequest(f"{name}: not supported; want {NEUTRAL[name][-1]!r}, got {value!r}")
-    sampling = {theirs: body[name] for name, theirs in SAMPLING.items() if body.get(name) is not None}
-    for theirs in ("n", "max_new_tokens"):
-        count = sampling.get(theirs, 1)
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise BadRequest(f"{OPENAIS[theirs]}: want an integer >= 1, got {count!r}")
-    stop = sampling.get("stop")
-    if "" in (stop if isinstance(stop, list) else [stop]):
-        raise BadRequest(f"stop: want text that is not empty, got {stop!r}")
-    sampling |= _grammar(body.get("response_format"))
-    n = sampling.get("n", 1)
-    if body.get("best_of") not in (None, n):
-        raise BadRequest(f"best_of: not supported; want n ({n}), got {body['best_of']!r}")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, Mapping):
-        raise BadRequest(f"stream_options: want a map, got {options!r}")
+    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises BadRequest."""
+    known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
+    fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
+    checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
-        "model": _of(body, "model", str, ""),
-        "sampling": sampling,
-        "passed_on": {name: body[name] for name in PASSED_ON if body.get(name) is not None},
-        "stream": _of(body, "stream", bool, False),
-        "usage": bool(options.get("include_usage")),
-        "token_ids": _of(body, "return_token_ids", bool, False),
-        "tokens_as_ids": _of(body, "return_tokens_as_token_ids", bool, False),
+        "model": checked.model,
+        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields} | _grammar(checked.response_format),
+        "passed_on": {name: fields[name] for name in PASSED_ON if name in fields},
+        "stream": checked.stream,
+        "usage": bool(checked.stream_options.get("include_usage")),
+        "token_ids": checked.return_token_ids,
+        "tokens_as_ids": checked.return_tokens_as_token_ids,
     }
-    if chat:
-        parsed |= {"messages": _messages(body.get("messages")), "logprobs": _of(body, "logprobs", bool, False), "template": _template(body)}
+    if isinstance(checked, _ChatFields):
+        template = _template(checked, body.get("tool_choice"))
+        parsed |= {"messages": _messages(checked.messages), "logprobs": checked.logprobs, "template": template}
     else:
-        parsed |= {"prompts": _prompts(body.get("prompt")), "logprobs": _count(body.get("logprobs"))}
+        parsed |= {"prompts": _prompts(checked.prompt), "logprobs": checked.logprobs is not None and checked.logprobs is not False}
     return ParsedRequest(**parsed)
 
 
@@ -202,7 +222,7 @@ def error(message: str, status: int) -> JsonObject:
 
 
 class ResponseBuilder:
-    """Builder of one answer. Responses are numbered by place: those of the first prompt, then those of the second, ..."""
+    """Builder of one answer. Responses are numbered by place: all of the first prompt, then all of the second, ..."""
 
     def __init__(
         self,
@@ -214,7 +234,7 @@ class ResponseBuilder:
         piece: Callable[[int], str] | None,
         read: ReadReply | None = None,
     ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: that of ``reader``.
+        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the result of ``reader``.
 
         ``read`` is called once for each finished response.
         """
@@ -279,8 +299,8 @@ class ResponseBuilder:
             delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
-        more = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
-        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **more}, finish)
+        extras = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
+        yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
 
     def shown(self, answer: JsonMapping) -> str:
         """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
@@ -307,7 +327,7 @@ class ResponseBuilder:
             self._replies[place] = self._read(answer, text, True)
         return self._replies[place]
 
-    def _call(self, call: Call, place: int, number: int) -> JsonObject:
+    def _call(self, call: ToolCall, place: int, number: int) -> JsonObject:
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": call.id or f"call_{self._id}_{place}_{number}", "type": "function", "function": function}
 
@@ -379,35 +399,17 @@ def _bytes(piece: str) -> list[int] | None:
 def _settled(text: str, stops: Sequence[str]) -> int:
     """Return the number of characters of an unfinished text that are final: no part of a character or of a stop string."""
     text = text.rstrip(INCOMPLETE)
-    held = 0
+    num_held = 0
     for stop in stops:
         if (found := text.find(stop)) >= 0:
             return found
-        held = max(held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
-    return len(text) - held
+        num_held = max(num_held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
+    return len(text) - num_held
 
 
-def _of(body: Mapping[str, object], name: str, kind: type[Found], default: Found) -> Found:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, kind):
-        raise BadRequest(f"{name}: want {kind.__name__}, got {value!r}")
-    return value
-
-
-def _count(logprobs: object) -> bool:
-    """Return whether a completion requests log-probs. ``logprobs`` is the number of alternatives to each token; only 0 is supported."""
-    if logprobs is None or logprobs is False:
-        return False
-    if logprobs is True or logprobs == 0:
-        return True
-    raise BadRequest(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {logprobs!r}")
-
-
-def _messages(given: object) -> tuple[JsonMapping, ...]:
+def _messages(messages: object) -> tuple[JsonMapping, ...]:
     try:
-        return tuple(chat_messages(given))
+        return tuple(chat_messages(messages))
     except WireError as error:
         raise BadRequest(str(error)) from None
 
@@ -420,18 +422,17 @@ def content_text(content: object, where: str, kinds: Mapping[str, str] = TEXTS) 
         raise BadRequest(str(error)) from None
 
 
-def _template(body: Mapping[str, object]) -> JsonObject:
-    more = dict(_of(body, "chat_template_kwargs", Mapping, {}))  # type: ignore[type-abstract]
-    if given := OF_TEMPLATE & more.keys():
-        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(given))}")
+def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
+    if reserved := OF_TEMPLATE & fields.chat_template_kwargs.keys():
+        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(reserved))}")
     try:
-        tools = chat_tools(_of(body, "tools", list, []))
+        tools = chat_tools(fields.tools)
     except WireError as error:
         raise BadRequest(str(error)) from None
     return {
-        **more,
-        "tools": tools if tools and body.get("tool_choice") != "none" else None,
-        "add_generation_prompt": _of(body, "add_generation_prompt", bool, True),
+        **fields.chat_template_kwargs,
+        "tools": tools if tools and tool_choice != "none" else None,
+        "add_generation_prompt": fields.add_generation_prompt,
     }
 
 
@@ -448,15 +449,15 @@ def _grammar(response_format: object) -> dict[str, str]:
     raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
 
 
-def _prompts(given: object) -> tuple[str | list[int], ...]:
+def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     """Return the prompts, given as a string, a list of strings, token ids, or lists of token ids."""
-    if isinstance(given, str):
-        return (given,)
-    if isinstance(given, list) and given:
-        if all(isinstance(each, str) for each in given):
-            return tuple(given)
-        if all(isinstance(each, int) and not isinstance(each, bool) for each in given):
-            return (given,)
-        if all(isinstance(each, list) and each for each in given):
-            return tuple(given)
-    raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {given!r}")
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt, list) and prompt:
+        if all(isinstance(each, str) for each in prompt):
+            return tuple(prompt)
+        if all(type(token) is int for token in prompt):
+            return (prompt,)
+        if all(isinstance(each, list) and each for each in prompt):
+            return tuple(prompt)
+    raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {prompt!r}")

@@ -11,11 +11,11 @@ from aiohttp import web
 
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from tidemill.actors.events import DONE, event
+from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.http_api import body_of
 from tidemill.actors.openai import openai_api
-from tidemill.actors.request import Limits
-from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.access import Route
 
@@ -41,7 +41,7 @@ class EngineProperties(Protocol):
         ...
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> RequestLimits:
         """Bounds of a request."""
         ...
 
@@ -52,8 +52,8 @@ class GenerateBackend(Protocol):
     def states(self, body: Mapping[str, object]) -> AsyncGenerator[State, None]:
         """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with its ``index``.
 
-        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the unfinished responses.
-        Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
+        A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
+        unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
         """
         ...
 

@@ -7,9 +7,9 @@
 Nothing is stored: a program sends the items of its history itself.
 """
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
+from tidemill.actors.body_decoder import known_fields, need
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai.openai_api import content_text
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
@@ -38,13 +38,11 @@ _THOUGHTS = {"reasoning_text": "text"}
 
 def chat_of(body: JsonMapping) -> JsonObject:
     """Return the chat completion's request for a request of responses. Raises BadRequest."""
-    for name, value in body.items():
-        if name not in KNOWN:
-            nearest = difflib.get_close_matches(name, KNOWN, n=1, cutoff=0.6)
-            raise BadRequest(f"{name}: unknown parameter{f'; did you mean {nearest[0]}?' if nearest else ''}")
-        if name in REFUSED and value:
+    fields = known_fields(body, KNOWN, {})
+    for name in REFUSED:
+        if fields.get(name):
             raise BadRequest(f"{name}: not supported: {REFUSED[name]}")
-    chat: JsonObject = {name: body[name] for name in SAME if body.get(name) is not None}
+    chat: JsonObject = {name: fields[name] for name in SAME if name in fields}
     if body.get("max_output_tokens") is not None:
         chat["max_tokens"] = body["max_output_tokens"]
     if body.get("stream"):
@@ -55,9 +53,7 @@ def chat_of(body: JsonMapping) -> JsonObject:
         chat["tool_choice"] = body["tool_choice"]
     if (form := _form(body.get("text"))) is not None:
         chat["response_format"] = form
-    instructions = body.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise BadRequest(f"instructions: want text, got {instructions!r}")
+    instructions = need({"instructions": "", **fields}, "instructions", str)
     system = [{"role": "system", "content": instructions}] if instructions else []
     chat["messages"] = [*system, *_messages(body.get("input"))]
     return chat
@@ -221,16 +217,16 @@ def _function_call(call: JsonMapping) -> JsonObject:
     }
 
 
-def _tools(given: object) -> list[JsonObject]:
-    if not isinstance(given, list):
-        raise BadRequest(f"tools: want a list, got {given!r}")
-    found = []
-    for place, tool in enumerate(given):
+def _tools(tools: object) -> list[JsonObject]:
+    if not isinstance(tools, list):
+        raise BadRequest(f"tools: want a list, got {tools!r}")
+    functions = []
+    for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
             raise BadRequest(f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}')
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def _form(text: object) -> JsonObject | None:
@@ -247,15 +243,15 @@ def _form(text: object) -> JsonObject | None:
     raise BadRequest(f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}')
 
 
-def _messages(given: object) -> list[JsonObject]:
+def _messages(items: object) -> list[JsonObject]:
     """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one message."""
-    if isinstance(given, str) and given:
-        return [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise BadRequest(f"input: want text or a list of at least one item, got {given!r}")
+    if isinstance(items, str) and items:
+        return [{"role": "user", "content": items}]
+    if not isinstance(items, list) or not items:
+        raise BadRequest(f"input: want text or a list of at least one item, got {items!r}")
     found: list[JsonObject] = []
     thought = ""
-    for place, item in enumerate(given):
+    for place, item in enumerate(items):
         where = f"input[{place}]"
         if isinstance(item, Mapping) and item.get("type") == "reasoning":
             thought += content_text(item.get("content") or "", f"{where}.content", _THOUGHTS)

@@ -3,12 +3,15 @@
 messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
              ^                                        |
              +---------------- remember --------------+
+
+Original texts of responses with tool calls are kept: clients send back parsed calls, which a chat template would render
+differently.
 """
 
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -16,13 +19,53 @@ from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
 from tidemill.actors.openai.openai_api import ParsedRequest, ReadReply
 from tidemill.actors.router.state_streams import sampled_piece
-from tidemill.actors.router.tool_call_cache import ToolCallCache, comparable
-from tidemill.actors.router.tree import Piece
-from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.router.tree import TokenPiece
 from tidemill.actors.text.rendering import Renderer
 from tidemill.actors.text.text import beside_loop, size_of
-from tidemill.actors.text.tool_calls import ParsedReply
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply
 from tidemill.bus.wire.json_object import JsonMapping
+
+
+class ToolCallCache:
+    """Original texts by call id, at most ``max_text`` characters; the oldest are evicted first."""
+
+    def __init__(self, max_text: int) -> None:
+        self._max_text, self._size = max_text, 0
+        self._by_id: OrderedDict[str, tuple[object, str]] = OrderedDict()
+        """Id of the first call -> the message sent to the client, normalised, and the text it was parsed from."""
+
+    def remember(self, message: JsonMapping, text: str) -> None:
+        """Remember a finished response; one without calls is ignored."""
+        if not message.get("tool_calls"):
+            return
+        self._by_id[message["tool_calls"][0]["id"]] = (comparable(message), text)
+        self._size += len(text)
+        while self._size > self._max_text and len(self._by_id) > 1:
+            _, (_, oldest) = self._by_id.popitem(last=False)
+            self._size -= len(oldest)
+
+    def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
+        """Return the messages. A message that the client sent back unchanged has the original text and no ``tool_calls``."""
+        return tuple(map(self._original, messages))
+
+    def _original(self, message: JsonMapping) -> Mapping[str, object]:
+        calls = message.get("tool_calls")
+        sent, text = self._by_id.get(str(calls[0].get("id")), (None, "")) if calls else (None, "")
+        if sent is None or sent != comparable(message):
+            return message
+        return {"role": message["role"], "content": text}
+
+
+def comparable(message: JsonMapping) -> object:
+    """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
+    calls = [
+        (call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()
+    ]
+    return message.get("role"), message.get("content") or "", calls
+
+
+def _map(arguments: object) -> object:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +73,7 @@ class AskedChat:
     """A chat and its prompt."""
 
     parsed: ParsedRequest
-    pieces: Sequence[Piece]
+    pieces: Sequence[TokenPiece]
     """The prompt, with the very ids of the responses that are part of it."""
     key: bytes = b""
     """Digest of session, arguments and messages, for a renderer."""
@@ -48,7 +91,7 @@ class Chats(Protocol):
 
     @property
     def stop_token_ids(self) -> Sequence[int]:
-        """Tokens that end a response, besides those of the request."""
+        """Tokens that end a response, besides the request's."""
         ...
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -69,8 +112,11 @@ class TemplateChats:
 
     stop_token_ids = ()
 
-    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[Piece]]], max_text: int) -> None:
-        """``pieces``: that of the history. ``max_text``: most characters of responses with calls of tools that are remembered."""
+    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int) -> None:
+        """``pieces``: the method of the history.
+
+        ``max_text``: maximum number of characters kept of responses with tool calls.
+        """
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
 
@@ -93,8 +139,8 @@ class TemplateChats:
 class _Turn:
     """A response with its whole prompt."""
 
-    prompt: Sequence[Piece]
-    output: Piece
+    prompt: Sequence[TokenPiece]
+    output: TokenPiece
     reasoning: str
     num_new: int
     """Number of tokens that no earlier turn has."""
@@ -103,8 +149,8 @@ class _Turn:
 class RenderedChats:
     """Chats by a renderer. A chat that begins with one that was answered here begins with its very ids.
 
-    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the same or left out:
-    many clients drop it.
+    An answer that comes back is the one that was sent when its content and calls are the same, and its reasoning is the
+    same or left out: many clients drop it.
     """
 
     def __init__(
@@ -115,11 +161,15 @@ class RenderedChats:
         stop_token_ids: Sequence[int] = (),
         malformed: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """``stop_token_ids``: besides the renderer's. ``malformed`` is called with the number of calls that cannot be read."""
+        """``stop_token_ids``: besides the renderer's.
+
+        ``malformed`` is called with the number of calls that cannot be read.
+        """
         self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
         self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
         self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
-        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat first."""
+        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat
+        first."""
         self._num_tokens = 0
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:
@@ -131,11 +181,11 @@ class RenderedChats:
             raise BadRequest("messages: want values that are less deep") from None
         if turn is not None:
             known, following = turn, messages[count:]
-            found = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
-            if found is not None:
-                return AskedChat(parsed=parsed, pieces=found, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
+            pieces = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
+            if pieces is not None:
+                return AskedChat(parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
-        return AskedChat(parsed=parsed, pieces=[Piece(text="", tokens=tuple(ids))], key=key)
+        return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 
     def reader(self, asked: AskedChat) -> ReadReply | None:
         """See ``Chats``. A response is read as a whole, when it has ended."""
@@ -168,7 +218,7 @@ class RenderedChats:
             _, oldest = self._turns.popitem(last=False)
             self._num_tokens -= sum(turn.num_new for turn in oldest.values())
 
-    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[Piece] | None:
+    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[TokenPiece] | None:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
         if not arguments["add_generation_prompt"]:
             return None if following else [*turn.prompt, turn.output]
@@ -176,7 +226,7 @@ class RenderedChats:
         ids = self._renderer.next_prompt(prompt, output, following, arguments)
         if ids is None:
             return None
-        return [*turn.prompt, turn.output, Piece(text="", tokens=tuple(ids[len(prompt) + len(output) :]))]
+        return [*turn.prompt, turn.output, TokenPiece(text="", tokens=tuple(ids[len(prompt) + len(output) :]))]
 
     def _longest(self, parsed: ParsedRequest, session: str) -> tuple[int, _Turn | None, bytes]:
         """Return the number of messages up to the last known turn, the turn, and the digest of the whole chat."""
@@ -215,5 +265,5 @@ def _digest(before: bytes, value: object) -> bytes:
     return hashlib.blake2b(before + json.dumps(value, sort_keys=True).encode(), digest_size=16).digest()
 
 
-def _ids(pieces: Sequence[Piece]) -> list[int]:
+def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]

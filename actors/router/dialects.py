@@ -38,7 +38,7 @@ class Dialect:
     """OpenAI's error -> error."""
 
     async def stream(self, chunks: AsyncGenerator[JsonMapping, None], body: JsonMapping) -> AsyncGenerator[bytes, None]:
-        """Yield the events of an answer, those of each chunk together. ``body``: the request. Raises as ``chunks`` does."""
+        """Yield the events of an answer, chunk by chunk. ``body``: the request. Raises as ``chunks`` does."""
         events = self.events(body)
         async with aclosing(chunks):
             async for chunk in chunks:

@@ -44,7 +44,8 @@ class WorkerDiscovery:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
-        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may disappear and return."""
+        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may
+        disappear and return."""
         self._on_bus = BusDiscovery(view) if view is not None else None
         self._rows: dict[str, ServerStatus] = {}
         """Last known rows by URL."""

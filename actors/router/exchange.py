@@ -21,7 +21,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 JSON, EVENTS = "application/json", "text/event-stream"
 """Types of content."""
 SESSION_HEADERS = ("X-Session-Id", "X-SMG-Routing-Key")
-"""Headers with a session id; the first that is set counts. (The second is that of SGLang's own gateway.)"""
+"""Headers with a session id; the first that is set counts. (SGLang's own gateway has the second.)"""
 SESSION_FIELD = "session_id"
 REQUEST_HEADER = "X-Request-Id"
 """Header by which a client marks a request as safe to repeat."""
@@ -76,7 +76,10 @@ class Request:
 
 
 class Answer:
-    """Status, headers, and chunks that can be read once. One that was made in this process has its content as a value, too."""
+    """Status, headers, and chunks that can be read once.
+
+    One that was made in this process has its content as a value, too.
+    """
 
     def __init__(self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None) -> None:
         """``held`` has the resources, closed with the error, if there was one, when the answer is left."""
@@ -130,7 +133,10 @@ class Answer:
         return self.with_(_encoded(content))._of(content)
 
     def with_states(self, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
-        """Return the same answer as a stream of other events. It takes over the resources, and leaving it closes ``states``."""
+        """Return the same answer as a stream of other events.
+
+        It takes over the resources, and leaving it closes ``states``.
+        """
         answer = self.with_(_events(states))
         answer._held.push_async_callback(states.aclose)
         answer.states = states

@@ -21,9 +21,8 @@ import aiohttp
 from yarl import URL
 
 from tidemill.actors.engines.engine_client import HttpEngine
-from tidemill.actors.engines.pool import EnginePool
 from tidemill.actors.engines.port import Engine
-from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.actors.router.config import RouterConfig
@@ -41,12 +40,12 @@ NOT_FORWARDED = frozenset(
         *(name.lower() for name in SESSION_HEADERS),
     )
 )
-"""Headers of one connection, and those that this module sets itself."""
+"""Headers of one connection, and the headers that this module sets itself."""
 UNAVAILABLE = HTTPStatus.SERVICE_UNAVAILABLE
 MAX_INFO_BYTES = 1 << 20
 """Size of the largest /model_info that is read."""
 MAX_REFUSAL_BYTES = 1 << 16
-"""Most bytes of a refusal that are read: it is kept until all attempts have failed."""
+"""Maximum number of bytes of a refusal that are read: it is kept until all attempts have failed."""
 
 
 class NotSent(EngineUnavailable):
@@ -149,8 +148,12 @@ class Forwarder:
             return Answer(response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all())
 
     async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
-        """Send the request and return the response with its headers. Raises NotSent, EngineRefused, EngineGone, RequestTimeout."""
-        # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a parent path.
+        """Send the request and return the response with its headers.
+
+        Raises NotSent, EngineRefused, EngineGone, RequestTimeout.
+        """
+        # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a
+        # parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
         if self._keys is not None:  # the client's key was checked here; without keys of a run, engines added by hand may require it
@@ -196,7 +199,7 @@ class Asker:
     async def __call__(self, url: str, nonce: str = "") -> int:
         """Return the served version; 0 if it is not reported as a number. Raises NotServing, EngineUnavailable.
 
-        ``nonce``: that of the engine's live row, which the answer must have; empty = unknown.
+        ``nonce``: from the engine's live row, which the answer must have; empty = unknown.
         """
         try:
             async with self._session.get(url + "/health") as response:

@@ -1,7 +1,7 @@
-"""The router's own paths, and the paths of requests, which are forwarded to an engine. Knows no bus.
+"""The router's own paths, and the paths of requests, which are forwarded to an engine; and the body of a router process.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
-client -> Router --- |
+client -> RouterServer --- |
                       a path of requests -> middleware ... -> Forwarder -> engine
 
 A path that is not listed is refused: among those of an engine are commands, which go to one engine directly.
@@ -10,22 +10,26 @@ A path that is not listed is refused: among those of an engine are commands, whi
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
 
 import aiohttp
 from aiohttp import web
 
+from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.actors.engines.engine_client import HttpEngine
-from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
 from tidemill.actors.router.config import RouterConfig, check_url
 from tidemill.actors.router.discovery import WorkerDiscovery
 from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from tidemill.actors.router.forward import Asker, Forwarder
-from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import RunKeys, admin_keys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.functions import find_function
 from tidemill.weightstore.access import Route, RunAccess
@@ -33,6 +37,9 @@ from tidemill.weightstore.bodies import BodyLimits, body_in
 from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
+
+UPDATE_EVERY_S = 1.0
+"""Seconds between two updates of the live row."""
 
 _NAME = r"\w[\w.-]*"
 FORWARDED = (
@@ -46,11 +53,14 @@ HOP_HEADERS = frozenset(("content-length", "transfer-encoding", "connection", "k
 """Headers of one connection, which the connection to the client sets itself."""
 
 
-class Router:
+class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: keys of the run, required of clients and sent to engines. Raises ValueError for a middleware that does not exist."""
+        """``keys``: keys of the run, required of clients and sent to engines.
+
+        Raises ValueError for a middleware that does not exist.
+        """
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -69,7 +79,10 @@ class Router:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Start discovery and listen; return the URL. Raises ValueError for an address that other machines reach without a key, OSError."""
+        """Start discovery and listen; return the URL.
+
+        Raises ValueError for an address that other machines reach without a key, OSError.
+        """
         config = self._config
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
@@ -112,12 +125,13 @@ class Router:
     @property
     def in_flight(self) -> int:
         """Number of requests at engines."""
-        return sum(each["in_flight"] for each in self.engines.overview())
+        return sum(engine["in_flight"] for engine in self.engines.overview())
 
-    # -- its own paths --------------------------------------------------------------------------------------------------
+    # -- its own paths
+    # --------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
-        serving = 0 if self._draining else sum(each["serving"] for each in self.engines.overview())
+        serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
         body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.discovery.urls())}
         return web.json_response(body, status=200 if serving else 503)
 
@@ -139,13 +153,13 @@ class Router:
 
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.discovery.urls()
-        seen = {each["url"]: each for each in self.engines.overview()}
+        seen = {engine["url"]: engine for engine in self.engines.overview()}
         unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
         workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
     def _loads(self) -> dict[str, int]:
-        seen = {each["url"]: each["in_flight"] for each in self.engines.overview()}
+        seen = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
         return {url: seen.get(url, 0) for url in self.discovery.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
@@ -167,7 +181,8 @@ class Router:
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
-    # -- forwarding -----------------------------------------------------------------------------------------------------
+    # -- forwarding
+    # -----------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         if self._draining:
@@ -186,7 +201,10 @@ class Router:
         return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
 
     async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send the answer chunk by chunk. When the engine breaks off, so does this: the client must not accept half an answer."""
+        """Send the answer chunk by chunk.
+
+        When the engine breaks off, so does this: the client must not accept half an answer.
+        """
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
@@ -224,3 +242,40 @@ async def _worker_in(request: web.Request) -> str:
         return check_url(url)
     except ValueError as error:
         raise BadRequest(str(error)) from error
+
+
+async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+    """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no keys.
+
+    Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
+    """
+    async with AsyncExitStack() as stack:
+        bus, view, heartbeat, keys = None, None, None, None
+        if bus_url:
+            bus = await connected(stack, bus_url, run, BusConfig(), name=f"router {id}".strip(), draining=draining)
+            if bus is None:
+                return
+            view, keys = LiveView(bus), admin_keys(bus)
+            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("router", id or default_id())))
+            route = await asyncio.to_thread(route_to, bus_url)
+            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
+            config = replace(config, host=at.bind, advertise=at.advertised)
+        router = RouterServer(config, view, keys)
+        url = await router.start()
+        log.info("listening url=%s", url)
+        try:
+            witness = [] if bus is None or heartbeat is None else [AddressChecker(bus, heartbeat).run()]
+            await first_of(_update_heartbeat(router, heartbeat), router.failed(), *witness, draining.wait())
+        finally:
+            await router.close(drain_s)
+
+
+async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher | None) -> None:
+    while True:
+        if heartbeat is not None:
+            engines = router.engines.overview()
+            serving = sum(engine["serving"] for engine in engines)
+            load = {"workers": len(engines), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            phase = "serving" if serving else "waiting"
+            heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
+        await asyncio.sleep(UPDATE_EVERY_S)

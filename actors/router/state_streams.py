@@ -5,7 +5,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
 from tidemill.actors.errors import EngineError
 from tidemill.actors.events import data_of
-from tidemill.actors.router.tree import Piece
+from tidemill.actors.router.tree import TokenPiece
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
@@ -33,20 +33,20 @@ class SentStates:
             self._open[state.get("index", 0)] = {**state, "text": text}
 
     def note_cut(self) -> None:
-        """Remember the responses that the client has cut: those of which it has seen the text of every token."""
+        """Remember the responses that the client has cut: the responses whose text it has seen to the last token."""
         for place, state in self._open.items():
             if state["text"] and self._decode(list(state["output_ids"])) == state["text"]:
                 self._remember(place, state)
         self._open.clear()
 
 
-def sampled_piece(answer: JsonMapping) -> Piece | None:
+def sampled_piece(answer: JsonMapping) -> TokenPiece | None:
     """Return the tokens of a state, without text; None when it has no ids, or not the log-prob of each."""
     ids, meta = tuple(answer.get("output_ids") or ()), answer["meta_info"]
     log_probs = tuple(entry[0] for entry in meta.get("output_token_logprobs") or ())
     if not ids or len(log_probs) != len(ids) or None in log_probs:
         return None
-    return Piece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
+    return TokenPiece(text="", tokens=ids, log_probs=log_probs, versions=tuple(_versions(meta, len(ids))))
 
 
 def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
@@ -61,18 +61,21 @@ def _versions(meta: JsonMapping, num_tokens: int) -> list[int]:
 
 async def states_in(chunks: AsyncIterator[bytes]) -> AsyncGenerator[JsonMapping, None]:
     """Yield the states and the errors of a stream. Raises EngineError for an event that is neither."""
-    rest = b""
+    unended = b""
     async for chunk in chunks:
-        *events, rest = (rest + chunk).split(b"\n\n")
-        for each in events:
-            if (state := state_in(each)) is not None:
+        *events, unended = (unended + chunk).split(b"\n\n")
+        for line in events:
+            if (state := state_in(line)) is not None:
                 yield state
-            elif b'"error"' in each and (data := data_of(each)) is not None:
+            elif b'"error"' in line and (data := data_of(line)) is not None:
                 yield _decoded(data)
 
 
 def state_in(line: bytes) -> JsonObject | None:
-    """Return the response state in an event; None for an event without one ([DONE], an error). Raises EngineError for no JSON."""
+    """Return the response state in an event; None for an event without one ([DONE], an error).
+
+    Raises EngineError for no JSON.
+    """
     if (data := data_of(line)) is None or not data.startswith(b"{"):
         return None
     state = _decoded(data)
@@ -85,9 +88,9 @@ def state_in(line: bytes) -> JsonObject | None:
 
 def _decoded(data: bytes) -> JsonObject:
     try:
-        found = json.loads(data)
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise EngineError(f"event of a stream: want JSON, got {data[:80]!r}: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise EngineError(f"event of a stream: want a map, got {data[:80]!r}")
-    return found
+    return value

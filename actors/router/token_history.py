@@ -1,9 +1,9 @@
 """Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very ids it sampled.
 
-A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the sampled ids: the
-model then reads tokens that it never generated, and training uses other tokens than were sampled. Here the prompt is made of the remembered
-ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token
-ids.
+A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the
+sampled ids: the model then reads tokens that it never generated, and training uses other tokens than were sampled. Here
+the prompt is made of the remembered ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are
+rendered here too, so that all engines receive token ids.
 
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
@@ -26,9 +26,9 @@ from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
 from tidemill.actors.router.exchange import Answer, Handler, Request
 from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from tidemill.actors.router.tree import Piece, TokenTree, columns
-from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns
 from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15
@@ -96,8 +96,11 @@ class TokenHistory:
             return await handler(request)
         return await answering(request, handler)
 
-    async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[Piece]:
-        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest for text that has no tokens."""
+    async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
+        """Return a text as its remembered pieces and, tokenised, the rest.
+
+        Raises BadRequest for text that has no tokens.
+        """
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
@@ -105,9 +108,10 @@ class TokenHistory:
             ids = await self._text.encoded(text[end:], add_special=add_special and end == 0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        return [*known, Piece(text=text[end:], tokens=tuple(ids))]
+        return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
-    # -- /generate ------------------------------------------------------------------------------------------------------
+    # -- /generate
+    # ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
         body = request.json()
@@ -130,9 +134,9 @@ class TokenHistory:
                 return answer.with_states(self._noted(answer.states, owners, request.session))
             if answer.streamed:
                 return answer.with_(self._remember_stream(answer.chunks, owners, request.session))
-            found = await answer.json()
-            self._note(found, owners, request.session)
-            return answer.with_content(found)
+            reply = await answer.json()
+            self._note(reply, owners, request.session)
+            return answer.with_content(reply)
 
     async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
         """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
@@ -151,9 +155,9 @@ class TokenHistory:
 
     async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
-        rest = b""
+        unended = b""
         async for chunk in chunks:
-            *events, rest = (rest + chunk).split(b"\n\n")
+            *events, unended = (unended + chunk).split(b"\n\n")
             for state in map(state_in, events):
                 if state is not None and state["meta_info"].get("finish_reason") is not None:
                     self._note_one(state.get("index", 0), state, owners, session)
@@ -168,13 +172,13 @@ class TokenHistory:
         if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
-    def remember(self, prompt: Sequence[Piece], answer: Mapping[str, object], session: str = "") -> list[Piece]:
+    def remember(self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = "") -> list[TokenPiece]:
         """Remember a prompt with its finished response, and return the pieces of both; a response without ids and log-probs is left out."""
         whole = [*prompt, *self._sampled(answer)]
         self.tree.remember(whole, session)
         return whole
 
-    def _sampled(self, answer: JsonMapping) -> list[Piece]:
+    def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
         """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
         if (whole := sampled_piece(answer)) is None:
             return []
@@ -198,7 +202,8 @@ class TokenHistory:
         shown = self._text.decode(ids[:cut])
         return cut, shown, whole[len(shown) :]
 
-    # -- OpenAI's paths -------------------------------------------------------------------------------------------------
+    # -- OpenAI's paths
+    # -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         asked = None
@@ -253,8 +258,8 @@ class TokenHistory:
         async with answer:
             if answer.states is not None:
                 return answer.with_(dialect.stream(answer.states, body))
-            found = await answer.json()
-            return answer.with_content(dialect.whole_of(found, body) if answer.status == 200 else dialect.error(found))
+            reply = await answer.json()
+            return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
         """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
@@ -273,8 +278,8 @@ class TokenHistory:
         self._engine_context, self._engine_context_until_s = length, time.monotonic() + CONTEXT_S
         return length
 
-    async def _prompt(self, given: str | list[int], session: str) -> list[Piece]:
-        return await self.pieces(given, session) if isinstance(given, str) else [Piece(text="", tokens=tuple(given))]
+    async def _prompt(self, prompt: str | list[int], session: str) -> list[TokenPiece]:
+        return await self.pieces(prompt, session) if isinstance(prompt, str) else [TokenPiece(text="", tokens=tuple(prompt))]
 
     async def _openai_events(
         self,
@@ -310,7 +315,8 @@ class TokenHistory:
         if asked is not None:
             self._chats.remember(asked, answer, builder.message(answer))
 
-    # -- /retrieve_from_text --------------------------------------------------------------------------------------------
+    # -- /retrieve_from_text
+    # --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
@@ -325,8 +331,8 @@ class TokenHistory:
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
             pieces = await self.pieces(text, request.session) if text else []
-        found = list(columns(pieces))
-        tokens, log_probs, versions, mask = (list(column) for column in zip(*found, strict=True)) if found else ([], [], [], [])
+        values = list(columns(pieces))
+        tokens, log_probs, versions, mask = (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
         return Answer.of(
             200,
             {
@@ -341,21 +347,24 @@ class TokenHistory:
         )
 
 
-def _part(piece: Piece, text: str, tokens: slice) -> Piece:
+def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
     """Return the tokens of a piece at some places, with their text."""
-    return Piece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
+    return TokenPiece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
 
 
-def _ids(pieces: Sequence[Piece]) -> list[int]:
+def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 
 class _Owners:
-    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ... A large ``n`` costs nothing here: engines refuse it."""
+    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ...
 
-    def __init__(self, prompts: Sequence[list[Piece]], params: object) -> None:
-        each = params if isinstance(params, list) else [params] * len(prompts)
-        counts = [given.get("n") or 1 if isinstance(given, Mapping) else 1 for given in each]
+    A large ``n`` costs nothing here: engines refuse it.
+    """
+
+    def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
+        samplings = params if isinstance(params, list) else [params] * len(prompts)
+        counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
         self._prompts = prompts
         self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
 
@@ -364,7 +373,7 @@ class _Owners:
         """Number of responses."""
         return self._ends[-1]
 
-    def prompt(self, place: int) -> list[Piece] | None:
+    def prompt(self, place: int) -> list[TokenPiece] | None:
         """Return the prompt of the response at ``place``; None for a place that was not requested."""
         owner = bisect.bisect_right(self._ends, place)
         return self._prompts[owner] if owner < min(len(self._ends), len(self._prompts)) else None

@@ -1,7 +1,8 @@
 """Map from text to the token ids that engines received and sampled for it. Pure: knows no tokenizer, no HTTP.
 
-A radix tree over characters. A node that ends a *piece* (a prompt, a response, the ending of a response) has the piece's tokens; only whole
-pieces are found again: text that leaves a piece in its middle is another text, and is tokenised as such.
+A radix tree over characters. A node that ends a *piece* (a prompt, a response, the ending of a response) has the
+piece's tokens; only whole pieces are found again: text that leaves a piece in its middle is another text, and is
+tokenised as such.
 
     "1+1=" -> [16, 10, 16, 28]  --+-- " 2" -> [220, 17] ---- "<|im_end|>" -> [151645]
                                   +-- " two" -> [1378]
@@ -13,13 +14,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class TokenPiece:
     """A stretch of text and its tokens."""
 
     text: str
     tokens: tuple[int, ...]
     log_probs: tuple[float, ...] = ()
-    """Log-probs of sampled tokens; empty for those that were given."""
+    """Log-probs of sampled tokens; empty for tokens of a prompt."""
     versions: tuple[int, ...] = ()
     """Version of the weights that generated each; empty for tokens that were given."""
 
@@ -41,7 +42,7 @@ class _Node:
         """Characters between the parent and this node."""
         self.children: dict[str, _Node] = {}
         """Children by the first character of their edges."""
-        self.piece: Piece | None = None
+        self.piece: TokenPiece | None = None
         """The piece that ends here; it begins where the one before it on the way from the root ends."""
 
 
@@ -53,14 +54,15 @@ class TokenTree:
         self._roots: dict[str, _Node] = {}
         """Roots by scope."""
         self._ends: OrderedDict[_Node, str] = OrderedDict()
-        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its ancestors."""
+        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its
+        ancestors."""
         self.size = 0
         """Number of characters plus number of tokens of all pieces."""
 
     def __len__(self) -> int:
         return len(self._ends)
 
-    def remember(self, pieces: Sequence[Piece], scope: str = "") -> None:
+    def remember(self, pieces: Sequence[TokenPiece], scope: str = "") -> None:
         """Remember a text from its beginning, as pieces. A known piece is replaced: the new ids were sampled later.
 
         ``scope``: texts of different scopes are kept apart.
@@ -78,7 +80,7 @@ class TokenTree:
         self._touch(touched)
         self._shrink()
 
-    def find(self, text: str, scope: str = "") -> tuple[list[Piece], int]:
+    def find(self, text: str, scope: str = "") -> tuple[list[TokenPiece], int]:
         """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
@@ -140,7 +142,7 @@ class TokenTree:
             node.parent.children[child.edge[0]] = child
 
 
-def _cost(piece: Piece) -> int:
+def _cost(piece: TokenPiece) -> int:
     return len(piece.text) + len(piece.tokens)
 
 
@@ -151,9 +153,9 @@ def _common(one: str, other: str) -> int:
     return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def columns(pieces: Sequence[Piece]) -> Iterator[tuple[int, float, int, int]]:
+def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:
     """Yield (token id, log-prob, version, 1) of every sampled token, (token id, 0.0, -1, 0) of every given one."""
     for piece in pieces:
-        given = ((token, 0.0, -1, 0) for token in piece.tokens)
-        made = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
-        yield from made if piece.sampled else given
+        unsampled = ((token, 0.0, -1, 0) for token in piece.tokens)
+        sampled = ((*each, 1) for each in zip(piece.tokens, piece.log_probs, piece.versions, strict=False))
+        yield from sampled if piece.sampled else unsampled

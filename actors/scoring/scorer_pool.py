@@ -5,7 +5,7 @@
     actor --> scorer with the fewest calls --> reward, or the reason for which there is none
                 |
                 +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit of time
-                +-- lost while it worked: another one is asked, MOST_LOST times at most
+                +-- lost while it worked: another one is asked, at most MAX_LOST times
 """
 
 import json
@@ -30,13 +30,13 @@ from tidemill.rewards.registry import REWARD
 
 ROLE = "scorer"
 """Role of the scorers' live rows."""
-MOST_LOST = 4
+MAX_LOST = 4
 """Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends them."""
 CONNECT_S = 5.0
 """Deadline of a connection."""
 SILENT_S = 6 * ALIVE_S
 """Seconds without a byte of an answer, after which its scorer counts as lost; it writes a blank every ``ALIVE_S``."""
-MOST_S = 3600.0
+MAX_S = 3600.0
 """Deadline of a call, its wait for a place in the scorer included. The scorer bounds the reward itself."""
 _MOST_REASON = 1000
 """Characters of a reason that are kept."""
@@ -57,7 +57,7 @@ class ScorerClient:
     async def post(self, path: str, body: bytes) -> Any:
         """Return the answer's JSON, and its reason as RewardFailed. Raises ScorerUnavailable, ScorerLost."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=MOST_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
+            timeout = aiohttp.ClientTimeout(total=MAX_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
         headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
@@ -108,8 +108,8 @@ class RemoteScoring:
 
     async def score(self, request: RewardRequest) -> float | dict[str, float]:
         """Return the reward of a sample, however long there is no scorer. Raises RewardFailed."""
-        found: float | dict[str, float] = await self._asked(REWARD, SCORE, "reward", request)
-        return found
+        reward: float | dict[str, float] = await self._asked(REWARD, SCORE, "reward", request)
+        return reward
 
     async def group_score(self, request: GroupRequest) -> list[float | dict[str, float]]:
         """Return the reward of each sample of a group. Raises RewardFailed."""
@@ -131,7 +131,7 @@ class RemoteScoring:
                     return _read(id, contract, word, await self._call(id, client, path, body))
             except ScorerLost as error:
                 lost += 1
-                if lost >= MOST_LOST:
+                if lost >= MAX_LOST:
                     raise RewardFailed("scorers", f"{lost} scorers were lost while they worked on it, the last: {error}") from None
             except ScorerUnavailable:  # the pool leaves it alone for a while
                 continue

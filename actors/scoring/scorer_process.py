@@ -1,7 +1,8 @@
 """The body of a scorer process: load the rewards of a run, serve them to its actors, drain. Needs only the URL of the bus.
 
-Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Keeps no state: what it
-scores when it dies is scored by another scorer. Waits for requests, and while it drains for the end of those that it has.
+Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Keeps no
+state: what it scores when it dies is scored by another scorer. Waits for requests, and while it drains for the end of
+those that it has.
 """
 
 import asyncio
@@ -11,9 +12,8 @@ from dataclasses import dataclass, replace
 
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from tidemill.actors.scoring.opened import open_rewards
 from tidemill.actors.scoring.scorer_pool import ROLE
-from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.actors.scoring.server import RewardServer, open_rewards, serving
 from tidemill.bus.client.reach import LOOPBACK, reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
@@ -34,7 +34,7 @@ class ScorerPlace:
     """Where a scorer listens, and where actors reach it."""
 
     host: str = LOOPBACK
-    """Address, or auto = that of the interface that leads to the bus."""
+    """Address, or auto = the address of the interface that leads to the bus."""
     advertise: str = ""
     """Host, or host:port, if not ``host``."""
     port: int = 0
@@ -54,10 +54,11 @@ async def run_scorer(
 ) -> None:
     """Serve the rewards of ``run`` until ``draining`` is set and the accepted requests are answered.
 
-    A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``. In a run whose
-    actors ask no scorer it waits, and says so in its live row. Raises BusUnavailable when there is no bus within five minutes, NotFound
-    when there is no config within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ValueError for an address
-    that cannot be advertised, OSError for one that cannot be taken.
+    A config that is None is read from the bus (row run/config) once it is written. ``allowed``: see ``config_of_run``.
+    In a run whose actors ask no scorer it waits, and says so in its live row. Raises BusUnavailable when there is no
+    bus within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
+    BadRewardOption, RewardFailed, ValueError for an address that cannot be advertised, OSError for one that cannot be
+    taken.
     """
     id, place = scorer_id or default_id(), place or ScorerPlace()
     async with AsyncExitStack() as stack:
@@ -65,10 +66,10 @@ async def run_scorer(
         if bus is None:
             return
         if actor_config is None:
-            found = await config_of_run(bus, draining, role=ROLE, id=id, allowed=allowed)
-            if found is None:
+            config_on_bus = await config_of_run(bus, draining, role=ROLE, id=id, allowed=allowed)
+            if config_on_bus is None:
                 return
-            actor_config = section(found, "actor", ActorConfig)
+            actor_config = section(config_on_bus, "actor", ActorConfig)
         if not actor_config.scorers.enabled:  # no error: `tidemill scale` may ask any run for scorers
             log.warning("not asked: %s", NOT_ASKED)
             row = replace(first_row(ROLE, id), phase="waiting", waits_for=NOT_ASKED)

@@ -4,26 +4,31 @@
     POST /score_group  {"samples": [request, ...], "rewards": [...]}       {"rewards": [...]} or {"failed": reason}
     GET /health        counts of requests by outcome
 
-Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the same limits.
+Consumes requests of actors, of ``remote`` rewards and of any other client; runs the reward as an actor does, with the
+same limits.
 """
 
 import asyncio
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Annotated, Any
 
 from aiohttp import web
+from msgspec import Meta, Struct, structs
 
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.config import ActorConfig
 from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.system.coroutines import ended
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest, Scorer, to_request
 from tidemill.rewards.registry import MAX_THREADS, checked
-from tidemill.rewards.scorers import GroupScorer
+from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
 from tidemill.weightstore.access import Access, Route, TokenAccess
 from tidemill.weightstore.bodies import body_in, json_in
 from tidemill.weightstore.listener import Listener
@@ -36,6 +41,55 @@ MAX_RUNNING = MAX_THREADS
 ALIVE_S = 5.0
 """Seconds after which, and between, blanks that show a client that its call is alive."""
 NO_RESULT = "no result in time"
+
+
+class ScoreBody(Struct, kw_only=True):
+    """A request as JSON; only ``prompt`` and ``response`` must be there.
+
+    The fields have the order of ``tidemill.rewards.request_json``.
+    """
+
+    prompt: str | list[Any]
+    response: str
+    label: Any = None
+    status: str = Status.COMPLETED.value
+    tokens: str = ""
+    """Little-endian int32 in base64."""
+    metadata: dict[str, Any] = {}
+    response_length: int = 0
+    sampled_length: int | None = None
+    """None = ``response_length``."""
+    num_turns: int = 1
+    transcript: list[Any] = []
+
+    def request(self) -> RewardRequest:
+        """Return the request. Raises ValueError for an unknown status, and for tokens that are not base64."""
+        sampled_length = self.response_length if self.sampled_length is None else self.sampled_length
+        try:
+            return to_request({**structs.asdict(self), "sampled_length": sampled_length})
+        except ValueError as error:
+            raise ValueError(f"status or tokens: {error}") from None
+
+
+class ScoreGroupBody(Struct, kw_only=True):
+    """A request for a group as JSON."""
+
+    samples: Annotated[list[ScoreBody], Meta(min_length=1)]
+    rewards: list[Any] = []
+    """None, or one for each sample."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for another number of rewards."""
+        if len(self.rewards) not in (0, len(self.samples)):
+            raise ValueError(f"rewards: want none, or one for each of {len(self.samples)} samples, got {len(self.rewards)}")
+
+    def request(self) -> GroupRequest:
+        """Return the request. Raises ValueError for rewards that no sample may have."""
+        try:
+            rewards = tuple(checked(f"rewards[{place}]", reward) for place, reward in enumerate(self.rewards))
+        except RewardFailed as error:
+            raise ValueError(str(error)) from None
+        return GroupRequest(samples=tuple(sample.request() for sample in self.samples), rewards=rewards)
 
 
 class RewardServer:
@@ -70,18 +124,22 @@ class RewardServer:
         return web.json_response({"reward": self._name, "running": self.running, **self.counts})
 
     async def _answer_one(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "reward", self._score, request_in)
+        return await self._answer(http, "reward", self._score, ScoreBody)
 
     async def _answer_group(self, http: web.Request) -> web.StreamResponse:
-        return await self._answer(http, "rewards", self._group_score, group_in)
+        return await self._answer(http, "rewards", self._group_score, ScoreGroupBody)
 
     async def _answer(
-        self, http: web.Request, word: str, score: Callable[[Any], Awaitable[object]] | None, read: Callable[[Any], object]
+        self,
+        http: web.Request,
+        word: str,
+        score: Callable[[Any], Awaitable[object]] | None,
+        shape: type[ScoreBody] | type[ScoreGroupBody],
     ) -> web.StreamResponse:
         if score is None:
             return self._reply(404, "refused", f"this server has no reward for {http.path}")
         try:
-            request = read(json_in(body_in(http)))
+            request = decode(json_in(body_in(http)), shape).request()
         except ValueError as error:
             return self._reply(400, "refused", str(error)[:1000])
         if self._draining or self.running >= MAX_WAITING:
@@ -131,49 +189,6 @@ class RewardServer:
         return web.json_response({"failed": reason}, status=status)
 
 
-def request_in(found: Any) -> RewardRequest:
-    """Return the request in decoded JSON; only ``prompt`` and ``response`` must be there. Raises ValueError naming the field."""
-    if not isinstance(found, dict):
-        raise ValueError(f"want a map, got {type(found).__name__}")
-    wanted: dict[str, tuple[Any, str, Any]] = {
-        "prompt": ((str, list), "text or messages", None),
-        "response": (str, "text", None),
-        "status": (str, "text", Status.COMPLETED.value),
-        "tokens": (str, "base64", ""),
-        "metadata": (dict, "a map", {}),
-        "response_length": (int, "a whole number", 0),
-        "sampled_length": (int, "a whole number", found.get("response_length", 0)),
-        "num_turns": (int, "a whole number", 1),
-        "transcript": (list, "a list of messages", []),
-    }
-    values = {"label": found.get("label")}
-    for name, (kind, words, default) in wanted.items():
-        value = found.get(name, default)
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise ValueError(f"{name}: want {words}, got {value!r}"[:300])
-        values[name] = value
-    try:
-        return to_request(values)
-    except ValueError as error:  # of the status, or base64
-        raise ValueError(f"status or tokens: {error}") from None
-
-
-def group_in(found: Any) -> GroupRequest:
-    """Return the request for a group in decoded JSON. Raises ValueError naming the field."""
-    if not isinstance(found, Mapping):
-        raise ValueError(f"want a map, got {type(found).__name__}")
-    samples, rewards = found.get("samples"), found.get("rewards", [])
-    if not isinstance(samples, list) or not samples:
-        raise ValueError(f"samples: want a list of requests, got {samples!r}"[:300])
-    if not isinstance(rewards, list) or len(rewards) not in (0, len(samples)):
-        raise ValueError(f"rewards: want a list, empty or one for each of {len(samples)} samples, got {rewards!r}"[:300])
-    try:
-        given = tuple(checked(f"rewards[{place}]", reward) for place, reward in enumerate(rewards))
-    except RewardFailed as error:
-        raise ValueError(str(error)) from None
-    return GroupRequest(samples=tuple(map(request_in, samples)), rewards=given)
-
-
 @asynccontextmanager
 async def serving(server: RewardServer, host: str, port: int, *, advertise: str = "", insecure: bool = False) -> AsyncIterator[str]:
     """Serve while entered; yields the URL. ``insecure``: other machines may ask without a key of a run.
@@ -185,3 +200,20 @@ async def serving(server: RewardServer, host: str, port: int, *, advertise: str 
         yield await listener.start(host, port, advertise=advertise, insecure=insecure)
     finally:
         await listener.close()
+
+
+async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:
+    """Return the reward of samples and the reward of groups; None where there is none. ``stack`` closes them.
+
+    Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
+    """
+    limits = ProcessLimits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    score: Scorer | None = None
+    if config.reward_parts:
+        score = await stack.enter_async_context(opened_parts([*config.reward_parts.values()], limits))
+    elif config.reward or not config.group_reward:
+        score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
+    group_score: GroupScorer | None = None
+    if config.group_reward:
+        group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+    return score, group_score

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
+from tidemill.actors.body_decoder import need
 from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.keys import RunKeys
@@ -46,8 +47,9 @@ class Authority:
     async def require_current_epoch(self, record: Record, body: Mapping[str, object], engine: str, what: str) -> None:
         """Check the epoch of a command, if it has one, and ``record`` it.
 
-        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would fence the real
-        ones), EngineUnavailable for one that is newer than the known one while the bus cannot be reached.
+        Raises StaleEpoch for the epoch of an older learner, BadRequest for one that no learner of the run has (it would
+        fence the real ones), EngineUnavailable for one that is newer than the known one while the bus cannot be
+        reached.
         """
         try:
             record(await self._epoch_in(body, engine), what)
@@ -77,10 +79,10 @@ class Authority:
         self.refused = refused
 
     async def _epoch_in(self, body: Mapping[str, object], engine: str) -> int | None:
-        epoch = body.get("epoch")
-        if epoch is None:
+        if body.get("epoch") is None:
             return None
-        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+        epoch = need(body, "epoch", int)
+        if epoch < 0:
             raise BadRequest(f"epoch: want an integer >= 0, got {epoch!r:.40}")
         if self._read is not None and epoch > self._newest:
             try:

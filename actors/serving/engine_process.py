@@ -2,9 +2,9 @@
 
     joining -> catching up -> (probe) serving -> stale (missed pushes) -> catching up -> ...
 
-Pushes arrive over HTTP at the engine itself; this module watches the registry and brings the engine to the head when no push does. A
-colocated engine takes memory by itself only while the engines own the accelerator: when it starts, and when it catches up. Its live row
-states that meanwhile, and the learner waits until it is done.
+Pushes arrive over HTTP at the engine itself; this module watches the registry and brings the engine to the head when no
+push does. A colocated engine takes memory by itself only while the engines own the accelerator: when it starts, and
+when it catches up. Its live row states that meanwhile, and the learner waits until it is done.
 """
 
 import asyncio
@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.address_checks import OwnAddress
 from tidemill.actors.engines.membership import connected, default_id, first_row
-from tidemill.actors.engines.witness import OwnAddress
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
@@ -55,7 +55,7 @@ WHOLE = "a complete weight update"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldDevices:
-    """Accelerators of an engine process, as it was started; the defaults are those of an engine on the CPU."""
+    """Accelerators of an engine process, as it was started; the defaults are for an engine on the CPU."""
 
     own: tuple[str, ...] = ()
     """UUIDs of the devices on which it computes."""
@@ -102,7 +102,8 @@ async def run_engine(
 ) -> None:
     """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are answered.
 
-    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot load.
+    Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
+    load.
     """
     id = places.id or default_id()
     async with AsyncExitStack() as stack:
@@ -146,7 +147,10 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``ended`` is set. A learner that acquires it waits until this context is left."""
+        """Wait until the engines own the accelerator, or ``ended`` is set.
+
+        A learner that acquires it waits until this context is left.
+        """
         if self._turns is not None:
             while not await self._begins_taking(self._turns, ended):
                 self._take(False)
@@ -240,7 +244,10 @@ class _Follower:
         self._joiner = Joiner(engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for)
 
     async def run(self) -> None:
-        """Catch up with the head, serve, and keep up with it, without end. Raises EngineFailed when the engine cannot generate."""
+        """Catch up with the head, serve, and keep up with it, without end.
+
+        Raises EngineFailed when the engine cannot generate.
+        """
         engine = self._engine
         engine.phase = "catching up"
         await self._catch_up()

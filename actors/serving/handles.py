@@ -18,11 +18,12 @@ import msgpack
 import zmq
 import zmq.asyncio
 
+from tidemill.actors.body_decoder import decode, need
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
-from tidemill.actors.http_api import need, seconds_in
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
-from tidemill.actors.serving.port import COMMAND_S, Updates
+from tidemill.actors.serving.command_bodies import UpdateBody
+from tidemill.actors.serving.port import Updates
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket
@@ -139,7 +140,7 @@ class HandleListener:
     async def _push(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         """Begin a push and read all its buckets. The learner gets a message after each bucket but the last."""
         sent = need(body, "buckets", list)
-        version, timeout_s = need(body, "version", int), seconds_in(body, "timeout_s", COMMAND_S)
+        version, timeout_s = need(body, "version", int), decode(body, UpdateBody).timeout_s
         buckets = self._buckets = {packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)}
 
         async def read_all() -> None:
@@ -163,7 +164,7 @@ class HandleListener:
 
     async def _bucket(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         offered, bucket = self._offered(self._joined(envelope), body), Bucket.unpacked(_packed(body))
-        version, timeout_s = need(body, "version", int), seconds_in(body, "timeout_s", COMMAND_S)
+        version, timeout_s = need(body, "version", int), decode(body, UpdateBody).timeout_s
         await self._updates.run_shielded(self._updates.read_bucket(bucket, offered, version=version, timeout_s=timeout_s))
         return {}
 

@@ -1,7 +1,7 @@
 """The host of an engine: its phase, its requests in number, its versions, and its listeners; the same for both kinds of engine.
 
-A process embeds its engine. The host knows no bus: its owner sets ``phase``, and makes all changes of it but one: ``stale`` becomes
-``serving`` by itself with the next completed update.
+A process embeds its engine. The host knows no bus: its owner sets ``phase``, and makes all changes of it but one:
+``stale`` becomes ``serving`` by itself with the next completed update.
 """
 
 import asyncio
@@ -13,8 +13,8 @@ from typing import Generic, TypeVar
 
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
+from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.http_api import listen
-from tidemill.actors.request import Limits
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
@@ -33,10 +33,11 @@ AnyUpdates = TypeVar("AnyUpdates", bound=Updates)
 class EngineHost(ServedEngine, Generic[AnyUpdates]):
     """One engine. ``load`` (blocking), ``start``, set ``phase = "serving"``; later ``drain`` and ``close``.
 
-    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after every update.
+    It answers /generate only in phase ``serving``. ``on_update(version, epoch)`` is called in the loop's thread after
+    every update.
     """
 
-    limits: Limits
+    limits: RequestLimits
     text: Text | None
 
     def __init__(
@@ -75,13 +76,16 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """False once the engine cannot generate any more, for good."""
 
     def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
-        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for a context that is too long for the model."""
+        """Read the tokenizer and set the bounds of requests.
+
+        Raises UnsupportedModel for a context that is too long for the model.
+        """
         if self.config.max_context > max_positions:
-            given = self.config.max_context
-            raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {given}")
+            context = self.config.max_context
+            raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {context}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         self.text = text = None if text is None else text.bounded(max_context)
-        self.limits = Limits(
+        self.limits = RequestLimits(
             vocab_size=vocab_size,
             max_context=max_context,
             encode=text.encode if text is not None else None,
@@ -99,7 +103,10 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Set the phase ``draining`` and wait until accepted responses have ended. Returns False when some are left after ``timeout_s``."""
+        """Set the phase ``draining`` and wait until accepted responses have ended.
+
+        Returns False when some are left after ``timeout_s``.
+        """
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -119,8 +126,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
     async def load_snapshot(self, directory: Path | str, version: int, epoch: int | None = None) -> float:
         """Load all weights of a directory, or none. Returns the seconds for which generation was held up.
 
-        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises UpdateRefused or
-        StaleEpoch.
+        Memory that was released is taken again. A push that is under way comes first, and may bring the version. Raises
+        UpdateRefused or StaleEpoch.
         """
         updates = self.updates
         updates.require_current_epoch(epoch, "load_snapshot")
@@ -188,14 +195,14 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
             "released": float(len(self.updates.released)),
         }
 
-    async def serve_version(self, wanted: int, timeout_s: float) -> None:
+    async def serve_version(self, version: int, timeout_s: float) -> None:
         """Wait until weights of at least this version are served. Raises VersionUnavailable after ``timeout_s``."""
         self.awaiting_version += 1
         try:
-            await self._until(lambda: self.version >= wanted, timeout_s)
+            await self._until(lambda: self.version >= version, timeout_s)
         except TimeoutError:
             raise VersionUnavailable(
-                self.url, f"version {wanted} is not served: version {self.version} is, after waiting {timeout_s:g} s"
+                self.url, f"version {version} is not served: version {self.version} is, after waiting {timeout_s:g} s"
             ) from None
         finally:
             self.awaiting_version -= 1

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from tidemill.actors.request import Limits
+from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.text.text import Text
 from tidemill.bus.wire.json_object import JsonMapping
@@ -155,10 +155,10 @@ class Updates(Protocol):
         """Return checksums of the served weights by name, as SGLang computes them."""
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return version and checksums of the served weights, or of those of the open update, which must be complete."""
+        """Return version and checksums of the served weights, or of the weights of the open update, which must be complete."""
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with that of the weights an open update is discarded. Refused for unfinished requests without a pause."""
+        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests without a pause."""
 
     async def resume(self, tags: frozenset[str]) -> None:
         """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a pause ends."""
@@ -174,12 +174,12 @@ class Updates(Protocol):
         ...
 
 
-class HttpEngine(ServedEngine, Protocol):
+class ExposedEngine(ServedEngine, Protocol):
     """An engine, as its HTTP server sees it."""
 
     model_dir: Path
     text: Text | None
-    limits: Limits
+    limits: RequestLimits
     authority: Authority
 
     @property

@@ -5,36 +5,33 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
-from tidemill.actors.http_api import (
-    BODIES_BYTES,
-    NONCE_HEADER,
-    body_of,
-    done,
-    group_in,
-    memory_tags_in,
-    need,
-    of_update_in,
-    port_in,
-    seconds_in,
-    translate,
-    version_in,
-)
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import EngineFailed, EngineUnavailable
+from tidemill.actors.http_api import BODIES_BYTES, NONCE_HEADER, body_of, done, translate
 from tidemill.actors.openai.openai_server import OpenAiRoutes
-from tidemill.actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
+from tidemill.actors.serving.command_bodies import (
+    AbortBody,
+    BucketBody,
+    CheckerBody,
+    ChecksumBody,
+    DirectoryBody,
+    JoinBody,
+    MemoryBody,
+    PauseBody,
+    UpdateBody,
+)
+from tidemill.actors.serving.port import Backend, Body, ExposedEngine, Result
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.weightstore.access import Handler, Route, Rule, RunAccess
 from tidemill.weightstore.bodies import BodyLimits
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.listener import Listener
 
-PAUSE_MODES = ("abort", "retract", "in_place")
-
 
 class EngineServer:
     """The routes of one engine."""
 
-    def __init__(self, engine: HttpEngine, backend: Backend) -> None:
+    def __init__(self, engine: ExposedEngine, backend: Backend) -> None:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
         authority = engine.authority
         self._access = RunAccess(authority.keys, authority.note, unguarded=authority.unguarded)
@@ -60,7 +57,7 @@ class EngineServer:
             "GET /flush_cache": flush_cache,
             "POST /weights_checker": Route.request(self._weights_checker),
             "POST /weights_checksums": Route.request(
-                self._operation(lambda body: self._updates.checksum_report(of_update=of_update_in(body)), _report)
+                self._operation(lambda body: self._updates.checksum_report(of_update=decode(body, ChecksumBody).of == "update"), _report)
             ),
         }
 
@@ -72,17 +69,17 @@ class EngineServer:
             "POST /continue_generation": operation(updates.continue_generation, _status("Generation continued successfully.")),
             "POST /init_weights_update_group": operation(self._join, _done("Succeeded to initialize custom process group.")),
             "POST /destroy_weights_update_group": operation(
-                lambda body: updates.leave(group_in(body)), _done("Succeeded to destroy custom process group.")
+                lambda body: updates.leave(decode(body, UpdateBody).group_name), _done("Succeeded to destroy custom process group.")
             ),
             "POST /begin_weight_update": operation(self._begin, _done("Weight update begun.")),
             "POST /update_weights_from_distributed": operation(self._receive_bucket, _done("Succeeded to update parameter online.")),
-            "POST /end_weight_update": operation(lambda body: updates.end(version_in(body)), self._ended),
+            "POST /end_weight_update": operation(lambda body: updates.end(decode(body, UpdateBody).version), self._ended),
             "POST /update_weights_from_disk": operation(
-                lambda body: updates.load_directory(Path(need(body, "model_path", str)), version_in(body)),
+                self._load_directory,
                 lambda stall_s: done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s),
             ),
-            "POST /release_memory_occupation": operation(lambda body: updates.release(memory_tags_in(body)), web.json_response),
-            "POST /resume_memory_occupation": operation(lambda body: updates.resume(memory_tags_in(body)), web.json_response),
+            "POST /release_memory_occupation": operation(lambda body: updates.release(decode(body, MemoryBody).kinds), web.json_response),
+            "POST /resume_memory_occupation": operation(lambda body: updates.resume(decode(body, MemoryBody).kinds), web.json_response),
         }
         return {path: Route.command(handler) for path, handler in handlers.items()}
 
@@ -100,7 +97,8 @@ class EngineServer:
     async def _command(self, request: web.Request) -> JsonObject:
         """Return the body of a learner's command without its epoch, which is checked first.
 
-        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the admin key.
+        Some requests have the form of a command. One that names an epoch, which would fence older learners, needs the
+        admin key.
         """
         body = dict(body_of(request))
         if "epoch" in body:
@@ -110,38 +108,32 @@ class EngineServer:
         return body
 
     def _pause(self, body: Body) -> Coroutine[object, None, None]:
-        mode = body.get("mode", "abort")
-        if mode not in PAUSE_MODES:
-            raise BadRequest(f"mode: want one of {', '.join(PAUSE_MODES)}, got {mode!r}")
-        return self._updates.pause(mode)
+        return self._updates.pause(decode(body, PauseBody).mode)
 
     def _join(self, body: Body) -> Coroutine[object, None, None]:
-        # Checked here, because the SGLang adapter passes the body on as it is.
-        need(body, "master_address", str), port_in(body, "master_port"), need(body, "world_size", int)
-        seconds_in(body, "timeout_s", COMMAND_S), group_in(body)
+        decode(body, JoinBody)  # here, because the SGLang adapter passes the body on as it is
         return self._updates.join(body)
 
     def _begin(self, body: Body) -> Coroutine[object, None, None]:
-        timeout_s = seconds_in(body, "timeout_s", COMMAND_S)
-        return self._updates.begin(version_in(body), timeout_s)
+        update = decode(body, UpdateBody)
+        return self._updates.begin(update.version, update.timeout_s)
+
+    def _load_directory(self, body: Body) -> Coroutine[object, None, float]:
+        directory = decode(body, DirectoryBody)
+        return self._updates.load_directory(Path(directory.model_path), directory.version)
 
     def _receive_bucket(self, body: Body) -> Coroutine[object, None, None]:
-        for name in ("names", "dtypes", "shapes"):
-            need(body, name, list)
-        seconds_in(body, "timeout_s", COMMAND_S)
-        return self._updates.receive_bucket(body, version_in(body))
+        return self._updates.receive_bucket(body, decode(body, BucketBody).version)
 
     def _ended(self, stall_s: float) -> web.Response:
         return done("Weight update ended.", stall_s=stall_s, weight_version=str(self._engine.version))
 
     async def _abort_request(self, request: web.Request) -> web.StreamResponse:
         body = await self._command(request)
-        everything, rid = body.get("abort_all", False), body.get("rid", "")
-        if not everything and not (isinstance(rid, str) and rid):
-            raise BadRequest(f'body: want {{"rid": "..."}} or {{"abort_all": true}}, got {body!r}')
-        if everything:
+        abort = decode(body, AbortBody)
+        if abort.abort_all:
             await self._access.want(request, admin=True)
-        return await self._backend.abort(None if everything else rid, body)
+        return await self._backend.abort(None if abort.abort_all else abort.rid, body)
 
     @web.middleware
     async def _with_nonce(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -164,11 +156,9 @@ class EngineServer:
         return web.Response()
 
     async def _weights_checker(self, request: web.Request) -> web.Response:
-        body = body_of(request)
-        if body.get("action") != "checksum":
-            raise BadRequest(f"action: want checksum, got {body.get('action')!r}")
-        found = await self._updates.run_shielded(self._updates.checksums())
-        return done("Success.", ranks=[{"checksums": found}], weight_version=str(self._engine.version))
+        decode(body_of(request), CheckerBody)
+        checksums = await self._updates.run_shielded(self._updates.checksums())
+        return done("Success.", ranks=[{"checksums": checksums}], weight_version=str(self._engine.version))
 
 
 def _done(message: str) -> Callable[[None], web.Response]:

@@ -1,27 +1,82 @@
 """Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning and tool calls.
 
-A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is the only module that
-knows the library; it is imported when a renderer is read.
+A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is
+the only module that knows the library; it is imported when a renderer is read. The library encodes the chats of gpt-oss
+with openai-harmony, which reads the vocabulary from a file (``HarmonyVocabulary``).
 """
 
+import base64
+import hashlib
 import json
 import logging
+import os
+import tempfile
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from tidemill.actors.errors import BadRequest, NoRenderer, RendererMissing
-from tidemill.actors.text.chat_template import ChatTemplate
-from tidemill.actors.text.harmony_vocabulary import HarmonyVocabulary
 from tidemill.actors.text.text import Text
-from tidemill.actors.text.tool_calls import Call, ParsedReply, call_of
+from tidemill.actors.text.tool_calls import ChatTemplate, ParsedReply, ToolCall, call_of
 from tidemill.bus.system.foreign import errors_as
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+
+NAME = "o200k_base.tiktoken"
+"""Name of the file that openai-harmony loads: a line for each token, its bytes in base64 and its id."""
+SHA_256 = "446a9538cb6c348e3516120d7c08b09f57c36495e2acfffe59a5bf8b0cfb1a2d"
+"""Digest of that file, without which openai-harmony refuses it. Source: openai-harmony 0.0.8,
+src/tiktoken_ext/public_encodings.rs."""
+VARIABLE = "TIKTOKEN_ENCODINGS_BASE"
+"""Environment variable with the directory of the file. Without it openai-harmony downloads the file."""
+
+
+class HarmonyVocabulary:
+    """The vocabulary of a gpt-oss model."""
+
+    def __init__(self, tokenizer: Path) -> None:
+        """``tokenizer``: a model's tokenizer.json. Raises OSError, or ValueError where it is of another model."""
+        want = f"{tokenizer}: want the vocabulary of gpt-oss"
+        try:
+            vocabulary = json.loads(tokenizer.read_bytes())["model"]["vocab"].items()
+            of_character = {character: byte for byte, character in enumerate(_characters())}
+            pieces = sorted((int(rank), bytes(of_character[character] for character in token)) for token, rank in vocabulary)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{want}, got one that is no byte-level BPE: {error!r}") from None
+        self._content = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in pieces)
+        if hashlib.sha256(self._content).hexdigest() != SHA_256:
+            raise ValueError(f"{want}, got another one, of {len(pieces)} tokens")
+
+    @contextmanager
+    def given(self) -> Iterator[None]:
+        """Let openai-harmony find the vocabulary inside, and nothing to download."""
+        before = os.environ.get(VARIABLE)
+        with tempfile.TemporaryDirectory(prefix="tidemill-harmony-") as directory:
+            (Path(directory) / NAME).write_bytes(self._content)
+            os.environ[VARIABLE] = directory
+            try:
+                yield
+            finally:
+                if before is None:
+                    del os.environ[VARIABLE]
+                else:
+                    os.environ[VARIABLE] = before
+
+
+def _characters() -> list[str]:
+    """Return the characters that byte-level BPE writes for the bytes 0 to 255.
+
+    A byte that is a visible character in Latin-1 is that character; the others are, in their order, the characters from
+    256 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +90,7 @@ UNSUPPORTED = {
 """Renderers of the library that cannot be used here, with the reason."""
 HARMONY = "gpt-oss"
 """The renderer that encodes by openai-harmony, with a vocabulary of its own."""
-MOST_VARIANTS = 16
+MAX_VARIANTS = 16
 """Renderers that are kept for different ``chat_template_kwargs``."""
 OF_REQUEST = ("tools", "add_generation_prompt")
 """Arguments of a chat that are no ``chat_template_kwargs``."""
@@ -49,8 +104,8 @@ class Renderer:
     ) -> None:
         """``config``: the library's, of one renderer. Raises the library's errors when the tokenizer does not fit.
 
-        ``public_name`` and ``template``: of the model, for the renderers of families with small differences among models.
-        ``vocabulary``: the model's, for gpt-oss.
+        ``public_name`` and ``template``: of the model, for the renderers of families with small differences among
+        models. ``vocabulary``: the model's, for gpt-oss.
         """
         self._text, self._config, self._vocabulary = text, config, vocabulary
         self._tokenizer = _Tokenizer(text, public_name, template)
@@ -82,7 +137,7 @@ class Renderer:
             )
 
     def prompt(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> list[int]:
-        """Return the token ids of a chat. ``arguments``: those of a chat template. Raises BadRequest."""
+        """Return the token ids of a chat. ``arguments``: as of a chat template. Raises BadRequest."""
         _check(messages)
         renderer = self._variant(_template_arguments(arguments))
         with self._rejecting("messages"):
@@ -96,42 +151,42 @@ class Renderer:
     ) -> list[int] | None:
         """Return ``prompt + output`` and the token ids of the messages that follow; None where only rendering the whole chat is right.
 
-        That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier reasoning is left
-        out. Raises BadRequest.
+        That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier
+        reasoning is left out. Raises BadRequest.
         """
         _check(messages)
         renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
         try:
             with self._rejecting("messages"):
-                found = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
+                bridged = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
         except BadRequest as error:
             logger.debug("renderer cannot extend a chat error=%s", error)
             return None
-        if found is None or found.token_ids[: len(before)] != before:
+        if bridged is None or bridged.token_ids[: len(before)] != before:
             return None
-        return list(map(int, found.token_ids))
+        return list(map(int, bridged.token_ids))
 
     def read_reply(self, text: str, output: Sequence[int], prompt: Sequence[int], arguments: JsonMapping) -> ParsedReply:
         """Return content, reasoning and calls of a finished response.
 
-        ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part of the content, and
-        counted; without tools in the request every call is part of the content.
+        ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part
+        of the content, and counted; without tools in the request every call is part of the content.
         """
         tools = arguments.get("tools")
         try:
             renderer = self._variant(_template_arguments(arguments))
             with self._rejecting("response"):
                 parsed = renderer.parse_response(list(output), tools=tools, prompt_ids=list(prompt))
-                found = [self._attempt(each, output) for each in parsed.tool_calls]
+                attempts = [self._attempt(each, output) for each in parsed.tool_calls]
                 content, reasoning = str(parsed.content or ""), str(parsed.reasoning_content or "")
         except BadRequest as error:
             logger.debug("renderer cannot read a response error=%s", error)
             return ParsedReply(text, (), malformed=1)
-        calls = _with_distinct_ids([call for _, call in found if call is not None]) if tools else ()
-        left = [written for written, call in found if call is None or not tools]
+        calls = _with_distinct_ids([call for _, call in attempts if call is not None]) if tools else ()
+        left = [written for written, call in attempts if call is None or not tools]
         return ParsedReply("\n".join(filter(None, [content, *left])), calls, reasoning, len(left) if tools else 0)
 
-    def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, Call | None]:
+    def _attempt(self, attempt: Any, output: Sequence[int]) -> tuple[str, ToolCall | None]:
         """Return a call as it was written, and the call; None if it cannot be read."""
         span = attempt.token_span
         written = str(attempt.raw) if span is None else self._text.decode(output[span[0] : span[1]], skip_special=False)
@@ -139,12 +194,15 @@ class Renderer:
         return written, call if call is None else replace(call, id=str(attempt.id or ""))
 
     def _variant(self, arguments: JsonMapping) -> Any:
-        """Return the library's renderer for ``chat_template_kwargs``. Raises BadRequest for arguments that it does not have."""
+        """Return the library's renderer for ``chat_template_kwargs``.
+
+        Raises BadRequest for arguments that it does not have.
+        """
         key = json.dumps(arguments, sort_keys=True)
         with self._lock:
             if key not in self._variants:
                 self._variants[key] = self._create(arguments)
-                if len(self._variants) > MOST_VARIANTS:
+                if len(self._variants) > MAX_VARIANTS:
                     self._variants.popitem(last=False)
             self._variants.move_to_end(key)
             return self._variants[key]
@@ -183,7 +241,10 @@ class _Tokenizer:
 
 
 def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) -> Any:
-    """Return the library's config of a renderer; None for ``auto`` without a ``model_dir``, which may not exist yet. Raises NoRenderer."""
+    """Return the library's config of a renderer; None for ``auto`` without a ``model_dir``, which may not exist yet.
+
+    Raises NoRenderer.
+    """
     if missing := [package for package in ("renderers", "httpx") if find_spec(package) is None]:
         got = f"none of the name {', '.join(missing)}"
         raise RendererMissing(want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'")
@@ -214,7 +275,7 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
 
 
 def _public_name(model_dir: Path) -> str | None:
-    """Return the name by which the library knows a model, by the directory's own path or that of a cache of Hugging Face; None = none."""
+    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face; None = none."""
     from renderers.base import MODEL_RENDERER_MAP
 
     resolved = model_dir.resolve()
@@ -224,7 +285,7 @@ def _public_name(model_dir: Path) -> str | None:
     )
 
 
-def _with_distinct_ids(calls: Sequence[Call]) -> tuple[Call, ...]:
+def _with_distinct_ids(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Return the calls, without the model's id where an earlier one has the same: results are matched by ids."""
     return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
 

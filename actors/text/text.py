@@ -44,10 +44,10 @@ class Text:
 
     def bounded(self, max_tokens: int) -> "Text":
         """Return this tokenizer, which refuses a text that cannot have at most ``max_tokens``, by its length alone."""
-        found = Text(self._tokenizer, self.eos_ids)
+        bounded = Text(self._tokenizer, self.eos_ids)
         longest = max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        found._max_tokens, found._max_bytes = max_tokens, max_tokens * longest
-        return found
+        bounded._max_tokens, bounded._max_bytes = max_tokens, max_tokens * longest
+        return bounded
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
@@ -77,8 +77,8 @@ class Text:
 
     def id_of(self, token: str) -> int | None:
         """Return the id of a token by its text; None when the vocabulary has no such token."""
-        found = self._tokenizer.token_to_id(token)
-        return None if found is None else int(found)
+        token_id = self._tokenizer.token_to_id(token)
+        return None if token_id is None else int(token_id)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.

@@ -1,4 +1,4 @@
-"""Parser of tool calls: splits generated text into content and calls. Pure.
+"""Parser of tool calls: splits generated text into content and calls; and the chat template, whose source shows the form of its calls.
 
     tags    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>      Hermes, Qwen2.5, Qwen3
     json    {"name": "add", "parameters": {"a": 3}}; {...}                     Llama 3.1 and later: nothing but calls
@@ -8,8 +8,12 @@ Text that only looks like a call (no JSON, no name, not closed) stays content: n
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.model_text.message_template import MessageTemplate
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _BETWEEN = re.compile(r"\s*+(?:;\s*+)?")
@@ -18,14 +22,15 @@ ARGUMENTS = ("arguments", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ToolCall:
     """One tool call."""
 
     name: str
     arguments: str
     """JSON map of the arguments."""
     id: str = ""
-    """Id that the model has given it, where its format has one, and results of tools are written with it; empty = none."""
+    """Id that the model has given it, where its format has one, and results of tools are written with it; empty =
+    none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +38,10 @@ class ParsedReply:
     """Content and calls of a text. While the text grows, both only grow."""
 
     content: str
-    calls: tuple[Call, ...]
+    calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate it from the
-    content."""
+    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate it from
+    the content."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 
@@ -53,7 +58,7 @@ def read(text: str, form: str, *, finished: bool) -> ParsedReply:
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
-def call_of(name: object, arguments: object) -> Call | None:
+def call_of(name: object, arguments: object) -> ToolCall | None:
     """Return the call with these arguments, a map or JSON; None if it is none, or cannot be encoded."""
     try:
         return _encoded(name, json.loads(arguments or "{}") if isinstance(arguments, str) else arguments)
@@ -63,7 +68,7 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 def _read_tags(text: str, finished: bool) -> ParsedReply:
     parts: list[str] = []
-    calls: list[Call] = []
+    calls: list[ToolCall] = []
     at = 0
     while (opening := text.find(OPENING, at)) >= 0:
         _append(parts, text[at:opening], calls)
@@ -82,9 +87,9 @@ def _read_tags(text: str, finished: bool) -> ParsedReply:
     return _result(parts, calls, finished)
 
 
-def _append(parts: list[str], more: str, calls: list[Call]) -> None:
+def _append(parts: list[str], text: str, calls: list[ToolCall]) -> None:
     """Append text to the content; blanks between calls are no content."""
-    parts.append(more.lstrip() if calls and not any(parts) else more)
+    parts.append(text.lstrip() if calls and not any(parts) else text)
 
 
 def _strip_end(parts: list[str]) -> None:
@@ -96,7 +101,7 @@ def _strip_end(parts: list[str]) -> None:
         parts.pop()
 
 
-def _result(parts: list[str], calls: list[Call], finished: bool) -> ParsedReply:
+def _result(parts: list[str], calls: list[ToolCall], finished: bool) -> ParsedReply:
     """Return the result. Blanks at the end are held back while a call may follow, and dropped after one."""
     content = "".join(parts)
     return ParsedReply(content if finished and not calls else content.rstrip(), tuple(calls))
@@ -114,7 +119,7 @@ def _read_json(text: str, finished: bool) -> ParsedReply:
     return ParsedReply(text if finished and not calls else "", calls)
 
 
-def _calls(text: str) -> tuple[Call, ...]:
+def _calls(text: str) -> tuple[ToolCall, ...]:
     """Return the calls of a text that has nothing else; none for any other text."""
     decoder, calls, text, at = json.JSONDecoder(), [], text.strip(), 0
     while at < len(text):
@@ -130,28 +135,44 @@ def _calls(text: str) -> tuple[Call, ...]:
     return tuple(calls)
 
 
-def _call(text: str) -> Call | None:
+def _call(text: str) -> ToolCall | None:
     try:
         return _call_from(json.loads(text))
     except (ValueError, RecursionError):
         return None
 
 
-def _call_from(value: object) -> Call | None:
+def _call_from(value: object) -> ToolCall | None:
     """Return the call, None if it is none.
 
-    Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them), lone surrogates,
-    deep nesting.
+    Raises ValueError or RecursionError if it cannot be encoded: NaN and Infinity (no JSON, though Python reads them),
+    lone surrogates, deep nesting.
     """
     if not isinstance(value, Mapping):
         return None
     return _encoded(value.get("name"), next((value[name] for name in ARGUMENTS if name in value), {}))
 
 
-def _encoded(name: object, arguments: object) -> Call | None:
+def _encoded(name: object, arguments: object) -> ToolCall | None:
     """Return the call, None if it is none. Raises as ``_call_from`` does."""
     if not isinstance(name, str) or not isinstance(arguments, Mapping):
         return None
-    call = Call(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+    call = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     f"{call.name}{call.arguments}".encode()  # raises UnicodeEncodeError, a ValueError, for a lone surrogate
     return call
+
+
+class ChatTemplate(MessageTemplate):
+    """The chat template of a model. Thread-safe."""
+
+    def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
+        super().__init__(source, special, tool_use=tool_use)
+        self.form_of_calls = form_of(tool_use or source)
+        """Format in which the model writes tool calls (``tidemill.actors.text.tool_calls``); None = unknown."""
+
+    def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
+        """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
+        try:
+            return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **more)
+        except ValueError as error:
+            raise BadRequest(str(error)) from error

@@ -11,9 +11,9 @@ from tidemill.actors.episodes.children import Children
 from tidemill.actors.episodes.port import ProgramFailed
 from tidemill.actors.errors import NoRenderer, RendererMissing
 from tidemill.actors.rollout_settings import MULTI_TURN, PROGRAM, RolloutConfig
-from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.rendering import Renderer, config_of
 from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import ChatTemplate
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import SETTING, CheckedModel

@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.actors.engines.witness import CURE, unreachable, verified
+from tidemill.actors.engines.address_checks import CURE, unreachable, verified
 from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.client.rows import Value
 from tidemill.bus.config import SINGLE_TURN

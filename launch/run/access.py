@@ -114,7 +114,7 @@ def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: I
     are set on this machine: their values on the bus are not used, and so not refused.
     Raises ValueError for a pattern that fits no setting.
     """
-    from tidemill.actors.allowed import checked
+    from tidemill.actors.guarded_settings import checked
 
     accepted = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
     return (*accepted, *(f"{path}[.=]*" for path in replaced))

@@ -290,7 +290,6 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
     from tidemill.bus.errors import Forbidden
     from tidemill.launch.run import desired
     from tidemill.launch.run.engine_devices import EngineDevices
-    from tidemill.launch.run.host import Host, refuse_another
     from tidemill.launch.run.supervisor import Supervisor
 
     name, directory, learner = machine.name, machine.directory, machine.learner

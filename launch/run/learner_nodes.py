@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tidemill.actors.engines.witness import Witness
+from tidemill.actors.engines.address_checks import AddressChecker
 from tidemill.bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import keep_keys, make_keys
@@ -112,7 +112,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
-            await stack.enter_async_context(beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()))
+            await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
         work = NodeWork(config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)

@@ -7,7 +7,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
-from tidemill.actors.engines.witness import Witness
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import keep_keys, make_keys
@@ -34,7 +33,8 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from tidemill.learner.checkpoints.keeper import clean
+        from tidemill.actors.engines.address_checks import AddressChecker
+    from tidemill.learner.checkpoints.keeper import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
@@ -55,7 +55,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         shown = LearnerRow(heartbeat)
         async with (
             heartbeat,
-            beside(shown.follow_evicted(bus), Witness(bus, heartbeat).run()),
+            beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()),
             beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))),
             uploading(bus, config),
         ):

@@ -49,7 +49,7 @@ class LocalSettings:
     """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
 
     allowed: Sequence[str] = ()
-    """Patterns of settings in that configuration that may name code and files of this machine (``actors/allowed.py``)."""
+    """Patterns of settings in that configuration that may name code and files of this machine (``actors/guarded_settings.py``)."""
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings of this machine, by path: they replace the run's settings."""
     host: str = ""
@@ -198,8 +198,8 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
+    from tidemill.actors.actor import process
     from tidemill.actors.engines.membership import default_id
-    from tidemill.actors.rollout import actor_process
     from tidemill.actors.rollout_settings import RolloutPrograms
     from tidemill.bus.processes.limits import become_undumpable
 
@@ -216,7 +216,7 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     if config is not None:
         actor, bus = config.actor, config.bus
         rollouts = RolloutPrograms(rollouts=config.rollouts, model=config.model.path)
-    await actor_process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
+    await process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 
 async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
@@ -248,13 +248,13 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
-    from tidemill.actors.router import process
+    from tidemill.actors.router import server
 
     if bus_url:
         run = run or await found_run(bus_url, "router", draining)
         if not run:
             return
-    await process.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
+    await server.run_router(config, bus_url, run, id, draining, drain_s=drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

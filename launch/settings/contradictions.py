@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from tidemill.actors.rollout_settings import DATASET, served
-from tidemill.actors.sglang_arguments import refuse_untried
+from tidemill.actors.serving.sglang.arguments import refuse_untried
 from tidemill.bus.config import RUN_NAME, SINGLE_TURN
 from tidemill.learner.algorithms.alarms import refuse_unknown
 from tidemill.learner.data.config import DataConfig

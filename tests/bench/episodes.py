@@ -30,8 +30,8 @@ from tests.episode_kit import Client, InProcess, said, task
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.engine_client import HttpEngine
-from tidemill.actors.engines.pool import EnginePool, UrlDiscovery
 from tidemill.actors.engines.responses import Prompt, Responses
+from tidemill.actors.engines.server_pool import EnginePool, UrlDiscovery
 from tidemill.actors.episodes.gateway import Gateway
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.router.token_history import ModelText

@@ -21,13 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.actors.request import SamplingParams
-from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
 from tidemill.actors.serving.builtin.sequence import Sequence as Response
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.text.text import Text
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status

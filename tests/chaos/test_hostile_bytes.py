@@ -17,10 +17,10 @@ from tests.feeder_kit import World
 from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, EngineConfig
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.router.config import RouterConfig
-from tidemill.actors.router.process import run_router
+from tidemill.actors.router.server import run_router
 from tidemill.actors.scoring.scorer_process import run_scorer
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine

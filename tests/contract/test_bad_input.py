@@ -154,10 +154,10 @@ async def test_chats_and_completions_without_valid_text_are_refused(place: Place
         ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version": float("inf")}, "min_version: want"),
         ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": float("nan")}, "min_version_timeout_s: want"),
         ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": 10**400}, "min_version_timeout_s: want"),
-        ("/init_weights_update_group", {**GROUP, "master_port": 70000}, "master_port: want a port, 1 .. 65535, got 70000"),
-        ("/init_weights_update_group", {**GROUP, "master_port": True}, "master_port: want int"),
+        ("/init_weights_update_group", {**GROUP, "master_port": 70000}, "master_port: want an integer <= 65535, got 70000"),
+        ("/init_weights_update_group", {**GROUP, "master_port": True}, "master_port: want an integer, got True"),
         *(
-            (path, {**body, "timeout_s": bad}, "timeout_s: want a number of seconds > 0")
+            (path, {**body, "timeout_s": bad}, "timeout_s: want a number")
             for path, body in (("/init_weights_update_group", GROUP), ("/update_weights_from_distributed", BUCKET))
             for bad in ("x", float("nan"), -1, 0, 10**400, None, True)
         ),

@@ -11,8 +11,8 @@ from tests.engine_decoding import CPU, decode_all, load, new_slots
 from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.runner import FIRST_LENGTH
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.slots import FIRST_LENGTH
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine_serving import LIMIT_S, Served, serving
 from tests.tiny_models import write_tiny_model
-from tidemill.actors.request import parse_generate
+from tidemill.actors.generate_body import parse_generate
 from tidemill.actors.text.text import StopStrings
 
 

@@ -97,7 +97,7 @@ BAD: list[tuple[Any, str]] = [
     ({"input_ids": [1], "sampling_params": {"stop_token_ids": [999]}}, "stop_token_ids"),
     ({"input_ids": [1], "sampling_params": {"ignore_eos": 1}}, "ignore_eos"),
     ({"input_ids": [1], "sampling_params": {"sampling_seed": "x"}}, "sampling_seed"),
-    ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "not supported by the built-in engine"),
+    ({"input_ids": [1], "sampling_params": {"min_p": 0.1}}, "min_p: not supported"),
     ({"input_ids": [1], "sampling_params": [{}, {}]}, "one for each of 1 prompts"),
     ({"input_ids": [1], "sampling_params": 3}, "want a map"),
     ({"input_ids": [1], "return_logprobs": True}, "did you mean return_logprob?"),

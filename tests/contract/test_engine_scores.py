@@ -77,7 +77,7 @@ async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(teache
         ({"token_ids_logprob": [1]}, "token_ids_logprob: unknown parameter"),
         ({"sampling_params": {"max_new_tokens": 0, "temperature": -1}}, "temperature: want a number >= 0"),
         ({"sampling_params": {"max_new_tokens": 0, "top_p": 0.5}}, "top_p: not supported"),
-        ({"sampling_params": {"max_new_tokens": 3}}, "logprob_start_len: not supported by the built-in engine"),
+        ({"sampling_params": {"max_new_tokens": 3}}, "logprob_start_len: not supported; want -1"),
     ],
 )
 async def test_a_request_for_scores_that_cannot_be_is_refused(shared: Any, change: dict[str, Any], reason: str) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.actor.process import reach_of_gateway
 from tidemill.actors.config import GatewayConfig
 from tidemill.actors.episodes.rollouts import open_rollouts
 from tidemill.actors.errors import BadRow
-from tidemill.actors.rollout.actor_process import reach_of_gateway
 from tidemill.actors.rollout_settings import RolloutPrograms
 from tidemill.bus.client.reach import HERE, Reach
 

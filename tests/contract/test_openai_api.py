@@ -14,7 +14,7 @@ from tests.skips import inapplicable
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai import openai_api
-from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.tool_calls import ChatTemplate
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
 RENDERED = (
@@ -279,7 +279,7 @@ async def test_models_are_named(kind: Kind, model_dir: Path) -> None:
         ("completions", {"logprobs": 5}, "logprobs"),
         ("completions", {"best_of": 3}, "best_of"),
         ("completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"stop": [""]}, "stop"),
+        ("completions", {"stop": [""]}, "stop[0]"),
     ],
 )
 async def test_refusals_have_openais_shape_and_name_the_parameter(

@@ -150,7 +150,7 @@ async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_t
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
         ({"max_tokens": 3}, "max_tokens: unknown parameter"),
         ({"text": {"format": {"type": "grammar"}}}, "text: want"),
-        ({"instructions": 3}, "instructions: want text"),
+        ({"instructions": 3}, "instructions: want a string"),
     ],
 )
 def test_bad_requests_name_the_field(changes: dict[str, Any], error: str) -> None:

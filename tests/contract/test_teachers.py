@@ -16,7 +16,7 @@ from tests.engine_serving import log_probs_of, scores, serving
 from tests.learner_steps import make_samples
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.config import ActorConfig
-from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.invariants import check_sample

@@ -15,8 +15,8 @@ from tests.engine_kinds import Kind
 from tests.engine_serving import serving
 from tests.reciting_model import CALLS, SAID, TEMPLATE, write_reciting_model
 from tests.router_kit import routing
-from tidemill.actors.router.tool_call_cache import ToolCallCache
-from tidemill.actors.text.tool_calls import Call, ParsedReply, form_of, read
+from tidemill.actors.router.chats import ToolCallCache
+from tidemill.actors.text.tool_calls import ParsedReply, ToolCall, form_of, read
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
@@ -174,7 +174,7 @@ def test_streamed_content_is_never_retracted(parts: list[str]) -> None:
 
 
 def test_arguments_keep_their_letters() -> None:
-    assert read('<tool_call>{"name": "f", "arguments": {"ü": 1}}</tool_call>', "tags", finished=True).calls == (Call("f", '{"ü": 1}'),)
+    assert read('<tool_call>{"name": "f", "arguments": {"ü": 1}}</tool_call>', "tags", finished=True).calls == (ToolCall("f", '{"ü": 1}'),)
 
 
 def test_the_cache_of_texts_is_bounded() -> None:

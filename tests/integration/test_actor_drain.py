@@ -25,10 +25,10 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer

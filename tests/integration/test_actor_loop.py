@@ -27,10 +27,10 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.actor import loop
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import HttpEngine
-from tidemill.actors.rollout import actor as loop
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer

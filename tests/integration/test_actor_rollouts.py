@@ -13,9 +13,9 @@ import pytest
 
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.errors import BadRow
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.processes.limits import children_of

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.messages import Kind, Status

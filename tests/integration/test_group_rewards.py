@@ -11,8 +11,8 @@ from tests.actor_kit import all_samples, complete, engine, issue, model_dir, sam
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
 from tests.unit.test_rewards_http import answering
+from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig
-from tidemill.actors.rollout.actor_process import run_actor
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.actors.scoring.server import RewardServer, serving
 from tidemill.bus.processes.limits import ProcessLimits

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from tests.bus_fixtures import BusOpener
 from tests.tiny_models import write_tiny_model
-from tidemill.actors.engines.witness import CURE, OwnAddress, Witness, call
+from tidemill.actors.engines.address_checks import CURE, AddressChecker, OwnAddress, call
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
@@ -62,7 +62,7 @@ async def test_the_learner_s_verdict_arrives_in_the_engine(open_bus: BusOpener) 
     async with open_bus() as bus, HeartbeatPublisher(bus, engine) as row, HeartbeatPublisher(bus, learner) as heartbeat:
         own, changed = OwnAddress(bus, "abc"), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            working = [tasks.create_task(Witness(bus, heartbeat).run()), tasks.create_task(own.run(changed.set))]
+            working = [tasks.create_task(AddressChecker(bus, heartbeat).run()), tasks.create_task(own.run(changed.set))]
             await changed.wait()
             while "no connection in" in own.trouble:  # this process stood still; it tries again
                 changed.clear()

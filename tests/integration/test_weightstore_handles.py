@@ -503,7 +503,7 @@ async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(direct
         for message, why in (
             (b"\xc1", "want msgpack"),
             (msgpack.packb([1]), "want a map"),
-            ({"verb": "begin", "epoch": "1"}, "epoch: want int"),
+            ({"verb": "begin", "epoch": "1"}, "epoch: want an integer"),
             ({"verb": "open"}, "verb: want one of join, push"),
             ({"verb": "join", "pid": 2**22}, "want a process of this host"),
             ({"verb": "bucket", "version": 1, "handle": {}, "specs": []}, "want join first"),
@@ -525,16 +525,16 @@ async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(direct
         async with joined_by_handles(served) as strange:
             spec = ["model.norm.weight", "float32", [32]]
             for fields, why in (
-                ({}, "buckets: want list"),
+                ({}, "buckets: want a list"),
                 ({"buckets": [1]}, "buckets: want a map for each, got 1"),
                 ({"buckets": [{"handle": {}}]}, "specs: want bytes"),
                 ({"buckets": [{"specs": b"\xc1", "handle": {}}]}, "specs: want msgpack of"),
                 ({"buckets": [{"specs": msgpack.packb([spec[:2]]), "handle": {}}]}, "specs: want msgpack of"),
                 ({"buckets": [{"specs": msgpack.packb([["a", "int3", []]]), "handle": {}}]}, "a: dtype"),
-                ({"buckets": [{"specs": msgpack.packb([spec])}]}, "handle: want dict"),
+                ({"buckets": [{"specs": msgpack.packb([spec])}]}, "handle: want a map"),
                 ({"buckets": [{"specs": msgpack.packb([spec]), "handle": {}}]}, "handle: num_bytes"),
                 ({"buckets": [], "timeout_s": -1}, "timeout_s: want"),
-                ({"buckets": [], "version": None}, "version: want int"),
+                ({"buckets": [], "version": None}, "version: want an integer"),
             ):
                 answered, answer = await strange.ask("push", **{"version": 1, **fields})
                 assert (answered, why in answer["message"]) == (400, True), (fields, answer)

@@ -19,8 +19,7 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
-from tidemill.actors.serving.sglang.api import Api
-from tidemill.actors.serving.sglang.pauses import Pauses
+from tidemill.actors.serving.sglang.api import Api, Pauses
 from tidemill.bus.client.reach import HERE
 from tidemill.bus.wire.messages import LiveRow, Sampling
 from tidemill.weightstore.config import WeightsConfig

@@ -1,7 +1,9 @@
 """An SGLang server that an engine starts: it ends with the engine, a dead or silent one is detected, and it refuses other clients."""
 
 import asyncio
+import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -9,19 +11,23 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
 import pytest
 
 from tests.sglang.server import ARGUMENTS, config
+from tests.tiny_models import PAD
 from tests.whole.running import ROOT
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import EngineError, EngineFailed, UpdateRefused
 from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.arguments import TRIED
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.server_process import ServerProcess
-from tidemill.actors.sglang_arguments import TRIED
+from tidemill.rewards.model_text.end_tokens import EndTokens
 
 GROUP = "tidemill.actors.serving.sglang.process_group"
 PROMPT = [5, 6, 7, 8]
@@ -189,12 +195,14 @@ SHOWN_ELSEWHERE = {"tp_size", "enable_return_routed_experts", "enable_memory_sav
 
 
 def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: list[Path], tmp_path: Path) -> None:
+    """The arguments of the user, and the argument with the end of turn that no file of the model names."""
+    model = _without_named_turn(directories[0], tmp_path / "model")
     assert {*ARGUMENTS, *PASSED_ON} | SHOWN_ELSEWHERE == TRIED.keys()
 
     async def run() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
         settings = replace(settings, sglang=replace(settings.sglang, arguments=ARGUMENTS | PASSED_ON))
-        server = await ServerProcess.open(directories[0], settings)
+        server = await ServerProcess.open(model, settings)
         try:
             info = await server.api.call("GET", "/server_info")
             given = ARGUMENTS | PASSED_ON
@@ -206,11 +214,37 @@ def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: l
                 assert answer["meta_info"]["cached_tokens"] == 0, "disable_radix_cache"
             with pytest.raises(EngineError, match="64"):
                 await server.api.call("POST", "/generate", prompt | {"input_ids": [5] * 80})
+            await _ends_with_the_turn(server.api, EndTokens.read(model))
         finally:
             await server.close()
         assert " INFO" not in (tmp_path / "sglang.log").read_text(), "log_level"
 
     asyncio.run(run())
+
+
+def _without_named_turn(directory: Path, copy: Path) -> Path:
+    """Return a copy of a model whose files name another end token than the one behind an answer in its chat template."""
+    shutil.copytree(directory, copy)
+    other = json.loads((copy / "tokenizer.json").read_text())["model"]["vocab"][PAD]
+    changes: dict[str, dict[str, Any]] = {
+        "config.json": {"eos_token_id": other},
+        "generation_config.json": {"eos_token_id": other},
+        "tokenizer_config.json": {"eos_token": PAD},
+    }
+    for name, values in changes.items():
+        content = json.loads((copy / name).read_text()) if (copy / name).exists() else {}
+        (copy / name).write_text(json.dumps(content | values))
+    return copy
+
+
+async def _ends_with_the_turn(api: Api, tokens: EndTokens) -> None:
+    """A response ends with each of the end tokens: the bias makes it the first token sampled, of three."""
+    assert tokens.turn is not None
+    assert tokens.turn not in tokens.named
+    for end in tokens.ids:
+        params = {"max_new_tokens": 3, "temperature": 0, "logit_bias": {str(end): 1000}}
+        answer = await api.call("POST", "/generate", {"input_ids": PROMPT, "sampling_params": params})
+        assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
 
 
 def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, directories: list[Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.engine_serving import log_probs_of, scores
 from tests.learner_steps import make_samples
 from tests.sglang.server import serving
 from tidemill.actors.config import ActorConfig
-from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.wire.messages import Sampling
 from tidemill.launch.cli.main import main
 

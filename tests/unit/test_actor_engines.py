@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.engine_scene import Scene, running_engines
-from tidemill.actors.engines.pool import EnginePool
-from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.engines.server_pool import EnginePool, NoServer
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
 from tidemill.bus.errors import BusUnavailable
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.engine_scene import Answer, Scene, generation, running_engines
 from tests.examples import examples
+from tidemill.actors.actor.single_turn import SingleTurn, failed, failed_sample
 from tidemill.actors.engines.activity import Activity
-from tidemill.actors.engines.pool import EnginePool
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import GenerationFailed, Prompt, Response, Responses
+from tidemill.actors.engines.responses import EngineResponse, GenerationFailed, Prompt, Responses
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.episodes.port import Unfinished
 from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from tidemill.actors.rollout.single_turn import SingleTurn, failed, failed_sample
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.invariants import MIN_LOG_PROB, check_partial
@@ -367,7 +367,7 @@ async def test_cutting_short_does_not_wait_for_a_hung_engine() -> None:
     assert len(aborted) > 1, "said again and again"
 
 
-async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[Response | Exception, list[list[int]], list[Any]]:
+async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[EngineResponse | Exception, list[list[int]], list[Any]]:
     """Stream a response. Returns it or its error, the states as they were streamed, and the continued tokens of each request."""
     scene, states = Scene({"a": answers}), list[list[int]]()
     async with running_engines(scene) as engines:
@@ -375,7 +375,7 @@ async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[Resp
         prompt = Prompt(name="p", tokens=TASK.prompt_tokens, sampling=Sampling())
         check = accepting(0.0)
         try:
-            made: Response | Exception = await responses.generate(
+            made: EngineResponse | Exception = await responses.generate(
                 prompt, check, grown=lambda response: states.append(response.generation.tokens.tolist())
             )
         except (GenerationFailed, BadRequest) as error:
@@ -384,10 +384,10 @@ async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[Resp
     return made, states, [None if options["begun"] is None else options["begun"].tokens.tolist() for _, options in asked]
 
 
-def accepting(most: float) -> Callable[[Response], None]:
+def accepting(most: float) -> Callable[[EngineResponse], None]:
     """Return a check of log-probs."""
 
-    def check(response: Response) -> None:
+    def check(response: EngineResponse) -> None:
         """Raise WireError for a log-prob above ``most``."""
         if (response.generation.log_probs > most).any():
             raise WireError("log_probs", f"<= {most}", response.generation.log_probs)
@@ -417,7 +417,7 @@ FIRST: Answer = (state(5), state(5, 6), DIED)
 )
 async def test_a_streamed_response_is_continued_as_often_as_its_retries_allow(broken: Answer) -> None:
     made, states, begun = await streamed([FIRST, broken, broken, (state(5, 6, 7), WHOLE)])
-    assert isinstance(made, Response) and made.generation.tokens.tolist() == [5, 6, 7]
+    assert isinstance(made, EngineResponse) and made.generation.tokens.tolist() == [5, 6, 7]
     assert (states, begun) == ([[5], [5, 6], [5, 6, 7]], [None, [5, 6], [5, 6], [5, 6]])
     made, states, begun = await streamed([FIRST, broken, broken, WHOLE], retries=3)
     assert isinstance(made, GenerationFailed) and made.reason.startswith("3 requests broken off, the last one: ")

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.actors.allowed import GUARDED, checked, refuse_foreign
 from tidemill.actors.config import ActorConfig, EngineConfig, GatewayConfig, ScorersConfig, SglangConfig
 from tidemill.actors.errors import NotAllowed
+from tidemill.actors.guarded_settings import GUARDED, checked, refuse_foreign
 from tidemill.launch.run.access import allowed
 from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig

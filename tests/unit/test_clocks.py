@@ -14,7 +14,7 @@ WALL = {
 }
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
-    "actors/rollout/actor.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
+    "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "learner/feed/recorded.py": "created_s of a sample that a row has recorded, as above",
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
     "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
@@ -25,7 +25,7 @@ READ_FOR = {
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/", "launch/cli/")
 """Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
 STAMPS = {
-    "created_s": {"actors/rollout/actor.py", "bus/wire/invariants.py"},
+    "created_s": {"actors/actor/loop.py", "bus/wire/invariants.py"},
     "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
 }
 """Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound, carry or show them."""

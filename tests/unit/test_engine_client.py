@@ -5,8 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.actors.engines.batching import RequestBatcher
-from tidemill.actors.engines.engine_client import _whole
+from tidemill.actors.engines.engine_client import RequestBatcher, _whole
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.openai import openai_api
 from tidemill.bus.wire.messages import Sampling, Span

@@ -9,9 +9,8 @@ import pytest
 from tests.tiny_models import SERVED, tiny_config, tiny_model, write_tiny_tokenizer
 from tidemill.actors.engines.engine_client import _generation
 from tidemill.actors.errors import EngineFailed
-from tidemill.actors.request import SamplingParams
-from tidemill.actors.serving.builtin.progress import Progress
-from tidemill.actors.serving.builtin.response import response_json
+from tidemill.actors.generate_body import SamplingParams
+from tidemill.actors.serving.builtin.backend import Progress, response_json
 from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.text.text import StopStrings, Text

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from tidemill.actors.errors import BadRequest
-from tidemill.actors.request import Limits, SamplingParams, parse_generate, seeds
+from tidemill.actors.generate_body import RequestLimits, SamplingParams, parse_generate, sampling_params, seeds
 from tidemill.actors.serving.builtin.sampler import Sampler, uniforms
 
 CPU = torch.device("cpu")
-LIMITS = Limits(vocab_size=100, max_context=64, encode=None)
+LIMITS = RequestLimits(vocab_size=100, max_context=64, encode=None)
 
 
 def draw(scores_NV: torch.Tensor, params: list[dict[str, Any]], row_seeds: list[int], position: int = 7) -> tuple[np.ndarray, np.ndarray]:
@@ -133,6 +133,6 @@ def test_seeds_are_spread_over_a_group_and_fresh_without_one() -> None:
 
 
 def test_none_means_the_default() -> None:
-    assert SamplingParams.parse({"stop": None, "top_k": None, "sampling_seed": None}) == SamplingParams()
+    assert sampling_params({"stop": None, "top_k": None, "sampling_seed": None}) == SamplingParams()
     with pytest.raises(BadRequest, match=r"sampling_params\.top_k: want an integer"):
-        SamplingParams.parse({"top_k": 1.5})
+        sampling_params({"top_k": 1.5})

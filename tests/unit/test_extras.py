@@ -22,7 +22,7 @@ BASE_PACKAGES = (
     "tidemill.bus",
     "tidemill.rewards",
     "tidemill.launch",
-    "tidemill.actors.rollout",
+    "tidemill.actors.actor",
     "tidemill.actors.engines",
     "tidemill.actors.text",
     "tidemill.actors.openai",
@@ -52,7 +52,7 @@ def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
     """A fresh interpreter in which every package of every extra is blocked."""
     modules = _base_modules()
     assert {
-        "tidemill.actors.rollout.actor_process",
+        "tidemill.actors.actor.process",
         "tidemill.bus.streams.bus",
         "tidemill.launch.cli.tail",
         "tidemill.rewards.registry",

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from tidemill.actors.text import harmony_vocabulary
-from tidemill.actors.text.harmony_vocabulary import NAME, VARIABLE, HarmonyVocabulary
+from tidemill.actors.text import rendering
+from tidemill.actors.text.rendering import NAME, VARIABLE, HarmonyVocabulary
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:
@@ -36,7 +36,7 @@ def expected(tokenizer: Tokenizer) -> bytes:
 def test_it_is_the_tokens_bytes_and_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = expected(write_tokenizer(tmp_path))
     assert content.count(b"\n") > 256, "it has merged tokens"
-    monkeypatch.setattr(harmony_vocabulary, "SHA_256", hashlib.sha256(content).hexdigest())
+    monkeypatch.setattr(rendering, "SHA_256", hashlib.sha256(content).hexdigest())
     vocabulary = HarmonyVocabulary(tmp_path / "tokenizer.json")
     monkeypatch.delenv(VARIABLE, raising=False)
     with vocabulary.given():

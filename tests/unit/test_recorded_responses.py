@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
-from tidemill.actors.allowed import refuse_foreign
+from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import WireError

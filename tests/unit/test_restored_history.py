@@ -12,7 +12,7 @@ from tidemill.actors.episodes.gateway import remember_restored
 from tidemill.actors.episodes.recorder import TurnRecorder
 from tidemill.actors.episodes.turn_log import StoredTurn
 from tidemill.actors.router.token_history import ModelText, TokenHistory
-from tidemill.actors.router.tree import Piece
+from tidemill.actors.router.tree import TokenPiece
 from tidemill.bus.wire.messages import Span
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
@@ -33,7 +33,7 @@ def answers(model: ModelText, text: str) -> Iterator[tuple[list[int], str, int |
         yield [*hidden, end], "stop", end
 
 
-def ids_of(pieces: Sequence[Piece]) -> list[int]:
+def ids_of(pieces: Sequence[TokenPiece]) -> list[int]:
     return [token for piece in pieces for token in piece.tokens]
 
 

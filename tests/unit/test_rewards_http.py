@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from tidemill.actors.scoring.server import RewardServer, request_in, serving
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.scoring.server import RewardServer, ScoreBody, serving
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
@@ -79,7 +80,7 @@ async def test_an_answer_is_a_reward(answer: Any, reward: Any) -> None:
     async with answering(lambda number, asked: web.json_response(answer)) as (url, asked), asking(Remote(url)) as remote:
         assert await remote(request(tokens=np.array([1, 70_000], np.int32), metadata={"a": 1})) == reward
     assert asked[0]["prompt"] == "p" and asked[0]["label"] == {"gold": 1} and asked[0]["metadata"] == {"a": 1}
-    assert request_in(asked[0]).tokens.tolist() == [1, 70_000]
+    assert decode(asked[0], ScoreBody).request().tokens.tolist() == [1, 70_000]
 
 
 @pytest.mark.parametrize("first", [500, 503, 429, "rubbish", "list", "text", "empty", "endless", "packed"])

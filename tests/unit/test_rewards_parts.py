@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.check_kit import write_prompts, write_run
-from tidemill.actors.allowed import refuse_foreign
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.errors import NotAllowed
+from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Status

@@ -13,7 +13,7 @@ from aiohttp import ClientSession, web
 from tidemill.actors.engines import server_pool
 from tidemill.actors.engines.server_pool import ServerStatus
 from tidemill.actors.scoring import scorer_pool, server
-from tidemill.actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
+from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.scoring.server import RewardServer, serving
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.wire.messages import Status
@@ -121,9 +121,9 @@ async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(an
 
 async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
     async with answering(None) as (url, asked), scoring(Known(url)) as remote:
-        with pytest.raises(RewardFailed, match=rf"{MOST_LOST} scorers were lost while they worked on it, the last: scorer http"):
+        with pytest.raises(RewardFailed, match=rf"{MAX_LOST} scorers were lost while they worked on it, the last: scorer http"):
             await remote.score(REQUEST)
-    assert len(asked) == MOST_LOST
+    assert len(asked) == MAX_LOST
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://u:p@127.0.0.1:9", "nothing"])
@@ -133,7 +133,7 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -
         async with scoring(known) as remote:
             waiting = asyncio.create_task(remote.score(REQUEST))
             pool = remote._pool
-            while pool._entries == {} or max(entry.failures for entry in pool._entries.values()) <= MOST_LOST:  # noqa: ASYNC110
+            while pool._entries == {} or max(entry.failures for entry in pool._entries.values()) <= MAX_LOST:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             assert not waiting.done()
             known.statuses = Known(url).statuses
@@ -179,7 +179,7 @@ async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.Mo
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     try:
         async with scoring(Known(f"http://127.0.0.1:{runner.addresses[0][1]}")) as remote:
-            with pytest.raises(RewardFailed, match=f"{MOST_LOST} scorers were lost"):
+            with pytest.raises(RewardFailed, match=f"{MAX_LOST} scorers were lost"):
                 await remote.score(REQUEST)
     finally:
         await runner.cleanup()

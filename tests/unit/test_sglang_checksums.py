@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from tidemill.actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, report_of
+from tidemill.actors.serving.sglang.tensors import VOCAB_ROWS, layout_of, report_of
 from tidemill.weightstore.format.checksums import differences, sum_of
 
 CPU = {"device": "cpu", "tp_size": 1, "dtype": "float32"}

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import GenerationFailed, Response
+from tidemill.actors.engines.responses import EngineResponse, GenerationFailed
 from tidemill.actors.episodes.calls import AnsweredCall
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
 from tidemill.bus.wire.messages import Span, Timings
 
 
-def response(count: int, finish: str | None = None) -> Response:
+def response(count: int, finish: str | None = None) -> EngineResponse:
     made = Generation(
         id="g",
         tokens=np.arange(count, dtype=np.int32),
@@ -21,10 +21,10 @@ def response(count: int, finish: str | None = None) -> Response:
         spans=(Span(version=3, num_tokens=count),) if count else (),
         finish=finish,
     )
-    return Response(generation=made, engine="e", timings=Timings())
+    return EngineResponse(generation=made, engine="e", timings=Timings())
 
 
-def called(of: Response, finish: str = CUT) -> AnsweredCall:
+def called(of: EngineResponse, finish: str = CUT) -> AnsweredCall:
     made = of.generation
     output = TurnOutput(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, finish=finish)
     return AnsweredCall(np.array([1], np.int32), output, of, None)
@@ -36,7 +36,7 @@ class Engine:
     def __init__(self) -> None:
         self.turn: StreamedTurn | None = None
         self.left = False
-        self.whole: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
+        self.whole: asyncio.Future[EngineResponse] = asyncio.get_running_loop().create_future()
 
     async def __call__(self, turn: StreamedTurn) -> AnsweredCall:
         self.turn, turn.cut = turn, called

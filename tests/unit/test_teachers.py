@@ -14,7 +14,7 @@ from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
 from tidemill.actors.errors import EngineFailed
 from tidemill.actors.teacher_settings import Teachers, chosen
-from tidemill.actors.teachers.scores import request_of, scores_in
+from tidemill.actors.teachers import request_of, scores_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
 from tidemill.bus.wire.codec import decode_sample, encode_sample

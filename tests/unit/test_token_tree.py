@@ -4,15 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.examples import examples
-from tidemill.actors.router.tree import Piece, TokenTree, columns
+from tidemill.actors.router.tree import TokenPiece, TokenTree, columns
 
 
-def given_(text: str, *tokens: int) -> Piece:
-    return Piece(text=text, tokens=tokens)
+def given_(text: str, *tokens: int) -> TokenPiece:
+    return TokenPiece(text=text, tokens=tokens)
 
 
-def sampled(text: str, *tokens: int, version: int = 1) -> Piece:
-    return Piece(text=text, tokens=tokens, log_probs=(-0.5,) * len(tokens), versions=(version,) * len(tokens))
+def sampled(text: str, *tokens: int, version: int = 1) -> TokenPiece:
+    return TokenPiece(text=text, tokens=tokens, log_probs=(-0.5,) * len(tokens), versions=(version,) * len(tokens))
 
 
 def found(tree: TokenTree, text: str, scope: str = "") -> tuple[list[str], int]:
@@ -79,9 +79,9 @@ words = st.text("ab", min_size=1, max_size=3)
 @given(st.lists(st.lists(words, min_size=1, max_size=4), max_size=12), st.text("ab", max_size=12))
 def test_as_a_plain_map_would(texts: list[list[str]], asked: str) -> None:
     """The tree agrees with a map from whole text to the piece that ends there."""
-    tree, plain = TokenTree(10_000), dict[str, Piece]()
+    tree, plain = TokenTree(10_000), dict[str, TokenPiece]()
     for number, parts in enumerate(texts):
-        pieces = [Piece(text=part, tokens=(number, place)) for place, part in enumerate(parts)]
+        pieces = [TokenPiece(text=part, tokens=(number, place)) for place, part in enumerate(parts)]
         tree.remember(pieces)
         for place, piece in enumerate(pieces):
             plain["".join(parts[: place + 1])] = piece

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tests.bus_kit import make_task
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import Response
+from tidemill.actors.engines.responses import EngineResponse
 from tidemill.actors.episodes.episode import Episode
 from tidemill.actors.episodes.recorder import TurnOutput
 from tidemill.actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
@@ -143,7 +143,7 @@ class World:
 
     # Engine and environment.
 
-    async def generate(self, id: str) -> Response:
+    async def generate(self, id: str) -> EngineResponse:
         """Return an answer that no other one equals."""
         await self.gate()
         self.generated += 1
@@ -155,7 +155,7 @@ class World:
             spans=(Span(version=1, num_tokens=len(tokens)),),
             finish="stop",
         )
-        return Response(generation=generation, engine="e", timings=Timings())
+        return EngineResponse(generation=generation, engine="e", timings=Timings())
 
     def tell(self, instance: int, prompt: NDArray[np.int32], answer: list[int]) -> None:
         """Give an answer to the environment. It never gets another one for the same turn."""

@@ -1,6 +1,6 @@
 """Verification of an engine's address, without sockets: errors by nonce, which calls count, and the text for them."""
 
-from tidemill.actors.engines.witness import CHECK_EVERY_S, LOOK_EVERY_S, MOST_MISSES, _Called, unreachable, verified
+from tidemill.actors.engines.address_checks import CHECK_EVERY_S, LOOK_EVERY_S, MAX_MISSES, _Called, unreachable, verified
 from tidemill.bus.wire.messages import LiveRow
 
 
@@ -24,7 +24,7 @@ def test_the_first_failure_counts_and_a_busy_engine_may_miss_a_call() -> None:
     assert (called.error, called.due_s) == ("refused", LOOK_EVERY_S)
     called.note("", 1.0)
     assert (called.error, called.due_s) == ("", 1.0 + CHECK_EVERY_S)
-    for _ in range(MOST_MISSES - 1):
+    for _ in range(MAX_MISSES - 1):
         called.note("silent", 2.0)
         assert called.error == ""
     called.note("silent", 3.0)

@@ -23,7 +23,7 @@ from nats.js.api import AckPolicy, ConsumerConfig
 
 from tests import bad_graders
 from tests.whole.running import Up, assert_books_balance, live, until_step, up
-from tidemill.actors.rollout.actor_process import UPDATE_EVERY_S
+from tidemill.actors.actor.process import UPDATE_EVERY_S
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead

@@ -1,4 +1,8 @@
-"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers."""
+"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers.
+
+The responses of a request are followed in the loop's thread (``Progress``), and written in SGLang's JSON
+(``response_json``).
+"""
 
 import asyncio
 import time
@@ -10,27 +14,75 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import EngineFailed, EngineUnavailable
 from tidemill.actors.events import DONE, event
-from tidemill.actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
-from tidemill.actors.request import Generate, parse_generate, seeds
-from tidemill.actors.score_request import asks_for_scores, parse_scores
-from tidemill.actors.serving.builtin.captured_experts import CapturedExperts
-from tidemill.actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
+from tidemill.actors.generate_body import Generate, asks_for_scores, parse_generate, parse_scores, seeds
+from tidemill.actors.http_api import body_of, done, error_of
 from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from tidemill.actors.serving.builtin.progress import Progress
-from tidemill.actors.serving.builtin.response import response_json
 from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
+from tidemill.actors.serving.builtin.sequence import ABORTED_BY_ID, CLIENT_GONE, CapturedExperts, Model, ResponseRequest, Sequence
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.update_checks import specs_in
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
+from tidemill.actors.serving.command_bodies import PushBody
 from tidemill.actors.serving.host import PROBE, EngineHost
-from tidemill.actors.serving.port import COMMAND_S, Body, Result
-from tidemill.actors.text.text import beside_loop, size_of
+from tidemill.actors.serving.port import Body, Result
+from tidemill.actors.text.text import Text, beside_loop, size_of
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.weightstore.access import Route
+
+
+class Progress:
+    """Responses of one request, in order; ``update`` is the sink of its sequences."""
+
+    def __init__(self) -> None:
+        self.sequences: list[Sequence] = []
+        self._places: dict[Sequence, int] = {}
+        self._moved: dict[int, tuple[int, bool]] = {}
+        """Place -> (number of tokens that may be read, ended), since the last read."""
+        self._left = 0
+        self._wake = asyncio.Event()
+
+    def add(self, sequence: Sequence) -> None:
+        """Append a response to the request, before it is submitted."""
+        self._places[sequence] = len(self.sequences)
+        self.sequences.append(sequence)
+        self._left += 1
+
+    @property
+    def done(self) -> bool:
+        """True when all responses have ended."""
+        return self._left == 0
+
+    def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+        """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
+        if ended:
+            self._left -= 1
+        if ended or sequence.stream:
+            self._moved[self._places[sequence]] = (num_tokens, ended)
+        if self.done or sequence.stream:
+            self._wake.set()
+
+    async def finished(self) -> list[Sequence]:
+        """Return all responses once they have ended.
+
+        The scheduler ends every sequence that it is given: the bound is the request's own.
+        """
+        await self._wake.wait()
+        return self.sequences
+
+    async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
+        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until all have ended."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            moved, self._moved = self._moved, {}
+            for place, (num_tokens, ended) in moved.items():
+                yield place, num_tokens, ended
+            if self.done and not self._moved:
+                return
+
 
 SNAPSHOT_S = 3600.0
 """Time-out of sending a file of a snapshot: its reader may be frozen."""
@@ -50,12 +102,15 @@ class BuiltinBackend:
         self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response of a request without a stream fails."""
+        """Answer POST /generate, as a stream if requested.
+
+        Raises EngineFailed when a response of a request without a stream fails.
+        """
         body = body_of(request)
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
         async with self._submitted(body) as (generate, progress):
-            if generate.stream:
+            if generate.body.stream:
                 return await self._stream(request, generate, progress)
             states = [state async for state in self._states(generate, progress)]
         failed = next((state["error"]["message"] for state in states if "error" in state), None)
@@ -67,25 +122,25 @@ class BuiltinBackend:
         """Return the log-probs of given tokens. Raises BadRequest, EngineUnavailable, EngineFailed."""
         host = self._host
         host.require_servable()
-        wanted = parse_scores(body, host.limits)
-        host.accept(len(wanted.sequences))
+        scores = parse_scores(body, host.limits)
+        host.accept(len(scores.sequences))
         try:
             scorings = [
-                Scoring(tokens=tokens, start=start, temperature=wanted.temperature, top_k=wanted.top_k)
-                for tokens, start in zip(wanted.sequences, wanted.starts, strict=True)
+                Scoring(tokens=tokens, start=start, temperature=scores.temperature, top_k=scores.top_k)
+                for tokens, start in zip(scores.sequences, scores.starts, strict=True)
             ]
             self._scheduler.submit_scorings(scorings)
             try:
-                found = await asyncio.gather(*(asyncio.wrap_future(one.done) for one in scorings))
+                results = await asyncio.gather(*(asyncio.wrap_future(scoring.done) for scoring in scorings))
             except asyncio.CancelledError:
                 if self._scheduler.alive:
                     raise
                 raise EngineUnavailable(host.url, "it has ended") from None
         finally:
-            host.ended(len(wanted.sequences))
+            host.ended(len(scores.sequences))
         rid = str(body.get("rid") or "scores")
-        answers = [scores_json(one, rid, each) for one, each in zip(scorings, found, strict=True)]
-        return answers if wanted.many else answers[0]
+        answers = [scores_json(scoring, rid, result) for scoring, result in zip(scorings, results, strict=True)]
+        return answers if scores.many else answers[0]
 
     async def _stream(self, request: web.Request, generate: Generate, progress: Progress) -> web.StreamResponse:
         """Send server-sent events, each with all tokens so far; a slow reader skips states, never tokens."""
@@ -104,11 +159,11 @@ class BuiltinBackend:
 
     @asynccontextmanager
     async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
-        """Check a body of /generate and submit its responses; those that have not ended when this context is left are aborted."""
+        """Check a body of /generate and submit its responses; responses that have not ended when this context is left are aborted."""
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
-        await host.serve_version(generate.min_version, generate.min_version_timeout_s)
+        await host.serve_version(generate.body.min_version, generate.body.min_version_timeout_s)
         host.require_servable()  # again: it may have begun to drain while this waited
         progress = self.submit(generate)
         try:
@@ -118,13 +173,16 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase, and return their progress. Raises EngineUnavailable when the queue is full."""
+        """Queue the requested responses, in any phase, and return their progress.
+
+        Raises EngineUnavailable when the queue is full.
+        """
         self._host.accept(len(generate.prompts))
-        progress, routed = Progress(), self._shape.routed if generate.return_routed_experts else None
+        progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
-            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.continued_tokens)
+            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.body.continued_tokens)
             experts = None if routed is None else CapturedExperts(routed)
-            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.stream, experts=experts))
+            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.body.stream, experts=experts))
         self._scheduler.submit(list(progress.sequences))
         return progress
 
@@ -134,7 +192,7 @@ class BuiltinBackend:
 
     async def _states(self, generate: Generate, progress: Progress) -> AsyncIterator[JsonObject]:
         """Yield every response in order, once all have ended; or, streamed, each whenever it has grown."""
-        if not generate.stream:
+        if not generate.body.stream:
             await progress.finished()
             for place in range(len(progress.sequences)):
                 yield self._state(generate, progress, place)
@@ -147,8 +205,8 @@ class BuiltinBackend:
         if partial is None and sequence.error is not None:
             state = error_of(sequence.error, 500)
         else:
-            state = response_json(sequence, host.text, host.version, logprobs=generate.return_logprob, partial=partial)
-        return {**state, "index": place} if generate.many and generate.stream else state
+            state = response_json(sequence, host.text, host.version, logprobs=generate.body.return_logprob, partial=partial)
+        return {**state, "index": place} if generate.many and generate.body.stream else state
 
     async def probe(self, timeout_s: float) -> None:
         """Generate one token. Raises EngineFailed."""
@@ -163,7 +221,10 @@ class BuiltinBackend:
             raise EngineFailed(self._host.url, sequence.error)
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """End the request or response ``rid`` with its tokens so far, or all (None). Responses have the ids ``<request>_<place>``."""
+        """End the request or response ``rid`` with its tokens so far, or all (None).
+
+        Responses have the ids ``<request>_<place>``.
+        """
         if rid is None:
             await _shielded(self._scheduler.abort(lambda each: True))
         else:
@@ -237,15 +298,12 @@ class BuiltinBackend:
         return {"POST /receive_push": Route.command(receive_push), "GET /snapshots/{name}/{file}": Route.request(self._snapshot)}
 
     async def _receive_push(self, body: Body) -> web.Response:
-        buckets, serve = need(body, "buckets", list), body.get("serve", False)
-        if not isinstance(serve, bool) or not all(isinstance(bucket, dict) for bucket in buckets):
-            raise BadRequest(f"buckets, serve: want a list of maps, and true or false, got {buckets!r:.200}, {serve!r:.200}")
-        updates, group = self._host.updates, group_in(body)
+        updates, push = self._host.updates, decode(body, PushBody)
         receiving = updates.receive(
-            [(group_in({"group_name": group, **bucket}), specs_in(bucket)) for bucket in buckets],
-            version=version_in(body),
-            timeout_s=seconds_in(body, "timeout_s", COMMAND_S),
-            serve=serve,
+            [(bucket.group_name, bucket.specs()) for bucket in push.each_bucket()],
+            version=push.version,
+            timeout_s=push.timeout_s,
+            serve=push.serve,
         )
         return done("Push received.", stall_s=await updates.run_shielded(receiving))
 
@@ -271,3 +329,46 @@ class _SnapshotFile(web.FileResponse):
 async def _shielded(call: "Future[Result]") -> Result:
     """Wait for a call of the decoding thread, which is run even if the client hangs up."""
     return await asyncio.shield(asyncio.wrap_future(call))
+
+
+def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:
+    """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
+
+    ``version``: of the served weights, for a response without tokens.
+    """
+    num_tokens = len(sequence.tokens) if partial is None else partial
+    finish = sequence.finish if partial is None else None
+    spans = sequence.weight_versions(num_tokens)
+    meta: dict[str, object] = {
+        "id": sequence.rid,
+        "finish_reason": finish,
+        "prompt_tokens": len(sequence.prompt),
+        "completion_tokens": num_tokens,
+        "cached_tokens": sequence.cached_tokens,
+        "num_retractions": sequence.retractions,
+        "weight_version": spans[-1]["version"] if spans else str(version),
+        "weight_versions": spans,
+        "e2e_latency": time.perf_counter() - sequence.arrived_s,
+    }
+    if sequence.begun:
+        meta["continued_tokens"] = len(sequence.begun)
+    if logprobs:
+        meta["input_token_logprobs"] = []
+        meta["output_token_logprobs"] = sequence.token_logprobs(num_tokens)
+        meta["output_token_logprobs_length"] = num_tokens
+    if sequence.experts is not None and partial is None:
+        meta["routed_experts"] = sequence.experts.encoded()
+    state: dict[str, object] = {"output_ids": sequence.tokens[:num_tokens], "meta_info": meta}
+    if text is not None:
+        state["text"] = response_text(sequence, text, num_tokens, trim=finish is not None)
+    return state
+
+
+def response_text(sequence: Sequence, text: Text, num_tokens: int, *, trim: bool) -> str:
+    """Return the whole response as text; with ``trim``, without the stop string or stop id that ended it."""
+    params, ids = sequence.params, sequence.begun + sequence.tokens[:num_tokens]
+    matched = (sequence.finish or {}).get("matched") if trim and not params.no_stop_trim else None
+    if isinstance(matched, int):
+        ids = ids[:-1]
+    response = text.decode(ids, skip_special=params.skip_special_tokens)
+    return response[: response.find(matched)] if isinstance(matched, str) and matched in response else response

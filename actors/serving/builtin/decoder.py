@@ -1,11 +1,13 @@
 """The forward pass of Qwen3, Qwen2, Llama, Mistral, GLM-4 and Qwen3-MoE over one set of weights; pure, without cache, sampling or versions.
 
-It replaces transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one core:
-0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights as plain fused tensors
-make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to transformers within 1e-5.
+It replaces transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one
+core: 0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights
+as plain fused tensors make a version flip one assignment. ``tests/contract/test_engine_decoder.py`` holds it to
+transformers within 1e-5.
 
-Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query, key and value, H = query heads, K = key/value heads,
-D = head size, P = positions, V = vocabulary; N = tokens of all rows, X = experts, J = experts of a token.
+Shape letters: B = rows, T = tokens per row, E = hidden size, A = heads of query, key and value, H = query heads, K =
+key/value heads, D = head size, P = positions, V = vocabulary; N = tokens of all rows, X = experts, J = experts of a
+token.
 """
 
 import contextlib
@@ -18,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tidemill.actors.serving.builtin.shape import HALVES, Experts, Rope
+from tidemill.actors.serving.builtin.shape import HALVES, ExpertSizes, Rope
 from tidemill.actors.serving.builtin.weights import LayerWeights, Weights
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -59,8 +61,8 @@ def _paired(rope: Rope, first: Tensor, second: Tensor) -> Tensor:
 def inverse_frequencies(rope: Rope, rotated: int) -> Tensor:
     """Return radians per position of the elements of a head that have positions, fp32 as trainers compute them, [rotated / 2].
 
-    llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between interpolated.
-    Source: Llama 3.1 release, `apply_scaling`.
+    llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between
+    interpolated. Source: Llama 3.1 release, `apply_scaling`.
     """
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, rotated, 2, dtype=torch.float32) / rotated))
     if rope.kind == "linear":
@@ -134,7 +136,7 @@ def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tens
     return functional.linear(functional.silu(gate) * up, layer.down, layer.down_bias)
 
 
-def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
+def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has tokens."""
     assert sizes is not None and layer.router_XE is not None
     scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(-1)  # in float32, as the learner has them
@@ -150,6 +152,6 @@ def _experts(sizes: Experts | None, layer: LayerWeights, x_NE: Tensor) -> tuple[
         if len(pairs):
             tokens = pairs // sizes.per_token
             gate, up = functional.linear(x_NE[tokens], layer.gate_up[expert]).chunk(2, dim=-1)
-            each = functional.linear(functional.silu(gate) * up, layer.down[expert])
-            out_NE.index_add_(0, tokens, each * shares_NJ.flatten()[pairs, None])
+            output = functional.linear(functional.silu(gate) * up, layer.down[expert])
+            out_NE.index_add_(0, tokens, output * shares_NJ.flatten()[pairs, None])
     return out_NE, chosen_NJ

@@ -17,13 +17,12 @@ import torch
 
 from tidemill.actors.errors import EngineFailed, NoDevice
 from tidemill.actors.serving.builtin.backend import BuiltinBackend
-from tidemill.actors.serving.builtin.loading import load_from_directory
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
 from tidemill.actors.serving.builtin.sequence import Model
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
-from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.serving.host import EngineHost
 from tidemill.bus.wire.messages import Capabilities
 
@@ -101,7 +100,10 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         await self.peer_snapshots.close()
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase. Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released."""
+        """Generate one token, in any phase.
+
+        Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released.
+        """
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         await self._backend.probe(timeout_s)

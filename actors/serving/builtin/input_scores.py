@@ -1,6 +1,7 @@
 """Log-probs of given tokens: the forward passes of the requests for scores, several sequences at once, and their JSON.
 
-Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V = vocabulary.
+Shape letters: U = sequences of a pass, T = tokens per sequence (padded), P = its scored places, K = listed tokens, V =
+vocabulary.
 """
 
 import time
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.prefill import MAX_PADDING, PREFILL_TOKENS
+from tidemill.actors.serving.builtin.sequence import MAX_PADDING, PREFILL_TOKENS
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.bus.wire.json_object import JsonObject
 
@@ -29,7 +30,7 @@ class InputScores:
     """Scores of the tokens of one sequence behind its first scored place."""
 
     log_probs_P: NDArray[np.float32]
-    """Log-probs (nats) at the temperature of the request; those of a greedy request (temperature 0) are untempered."""
+    """Log-probs (nats) at the temperature of the request; untempered for a greedy request (temperature 0)."""
     top_ids_PK: NDArray[np.int64]
     top_log_probs_PK: NDArray[np.float32]
     version: int
@@ -60,21 +61,24 @@ def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
         padded = max(longest, length) * (len(taken) + 1)
         if taken and (padded > PREFILL_TOKENS or padded > MAX_PADDING * (tokens + length)):
             break
-        one = waiting.popleft()
-        if one.done.set_running_or_notify_cancel():
-            taken.append(one)
+        scoring = waiting.popleft()
+        if scoring.done.set_running_or_notify_cancel():
+            taken.append(scoring)
             longest, tokens = max(longest, length), tokens + length
     return taken
 
 
 def scores(weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int) -> list[InputScores]:
-    """Return the scores of every sequence. ``angles``: those of the longest one. Raises ValueError for scores that are NaN."""
-    lengths = [len(one.tokens) for one in batch]
+    """Return the scores of every sequence.
+
+    ``angles``: for the longest one. Raises ValueError for scores that are NaN.
+    """
+    lengths = [len(scoring.tokens) for scoring in batch]
     tokens_UT = np.zeros((len(batch), max(lengths)), np.int64)
-    for row, one in enumerate(batch):
-        tokens_UT[row, : len(one.tokens)] = one.tokens
+    for row, scoring in enumerate(batch):
+        tokens_UT[row, : len(scoring.tokens)] = scoring.tokens
     x_UTE = decoder.forward(weights, torch.from_numpy(tokens_UT).to(weights.device), angles, _attention)
-    return [_scores(weights, one, x_UTE[row], version) for row, one in enumerate(batch)]
+    return [_scores(weights, scoring, x_UTE[row], version) for row, scoring in enumerate(batch)]
 
 
 def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
@@ -117,7 +121,10 @@ def _scores(weights: Weights, one: Scoring, x_TE: Tensor, version: int) -> Input
 
 
 def scores_json(scoring: Scoring, rid: str, found: InputScores) -> JsonObject:
-    """Return the scores in SGLang's JSON. Its first entry has no log-prob; the temperature is an addition, as SGLang scores at 1 alone."""
+    """Return the scores in SGLang's JSON.
+
+    Its first entry has no log-prob; the temperature is an addition, as SGLang scores at 1 alone.
+    """
     ids = scoring.tokens[scoring.start :].tolist()
     entries: list[tuple[float | None, int, None]] = [(None, ids[0], None)]
     entries += [(value, token, None) for value, token in zip(found.log_probs_P.tolist(), ids[1:], strict=True)]

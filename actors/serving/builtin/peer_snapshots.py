@@ -1,7 +1,7 @@
 """Peer snapshots: the served weights, written as a snapshot when an engine that catches up requests them, and kept while it is read.
 
-Pushes go on meanwhile, and are not delayed: they fill the standby copy, and only a second one would write into weights that are being read.
-That is detected, and the snapshot is discarded. Knows no HTTP and no bus.
+Pushes go on meanwhile, and are not delayed: they fill the standby copy, and only a second one would write into weights
+that are being read. That is detected, and the snapshot is discarded. Knows no HTTP and no bus.
 """
 
 import asyncio
@@ -25,12 +25,15 @@ log = logging.getLogger(__name__)
 KEEP_S = 60.0
 """Seconds without a read after which a snapshot is removed."""
 AT_ONCE = 2
-"""Most snapshots on the disk at a time."""
+"""Maximum number of snapshots on the disk at a time."""
 _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
 class PeerSnapshotServer:
-    """Snapshots by name: ``v<version>-<digest of the manifest>``. ``close`` removes them all. Used in the loop's thread."""
+    """Snapshots by name: ``v<version>-<digest of the manifest>``.
+
+    ``close`` removes them all. Used in the loop's thread.
+    """
 
     def __init__(
         self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., object] = snapshot.write
@@ -45,7 +48,10 @@ class PeerSnapshotServer:
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """Return a file of a snapshot. Raises PeerTransferRefused for other weights than the served ones, or when it cannot be written."""
+        """Return a file of a snapshot.
+
+        Raises PeerTransferRefused for other weights than the served ones, or when it cannot be written.
+        """
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():

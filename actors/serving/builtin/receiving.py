@@ -1,24 +1,29 @@
-"""The receiving end of a process group: messages in the order requested, one in transit while the one before is written."""
+"""The receiving end of a weight update: the tensors announced and received, and the messages of its process group.
+
+Messages come in the order requested, one is in transit while the one before is written.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
-from tidemill.actors.http_api import need, port_in, seconds_in
-from tidemill.actors.serving.port import COMMAND_S
+from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.command_bodies import JoinBody
+from tidemill.actors.serving.fenced_updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost, WeightstoreError
-from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
 
-class Group(Protocol):
+class MessageGroup(Protocol):
     """The receiving end of a push (``tidemill.weightstore.transport.broadcast``)."""
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
@@ -53,7 +58,7 @@ class Incoming:
 class JoinedGroup:
     """A group, and memory for its messages: one is received, in the order requested, while the one before is written."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: MessageGroup) -> None:
         self.group = group
         self.receiving = 0
         self._used = asyncio.Lock()
@@ -66,16 +71,20 @@ class JoinedGroup:
         """Join the group that the body of /init_weights_update_group names. Raises BadRequest, UpdateRefused."""
         from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
-        host, port, timeout_s = need(body, "master_address", str), port_in(body, "master_port"), seconds_in(body, "timeout_s", COMMAND_S)
-        rank, world_size, backend = need(body, "rank_offset", int), need(body, "world_size", int), body.get("backend", "nccl")
+        place = decode(body, JoinBody)
+        host, port, rank, world_size = place.master_address, place.master_port, place.rank_offset, place.world_size
         try:
-            return cls(await asyncio.to_thread(BroadcastGroup.join, host, port, rank, world_size, name, backend, timeout_s))
+            joining = (host, port, rank, world_size, name, place.backend, place.timeout_s)
+            return cls(await asyncio.to_thread(BroadcastGroup.join, *joining))
         except (WeightstoreError, ValueError, RuntimeError) as error:
             raise UpdateRefused(f"joining group {name!r} as rank {rank} of {world_size}: {error}") from error
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group until this context is left. Raises TimeoutError when another request has it for more than ``timeout_s``."""
+        """Reserve the group until this context is left.
+
+        Raises TimeoutError when another request has it for more than ``timeout_s``.
+        """
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -84,7 +93,10 @@ class JoinedGroup:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Request the next message. Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost."""
+        """Request the next message.
+
+        Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost.
+        """
         loop, is_buffer = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
@@ -105,7 +117,7 @@ class JoinedGroup:
             self.return_buffer(torch.empty(0, dtype=torch.uint8))
 
     def return_buffer(self, message: Tensor) -> None:
-        """Take back memory for messages: that of a message which has been copied, or is not needed."""
+        """Take back the memory of a message which has been copied, or is not needed."""
         self._memory.append(message.new_empty(0).set_(message.untyped_storage()))  # type: ignore[call-overload]
         self._free.release()
 
@@ -117,3 +129,46 @@ class JoinedGroup:
         """Leave the group and end its thread, without a wait for a message in transit."""
         self.group.close()
         self._thread.shutdown(wait=False)
+
+
+@dataclass(slots=True)
+class Update:
+    """An open update."""
+
+    epoch: int
+    version: int | None
+    received: dict[str, None] = field(default_factory=dict)
+    """Names of the tensors received, in order of arrival."""
+    announced: set[str] = field(default_factory=set)
+    """Names of the tensors requested so far."""
+    alias: Tensor | None = None
+    """Output projection that was sent although it is tied to the embedding; kept to be compared."""
+    is_sent: bool = True
+    """True when the tensors are sent in messages, not read from a directory."""
+
+    def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was announced before."""
+        require_new((spec.name for spec in specs), sizes, self.announced)
+        for spec in specs:
+            if spec.shape != sizes[spec.name]:
+                raise UpdateRefused(f"{spec.name}: want shape {sizes[spec.name]}, got {spec.shape}")
+            if not getattr(torch, spec.dtype).is_floating_point:
+                raise UpdateRefused(f"{spec.name}: want floating-point numbers, got {spec.dtype}")
+
+    def check_complete(self, weights: Weights) -> None:
+        """Raise UpdateRefused unless every tensor of ``weights`` was received."""
+        require_all(weights.named.keys(), self.received.keys())
+        if self.alias is not None and not torch.equal(self.alias.to(weights.device), weights.named[EMBEDDING]):
+            raise UpdateRefused(f"{HEAD}: differs from {EMBEDDING}, to which the model's configuration ties it")
+
+    def check_version(self, served: int) -> None:
+        """Raise UpdateRefused unless the version is known and not older than the served one."""
+        if self.version is None:
+            raise UpdateRefused("weight_version: want the version of these weights, got none")
+        if self.version < served:
+            raise UpdateRefused(f"weight_version: want >= {served}, which is served, got {self.version}")
+
+
+def bucket_of(specs: Sequence[TensorSpec]) -> Bucket:
+    """Return the flat bucket of these tensors, without gaps between them."""
+    return Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))

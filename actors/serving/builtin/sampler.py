@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tidemill.actors.request import SamplingParams
+from tidemill.actors.generate_body import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NO_TOP_P = 2.0
@@ -27,8 +27,8 @@ NO_TOP_K = int(np.iinfo(np.int64).max)
 def uniforms(seeds_N: NDArray[np.uint64], positions_N: NDArray[np.int64]) -> NDArray[np.float64]:
     """Return a number in (0, 1) for every (seed, position).
 
-    Source: SplitMix64's output function (Steele, Lea, Flood 2014), applied to the seed, then to a counter on top of it, so that
-    neighbouring seeds do not share a sequence shifted by one.
+    Source: SplitMix64's output function (Steele, Lea, Flood 2014), applied to the seed, then to a counter on top of it,
+    so that neighbouring seeds do not share a sequence shifted by one.
     """
     bits_N = _mix(_mix(seeds_N) + positions_N.astype(np.uint64) * GOLDEN) >> np.uint64(12)
     return (bits_N.astype(np.float64) + 0.5) * 2.0**-52
@@ -45,10 +45,10 @@ class Sampler:
     """Sampling parameters of every row of a batch; built when the batch changes, used for every step."""
 
     def __init__(self, params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device) -> None:
-        greedy_N = np.array([each.temperature == 0 for each in params])
-        temperatures_N = np.array([each.temperature or 1.0 for each in params], np.float32)
-        top_p_N = np.array([each.top_p if each.top_p < 1 else NO_TOP_P for each in params])
-        top_k_N = np.array([min(each.top_k, NO_TOP_K) if each.top_k > 0 else NO_TOP_K for each in params], np.int64)
+        greedy_N = np.array([sampling.temperature == 0 for sampling in params])
+        temperatures_N = np.array([sampling.temperature or 1.0 for sampling in params], np.float32)
+        top_p_N = np.array([sampling.top_p if sampling.top_p < 1 else NO_TOP_P for sampling in params])
+        top_k_N = np.array([min(sampling.top_k, NO_TOP_K) if sampling.top_k > 0 else NO_TOP_K for sampling in params], np.int64)
         filtered_N = ((top_p_N < 1) | (top_k_N != NO_TOP_K)) & ~greedy_N
         self._seeds_N = np.array(seeds, np.uint64)
         self._all_greedy, self._any_greedy = bool(greedy_N.all()), bool(greedy_N.any())

@@ -6,13 +6,14 @@
     loop:  take calls -> admit (prefill) -> decode one token for all running -> score given tokens -> deliver -> again
                                    waits for a call when nothing runs and nothing waits, or while paused
 
-Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then nothing is computed
-until both are there again, and the running sequences continue after that.
+Where learner and engine share an accelerator, the memory of the weights, and of keys and values, can be released: then
+nothing is computed until both are there again, and the running sequences continue after that.
 
-All other code uses it by ``call``: a function run by the thread between two steps. That is why a flip of the weights is an
-assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no transport.
+All other code uses it by ``call``: a function run by the thread between two steps. That is why a flip of the weights is
+an assignment, and why nothing here needs a lock. Knows no HTTP, no tokenizer, no transport.
 
-Shape letters: N = running rows, U = different prompts of a prefill, T = tokens per prompt (padded), R = rows of a prefill, V = vocabulary.
+Shape letters: N = running rows, U = different prompts of a prefill, T = tokens per prompt (padded), R = rows of a
+prefill, V = vocabulary.
 """
 
 import logging
@@ -32,12 +33,10 @@ from torch import Tensor, inference_mode, set_num_threads
 
 from tidemill.actors.errors import EngineFailed, UpdateRefused
 from tidemill.actors.serving.builtin.calls import Call, CallQueue, run
-from tidemill.actors.serving.builtin.counters import CLOSING, Counters
 from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
-from tidemill.actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
 from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sampler import Sampler
-from tidemill.actors.serving.builtin.sequence import Sequence
+from tidemill.actors.serving.builtin.sequence import CLOSING, PREFILL_TOKENS, Counters, Sequence, take_prompts
 from tidemill.actors.serving.builtin.weights import Weights
 from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS
 from tidemill.actors.serving.port import Result
@@ -133,7 +132,10 @@ class Scheduler:
         return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` in the thread, between two steps. Returns the future of its result; it is cancelled if the thread has ended."""
+        """Run ``function`` in the thread, between two steps.
+
+        Returns the future of its result; it is cancelled if the thread has ended.
+        """
         return self._calls.call(function)
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
@@ -141,7 +143,10 @@ class Scheduler:
         return self.call(lambda: self.waiting.extend(sequences))
 
     def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
-        """Append sequences to score; the future is done once they are in the queue. The results are in the ``done`` of each."""
+        """Append sequences to score; the future is done once they are in the queue.
+
+        The results are in the ``done`` of each.
+        """
         return self.call(lambda: self.scorings.extend(scorings))
 
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
@@ -163,8 +168,8 @@ class Scheduler:
                 self._deliver()
                 self.counters.decode_cpu_s = time.thread_time()
         self._calls.close()
-        for one in self.scorings:
-            one.done.cancel()
+        for scoring in self.scorings:
+            scoring.done.cancel()
 
     def _step(self) -> None:
         with _surviving("decoding step", self._fail_all):
@@ -180,14 +185,14 @@ class Scheduler:
 
         def fail(reason: str) -> None:
             """Give every sequence that has no scores the reason."""
-            for one in batch:
-                if not one.done.done():
-                    one.done.set_exception(EngineFailed("builtin", reason))
+            for scoring in batch:
+                if not scoring.done.done():
+                    scoring.done.set_exception(EngineFailed("builtin", reason))
 
         with _surviving("scoring", fail):
-            for one, found in zip(batch, self._runner.scores(batch, self.version), strict=True):
-                one.done.set_result(found)
-        self.counters.scored_tokens += sum(len(one.tokens) for one in batch)
+            for scoring, result in zip(batch, self._runner.scores(batch, self.version), strict=True):
+                scoring.done.set_result(result)
+        self.counters.scored_tokens += sum(len(scoring.tokens) for scoring in batch)
 
     def _take_calls(self) -> None:
         """Run the queued calls; wait for one when there is nothing else to do."""
@@ -288,10 +293,10 @@ class Scheduler:
 
     def _compose(self) -> None:
         """Build the sampler and the arrays of last tokens and positions for the next steps."""
-        self._sampler = Sampler([each.params for each in self.running], [each.seed for each in self.running], self.device)
-        self._runner.captures = any(each.experts is not None for each in self.running)
-        self._last_N = np.array([each.tokens[-1] for each in self.running], np.int64)
-        self._positions_N = np.array([each.length - 1 for each in self.running], np.int64)
+        self._sampler = Sampler([sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device)
+        self._runner.captures = any(sequence.experts is not None for sequence in self.running)
+        self._last_N = np.array([sequence.tokens[-1] for sequence in self.running], np.int64)
+        self._positions_N = np.array([sequence.length - 1 for sequence in self.running], np.int64)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
         """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave the batch."""
@@ -383,7 +388,10 @@ class Scheduler:
 
     @between_steps
     def release(self, tags: frozenset[str]) -> int:
-        """Release memory. Returns the tokens generated so far. Raises UpdateRefused while sequences run and decoding is not held."""
+        """Release memory. Returns the tokens generated so far.
+
+        Raises UpdateRefused while sequences run and decoding is not held.
+        """
         if self.running and not self.held:
             what = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {what}: {len(self.running)} requests are being decoded; pause generation first")
@@ -396,7 +404,7 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and with that of keys and values end a pause; there are no weights before a ``flip``.
+        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights before a ``flip``.
 
         Returns the number of tokens generated so far.
         """
@@ -410,7 +418,10 @@ class Scheduler:
 
     @between_steps
     def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
-        """Serve these weights from the next step on. Returns the old ones and the seconds for which decoding was held up."""
+        """Serve these weights from the next step on.
+
+        Returns the old ones and the seconds for which decoding was held up.
+        """
         started = time.perf_counter()
         old, self._runner.weights, self.version = self._runner.weights, weights, version
         self._donors.clear()  # their scores are the old version's

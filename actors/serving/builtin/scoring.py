@@ -2,9 +2,9 @@
 
     embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
 
-Of a mixture of experts ``.mlp.experts`` is 1 where a token is sent to an expert, else 0, and ``.mlp`` the sum over a token's experts.
-The decoder itself is not changed: its calls with a weight, the routers' choices and the additions to the residual stream are intercepted.
-Shape letters: T = tokens of one prompt.
+Of a mixture of experts ``.mlp.experts`` is 1 where a token is sent to an expert, else 0, and ``.mlp`` the sum over a
+token's experts. The decoder itself is not changed: its calls with a weight, the routers' choices and the additions to
+the residual stream are intercepted. Shape letters: T = tokens of one prompt.
 """
 
 from collections.abc import Sequence
@@ -21,17 +21,16 @@ from torch.overrides import TorchFunctionMode
 
 from tidemill.actors.errors import UnsupportedModel
 from tidemill.actors.serving.builtin import decoder
-from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.runner import KVSlots
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.actors.serving.builtin.slots import KVSlots
-from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
 
 def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
     """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
 
-    One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1. Raises
-    UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
+    One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1.
+    Raises UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
     """
     shape = weights.shape
     found: dict[str, NDArray[np.float32]] = {}

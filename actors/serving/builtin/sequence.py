@@ -1,20 +1,60 @@
-"""A response while it is generated: its tokens, log-probs, version spans and finish reason. Knows no tensor.
+"""A response while it is generated: its tokens, log-probs, version spans, experts and finish reason. Knows no tensor.
 
-The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it.
+The decoding thread writes; the loop's thread reads only prefixes that the scheduler has reported to it. Beside the
+response: the choice of prompts that are prefilled together, and the counts of ends.
+
+A position keeps the experts of the pass that came first: after a retraction its keys and values are computed again,
+perhaps with other weights, but its next token has been sampled from the first pass. Shape letters: P = positions, G =
+layers with experts, J = experts of a token.
 """
 
+import base64
 import itertools
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.actors.request import SamplingParams
-from tidemill.actors.serving.builtin.captured_experts import CapturedExperts
+from tidemill.actors.generate_body import SamplingParams
 from tidemill.actors.text.text import StopStrings, Text
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.routed_experts import RoutedShape
+
+
+class CapturedExperts:
+    """Experts of positions 0 ..
+
+    ``len`` - 1 of a sequence. Written by the decoding thread, read once the sequence has ended.
+    """
+
+    def __init__(self, shape: RoutedShape) -> None:
+        self._shape = shape
+        self._ids = bytearray()
+
+    def __len__(self) -> int:
+        """Return the number of positions."""
+        return len(self._ids) // self._shape.bytes_per_token
+
+    def add(self, experts_PGJ: NDArray[np.int64], first: int) -> None:
+        """Add the experts of positions from ``first`` on; positions that are there already are kept."""
+        done = len(self)
+        assert first <= done, f"positions {done} to {first} are missing"
+        self._ids += experts_PGJ[done - first :].astype(self._shape.dtype).tobytes()
+
+    def copy(self, other: "CapturedExperts", num_positions: int) -> None:
+        """Take the first positions of another sequence with the same tokens, unless this one has its own."""
+        size = self._shape.bytes_per_token
+        self._ids += other._ids[len(self) * size : num_positions * size]
+
+    def encoded(self) -> str:
+        """Return all positions in every layer of the model as SGLang sends them: int32, base64; 0 in layers without experts."""
+        shape = self._shape
+        whole = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
+        whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(len(self), len(shape.layers), shape.top_k)
+        return base64.b64encode(whole.tobytes()).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +130,7 @@ class Sequence:
         self.stop_ids = frozenset() if params.ignore_eos else enders
         self.suppressed = sorted(enders) if params.min_new_tokens else []
         """Ids with probability 0 for the first ``min_new_tokens``."""
-        self.stop_strings = StopStrings(model.text, params.stop) if params.stop and model.text else None
+        self.stop_strings = StopStrings(model.text, params.stops) if params.stop and model.text else None
         self.finish: JsonObject | None = None
         self.error: str | None = None
         """Failure of the engine that ended the response; None = there was none."""
@@ -136,7 +176,7 @@ class Sequence:
         self.abort(error)
 
     def retract(self) -> None:
-        """Count a return to the queue. The keys and values are gone, so the key is that of the whole context."""
+        """Count a return to the queue. The keys and values are gone, so the key is made of the whole context."""
         self.retractions += 1
         self.key = self.context().tobytes()
 
@@ -149,3 +189,76 @@ class Sequence:
     def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
         """Return (log-prob in nats, token id, None) of the first ``num_tokens`` tokens, as in SGLang's JSON."""
         return list(zip(self.log_probs[:num_tokens], self.tokens[:num_tokens], itertools.repeat(None)))
+
+
+CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
+UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)
+"""Reasons of an abort that are not caused by a weight update."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """Counters of the thread, which alone writes them; any thread may read them."""
+
+    tokens_generated: int = 0
+    prompt_tokens: int = 0
+    prefill_tokens: int = 0
+    """Prompt tokens computed; shared prefixes have saved the difference to ``prompt_tokens``."""
+    scored_tokens: int = 0
+    """Tokens of the sequences of requests for scores."""
+    requests_finished: int = 0
+    requests_aborted: int = 0
+    requests_aborted_by_pushes: int = 0
+    """Number of aborted requests that were ended by a pause of mode ``abort``, or while a weight update was open by
+    anything but their client or the engine's end."""
+    requests_failed: int = 0
+    steps: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    idle_s: float = 0.0
+    """Seconds spent waiting for requests."""
+    decode_cpu_s: float = 0.0
+    """CPU time of the decoding thread."""
+    paused_s: float = 0.0
+
+    def count_end(self, sequence: Sequence, *, updating: bool) -> None:
+        """Count a sequence that has ended; ``updating``: while a weight update is open."""
+        if sequence.error is not None:
+            self.requests_failed += 1
+        elif sequence.finish is not None and sequence.finish["type"] == "abort":
+            self.requests_aborted += 1
+            self.requests_aborted_by_pushes += updating and sequence.finish["message"] not in UNRELATED
+        else:
+            self.requests_finished += 1
+
+
+PREFILL_TOKENS = 8192
+"""Maximum number of padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled
+whole)."""
+MAX_PADDING = 1.5
+"""A prefill batch has at most this many times the tokens of its prompts."""
+
+
+def take_prompts(waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None) -> dict[bytes, list[Sequence]]:
+    """Take prompts of similar length from the head of the queue, each with all neighbours that have the same one.
+
+    Returns the sequences by the key of their prompt; without sharing, by a key of their own.
+
+    At most ``free`` sequences, and ``budget`` padded tokens unless the first prompt is longer. ``shared``: keys of
+    prompts with results that can be copied instead; None = prompts are not shared.
+    """
+    tokens, longest = 0, 0
+    prompts: dict[bytes, list[Sequence]] = {}
+    while waiting and free > 0:
+        sequence = waiting[0]
+        if shared is None or sequence.key not in prompts:
+            length = sequence.length
+            padded = max(longest, length) * (len(prompts) + 1)
+            copied = shared is not None and sequence.key in shared
+            if prompts and (padded > budget or padded > MAX_PADDING * (tokens + length) or copied):
+                break
+            longest, tokens = max(longest, length), tokens + length
+        key = sequence.key if shared is not None else id(sequence).to_bytes(8)
+        prompts.setdefault(key, []).append(waiting.popleft())
+        free -= 1
+    return prompts

@@ -29,7 +29,8 @@ class Rope:
     high_turns: float = 4.0
     original_context: int = 8192
     share: float = field(default=1.0, repr=False)
-    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a shape."""
+    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a
+    shape."""
     pairs: str = field(default=HALVES, repr=False)
     """Which elements turn together: those at the same place of both halves of that share, or neighbours."""
 
@@ -39,7 +40,7 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertSizes:
     """Sizes of the mixtures of experts of a model."""
 
     count: int
@@ -77,14 +78,14 @@ class ModelShape:
     rope: Rope
     eos_ids: tuple[int, ...]
     architecture: str
-    experts: Experts | None = field(default=None, repr=False)
+    experts: ExpertSizes | None = field(default=None, repr=False)
     """None = every layer has one MLP. Not in the text of a shape, which older runs have recorded."""
     post_norms: bool = field(default=False, repr=False)
     """True when a norm follows attention and MLP, before the residual (GLM-4)."""
     joint_gate_up: bool = field(default=False, repr=False)
     """True when the gate and up projections are one tensor of the files (GLM-4)."""
 
-    def experts_of(self, layer: int) -> Experts | None:
+    def experts_of(self, layer: int) -> ExpertSizes | None:
         """Return the experts of a layer; None if it has one MLP."""
         return self.experts if self.experts is not None and layer in self.experts.layers else None
 
@@ -148,7 +149,7 @@ class ModelShape:
             shapes["lm_head.weight"] = (self.vocab_size, self.hidden)
         return shapes
 
-    def _mlp(self, at: str, experts: Experts | None) -> dict[str, tuple[int, ...]]:
+    def _mlp(self, at: str, experts: ExpertSizes | None) -> dict[str, tuple[int, ...]]:
         shapes: dict[str, tuple[int, ...]] = {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
         inner = self.intermediate if experts is None else experts.intermediate
         for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
@@ -207,9 +208,9 @@ def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -
         raise UnsupportedModel(where, f"{error.args[0]} is missing") from error
 
 
-def _experts(config: JsonMapping) -> Experts:
+def _experts(config: JsonMapping) -> ExpertSizes:
     every, dense = int(config.get("decoder_sparse_step", 1)), config.get("mlp_only_layers") or []
-    return Experts(
+    return ExpertSizes(
         count=int(config["num_experts"]),
         per_token=int(config["num_experts_per_tok"]),
         intermediate=int(config["moe_intermediate_size"]),

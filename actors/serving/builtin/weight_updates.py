@@ -18,9 +18,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tidemill.actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
-from tidemill.actors.http_api import group_in, seconds_in
-from tidemill.actors.serving.builtin.loading import (
+from tidemill.actors.body_decoder import decode
+from tidemill.actors.errors import PeerTransferRefused, UpdateRefused
+from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup, Update, bucket_of
+from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.weights import (
+    EMBEDDING,
+    HEAD,
+    Weights,
     checksum_report_of,
     copy_all,
     empty_cache,
@@ -28,10 +33,7 @@ from tidemill.actors.serving.builtin.loading import (
     load_from_bucket,
     load_from_directory,
 )
-from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup
-from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.update_checks import Update, bucket_of, specs_in
-from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.command_bodies import BucketBody, UpdateBody
 from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
 from tidemill.actors.serving.port import COMMAND_S, Body
 from tidemill.bus.system.foreign import errors_as
@@ -73,7 +75,7 @@ class BuiltinUpdates(FencedUpdates):
 
     async def join(self, body: Body) -> None:
         """Join the process group that the body names; one of the same name is left first. Raises BadRequest, UpdateRefused."""
-        name = group_in(body)
+        name = decode(body, UpdateBody).group_name
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = await JoinedGroup.join(name, body)
@@ -204,14 +206,11 @@ class BuiltinUpdates(FencedUpdates):
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
         """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest, UpdateRefused."""
-        load_format = body.get("load_format")
-        if load_format not in (None, "flattened_bucket"):
-            raise BadRequest(f"load_format: want null or flattened_bucket, got {load_format!r}")
-        group_name, specs, timeout_s = group_in(body), specs_in(body), seconds_in(body, "timeout_s", COMMAND_S)
-        update = self._current(version)
+        announced = decode(body, BucketBody)
+        specs, update = announced.specs(), self._current(version)
         # One by one is the same as buckets of one tensor each.
-        messages = [[spec] for spec in specs] if load_format is None else [specs]
-        await self._receive_all(update, group_name, [bucket_of(message) for message in messages], timeout_s)
+        messages = [[spec] for spec in specs] if announced.load_format is None else [specs]
+        await self._receive_all(update, announced.group_name, [bucket_of(each) for each in messages], announced.timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
         """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""

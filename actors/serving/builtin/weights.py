@@ -1,11 +1,11 @@
 """One complete set of weights: fused storage for the decoder, views under Hugging Face names for transfers.
 
 Projections that read the same input lie side by side in one tensor (query, key, value; gate, up), so a step needs fewer
-and larger products; the named tensors are slices of them, so filling those fills the set. Knows no version and no file
-format but safetensors.
+and larger products; the named tensors are slices of them, so filling those fills the set. It is filled from a directory
+or from the buckets of a push; both block. Knows no version and no file format but safetensors.
 
-Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key together,
-D = head size, X = experts, I = inner size of an expert.
+Shape letters: V = vocabulary, E = hidden size, Q = rows of query, key and value together, H = heads of query and key
+together, D = head size, X = experts, I = inner size of an expert.
 """
 
 import json
@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.errors import UnsupportedModel, UpdateRefused
 from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.store import snapshot
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64
@@ -117,7 +119,10 @@ class Weights:
         return self._memory[starts[0] : starts[0] + bucket.num_bytes]
 
     def _layout(self) -> tuple[dict[str, int], int]:
-        """Return the first byte of every piece of memory, by its first name, and the sum. A piece is aligned like a tensor of its own."""
+        """Return the first byte of every piece of memory, by its first name, and the sum.
+
+        A piece is aligned like a tensor of its own.
+        """
         fused = {name: names for names in self._fused() for name in names}
         starts: dict[str, int] = {}
         end = 0
@@ -187,7 +192,7 @@ class Weights:
         )
 
     def _mlp_blocks(self, layer: int, experts: int) -> tuple[list[str], list[str]]:
-        """Return the names that lie side by side in a layer's MLP, or in all of its experts: those of gate and up, those of down."""
+        """Return the names that lie side by side in a layer's MLP, or in all of its experts: gate and up, down."""
         blocks = [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]
         halves = ("gate_up",) if self.shape.joint_gate_up else ("gate", "up")
         gate_up = [name for block in blocks for name in _projections(layer, block, halves)]
@@ -219,3 +224,92 @@ def read_safetensors(model_dir: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(model_dir / file, framework="pt", device="cpu") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
                 yield name, tensors.get_tensor(name)
+
+
+def load_from_directory(weights: Weights, directory: Path) -> None:
+    """Load and finalize a set of weights. Raises UpdateRefused unless every tensor is there once, with its shape.
+
+    A snapshot is verified first, byte by byte (raises SnapshotBroken); a plain model directory has no checksums.
+    """
+    if (directory / snapshot.MANIFEST).exists():
+        snapshot.verify(directory)
+    filled: set[str] = set()
+    weights.writes += 1
+    for name, tensor in read_safetensors(directory):
+        target = weights.named.get(name)
+        if target is None and name == HEAD and weights.shape.tied:
+            continue
+        if target is None or name in filled:
+            raise UpdateRefused(
+                f"{directory}: {name}: " + ("stored twice" if target is not None else "the model has no tensor of this name")
+            )
+        if target.shape != tensor.shape:
+            raise UpdateRefused(f"{directory}: {name}: want shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
+        target.copy_(tensor)
+        filled.add(name)
+    missing = weights.named.keys() - filled
+    if missing:
+        raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
+    finalize(weights)
+
+
+def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None) -> Tensor | None:
+    """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
+
+    Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
+    """
+    alias, copies = None, []
+    weights.writes += 1
+    for spec, place in bucket.places():
+        part, dtype = message[place], getattr(torch, spec.dtype)
+        if part.storage_offset() % dtype.itemsize:
+            part = part.clone()  # a sender that mixes types need not align them
+        tensor = part.view(dtype).view(spec.shape)
+        if spec.name in weights.named:
+            copies.append((weights.named[spec.name], tensor))
+        else:
+            alias = tensor.to(weights.dtype, copy=True)
+            if alias.is_cuda:
+                torch.cuda.current_stream(alias.device).synchronize()  # the sender may write there again
+    copy_all(copies, stream)
+    return alias
+
+
+def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
+    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again.
+
+    ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile.
+    None = on the CPU.
+    """
+    if stream is None:
+        for target, source in copies:
+            target.copy_(source)
+        return
+    stream.wait_stream(torch.cuda.current_stream(stream.device))
+    try:
+        with torch.cuda.stream(stream):
+            for target, source in copies:
+                if not source.is_cuda:
+                    source = source.to(target.dtype)  # here: a GPU would need memory for it, in the other type
+                target.copy_(source, non_blocking=True)
+    finally:
+        stream.synchronize()
+
+
+def finalize(weights: Weights) -> None:
+    """Compute the derived tensors of complete weights, and wait until all copies are done."""
+    weights.finalize()
+    if weights.device.type == "cuda":
+        torch.cuda.synchronize(weights.device)  # the decoding thread must not overtake the copies
+
+
+def empty_cache(device: torch.device) -> None:
+    """Return memory that is not used any more to the accelerator, so that another process can have it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def checksum_report_of(weights: Weights) -> ChecksumReport:
+    """Return the checksums of the weights, and of a tied output projection."""
+    return report_checksums(weights.with_alias())

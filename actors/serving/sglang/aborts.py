@@ -1,16 +1,72 @@
-"""Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an update; counted."""
+"""Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an update; counted.
+
+SGLang (0.5.21 to 0.5.23) ends every request with an id that begins with the id of an abort, and aborts a stream's id
+once more 2 s after the stream has ended. So the server gets ids of one length, new ones each time a request is sent
+(``RequestIds``); the client sees its own.
+"""
 
 import asyncio
 import contextlib
+import json
 import re
+import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from tidemill.actors.errors import EngineError
 from tidemill.actors.serving.sglang.api import Api
-from tidemill.actors.serving.sglang.request_ids import RequestIds
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
+from tidemill.bus.wire.json_object import JsonMapping
+
+_ID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
+
+
+class RequestIds:
+    """Request ids of the ``responses`` to one validated body of /generate."""
+
+    def __init__(self, body: JsonMapping, responses: int) -> None:
+        prompts: Any = body["input_ids"] if body.get("text") is None else body["text"]
+        self._batch = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+        self.given: str | Sequence[str] = body.get("rid") or secrets.token_hex(16)
+        if not isinstance(self.given, str):
+            self.responses = tuple(self.given)
+        elif self._batch or responses > 1:
+            self.responses = tuple(f"{self.given}_{place}" for place in range(responses))
+        else:
+            self.responses = (self.given,)
+        self._known = responses == (len(prompts) if self._batch else 1)
+        """True when the ids at the server are known: SGLang does not report the ids of several responses to one prompt
+        (``n``)."""
+        self.replaced = self._known and not body.get("session_params")
+        """True when the server gets ids of the proxy. A session continues a request by its id, so that is not
+        changed."""
+        self.at_server: Mapping[str, str] = {}
+        """Ids that the server has now -> ids of the client."""
+
+    def for_sending(self) -> str | Sequence[str]:
+        """Return the ids with which to send the request now."""
+        if not self.replaced:
+            self.at_server = {name: name for name in self.responses} if self._known else {}
+            return self.given
+        self.at_server = {secrets.token_hex(16): name for name in self.responses}
+        return list(self.at_server) if self._batch else next(iter(self.at_server))
+
+    def matching(self, name: str | None) -> set[str]:
+        """Return the responses with this id, or of the request with this id; None = all."""
+        if name is None or name == self.given:
+            return set(self.responses)
+        return {name} & set(self.responses)
+
+    def with_client_ids(self, raw: bytes) -> bytes:
+        """Return whole lines of an answer with the client's ids."""
+        return _ID.sub(self._client_id, raw) if self.replaced else raw
+
+    def _client_id(self, found: re.Match[bytes]) -> bytes:
+        name = self.at_server.get(found[1].decode())
+        return found[0] if name is None else b'"id":' + json.dumps(name).encode()
+
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 """Finish reason of an abort in an answer's JSON; in a text the quotes would be escaped."""
@@ -19,10 +75,12 @@ _OVERLAP = 64
 ABORT_S = 60.0
 """Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
-AGAIN_MOST_S = 2.0
-"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not have yet."""
+AGAIN_MAX_S = 2.0
+"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not
+have yet."""
 SETTLE_S = 0.1
-"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an id on once."""
+"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an
+id on once."""
 BEFORE_PAUSE_S = 2.0
 """Seconds before a pause in which a request may be sent too late for it: its abort waits for the end of the pause."""
 
@@ -35,12 +93,18 @@ class Aborts:
         self._watches: set[Watch] = set()
 
     def abort(self, rid: str | None) -> list["Watch"]:
-        """Record a client's abort of a request, of one response of it, or of all (None). Returns the requests concerned."""
+        """Record a client's abort of a request, of one response of it, or of all (None).
+
+        Returns the requests concerned.
+        """
         return [watch for watch in self._watches if watch.abort(rid)]
 
     @contextmanager
     def watching(self, ids: RequestIds) -> Iterator["Watch"]:
-        """Watch the answer to a request. An abort that no client has requested counts as an update's, or a pause's, if there was one."""
+        """Watch the answer to a request.
+
+        An abort that no client has requested counts as an update's, or a pause's, if there was one.
+        """
         watch = Watch(ids, self._updates)
         self._watches.add(watch)
         try:
@@ -96,11 +160,11 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [one for one, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
+            for name in [own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
-            again_s = min(2 * again_s, AGAIN_MOST_S)
+            again_s = min(2 * again_s, AGAIN_MAX_S)
 
     def _scheduled_s(self) -> float:
         """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have come first."""

@@ -2,8 +2,8 @@
 
     clients, learner --HTTP--> proxy (this process) --HTTP--> SGLang server (a child with its own interpreter, or a URL)
 
-The proxy refuses requests that would kill the server or mix two learners, keeps versions and phases, and passes all others on. This
-module ties them together.
+The proxy refuses requests that would kill the server or mix two learners, keeps versions and phases, and passes all
+others on. This module ties them together.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from typing import Any
 from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.sglang.api import Api
-from tidemill.actors.serving.sglang.checksums import layout_of
 from tidemill.actors.serving.sglang.proxy import Proxy
 from tidemill.actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
+from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.bus.wire.messages import Capabilities
 from tidemill.bus.wire.routed_experts import RoutedShape
@@ -74,7 +74,10 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
     async def _updates_of(self, api: Api) -> SglangUpdates:
-        """Return the updates of a server, as its release and its settings require. Raises EngineFailed for an unsupported release."""
+        """Return the updates of a server, as its release and its settings require.
+
+        Raises EngineFailed for an unsupported release.
+        """
         info = await api.call("GET", "/server_info", timeout_s=INFO_S)
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
         if release.version > NEWEST:
@@ -116,11 +119,14 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return self._process is not None and not self._process.lost.is_set()
 
     def stats(self) -> dict[str, float]:
-        """Return the proxy's counters with those of every engine."""
+        """Return the proxy's counters with the counters that every engine has."""
         return {**self.counters, **super().stats()}
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase, between updates. Raises EngineFailed when that fails, or its log-prob is NaN or above 0."""
+        """Generate one token, in any phase, between updates.
+
+        Raises EngineFailed when that fails, or its log-prob is NaN or above 0.
+        """
         await self.updates.between_updates(timeout_s)
         if self.updates.released:
             raise EngineFailed(self.url, "its memory is released")

@@ -1,9 +1,9 @@
 """Runs a command in a process group of its own and kills the whole group when the starter has ended, in whatever way.
 
-``python -m tidemill.actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's
-scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies.
-The server in turn outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library
-only.
+``python -m tidemill.actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open.
+SGLang's scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches
+them when the starter dies. The server in turn outlives them for a minute and more without answering, so the end of one
+process is the end of all. Standard library only.
 """
 
 import contextlib
@@ -51,8 +51,8 @@ def _kill_at_eof() -> None:
 def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Event) -> None:
     """Wait until a part of the server is gone, and end the server unless it is ending anyway.
 
-    A process with the name of its parent is no part: it is a command that a part runs, before it has a name of its own (the scheduler
-    runs lscpu).
+    A process with the name of its parent is no part: it is a command that a part runs, before it has a name of its own
+    (the scheduler runs lscpu).
     """
     parts: dict[int, str] = {}
     ends = select.poll()
@@ -83,12 +83,12 @@ def _kill_others() -> None:
 
 def _session() -> list[int]:
     """Return the ids of the other processes of this process group."""
-    found = []
+    children = []
     for pid in [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]:
         with contextlib.suppress(OSError):
             if os.getpgid(pid) == os.getpgrp():
-                found.append(pid)
-    return found
+                children.append(pid)
+    return children
 
 
 def _name(pid: int) -> bytes:

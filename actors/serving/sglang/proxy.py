@@ -16,9 +16,8 @@ from tidemill.actors.events import DATA, END, data_in
 from tidemill.actors.http_api import body_of, error_of
 from tidemill.actors.serving.host import EngineHost
 from tidemill.actors.serving.port import COMMAND_S, Body
-from tidemill.actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
+from tidemill.actors.serving.sglang.aborts import AGAIN_S, Aborts, RequestIds, Watch
 from tidemill.actors.serving.sglang.api import Aborted, Api
-from tidemill.actors.serving.sglang.request_ids import RequestIds
 from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS
 from tidemill.actors.serving.sglang.validation import responses_in
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
@@ -28,7 +27,8 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.weightstore.access import Route
 
 HOLD_S = 30.0
-"""Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
+"""Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may
+serve."""
 LEAVE_S = 2.0
 """Time limit in seconds of the abort of a response that is requested again."""
 ATTEMPTS = 8
@@ -79,20 +79,22 @@ class Proxy:
 
     @asynccontextmanager
     async def _accepted(self, body: JsonMapping) -> AsyncIterator[tuple[JsonObject, Watch]]:
-        """Validate a body of /generate and yield it in SGLang's form. Until this context is left the request and its aborts are counted."""
+        """Validate a body of /generate and yield it in SGLang's form.
+
+        Until this context is left the request and its aborts are counted.
+        """
         host = self._host
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
             host.require_servable()
         try:
             size = size_of(body.get("text"))
-            count = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
+            count, fields = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
         except BadRequest:
             self._counters["refused"] += 1
             raise
-        wanted, timeout_s = _number(body, "min_version", 0), _number(body, "min_version_timeout_s", 60.0)
         with self._aborts.watching(RequestIds(body, count)) as watch:
-            if wanted > 0:
-                await host.serve_version(int(wanted), timeout_s)
+            if fields.min_version:
+                await host.serve_version(fields.min_version, fields.min_version_timeout_s)
             _require_not_aborted(watch)
             watch.since = host.updates.completed
             host.accept(count)
@@ -103,7 +105,10 @@ class Proxy:
                 host.ended(count)
 
     async def _keyed(self, body: Body, watch: Watch, *, again: bool) -> JsonObject:
-        """Wait while an update is under way. Returns the request with a cache key that finds only results of the served weights."""
+        """Wait while an update is under way.
+
+        Returns the request with a cache key that finds only results of the served weights.
+        """
         await self._host.updates.between_updates(HOLD_S)
         _require_not_aborted(watch)
         if not again or not self._host.whole:  # a draining engine still answers accepted requests
@@ -123,8 +128,9 @@ class Proxy:
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in chunks.
 
-        The request is sent again if weights changed before the response began and its prompt was in the cache of the previous weights: no
-        span would show that its keys and values are of both. (Not a stream of several responses: the others may have been seen.)
+        The request is sent again if weights changed before the response began and its prompt was in the cache of the
+        previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
+        the others may have been seen.)
         """
         weights, can_again = self._host.updates, not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
         for attempt in range(1, ATTEMPTS + 1):
@@ -185,7 +191,10 @@ class Proxy:
             raise
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """Record an abort and send it until it takes effect. An abort of all, or of an id that is unknown here, is passed on as well."""
+        """Record an abort and send it until it takes effect.
+
+        An abort of all, or of an id that is unknown here, is passed on as well.
+        """
         aborted = self._aborts.abort(rid)
         for watch in aborted:
             watch.send_aborts(self._api, AGAIN_S if rid is None else 0.0)
@@ -251,8 +260,8 @@ async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> 
 
 def keyed(body: JsonMapping, key: str) -> JsonObject:
     """Return the request with ``key`` before its own keys in SGLang's cache."""
-    own = body.get("extra_key")
-    return {**body, "extra_key": [f"{key} {one or ''}" for one in own] if isinstance(own, list) else f"{key} {own or ''}"}
+    keys = body.get("extra_key")
+    return {**body, "extra_key": [f"{key} {own_key or ''}" for own_key in keys] if isinstance(keys, list) else f"{key} {keys or ''}"}
 
 
 def _require_not_aborted(watch: Watch) -> None:
@@ -278,17 +287,8 @@ def _cached_before(raw: bytes, version: str) -> bool:
     return False
 
 
-def _number(body: JsonMapping, name: str, default: float) -> float:
-    value = body.get(name)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1 << 53:
-        raise BadRequest(f"{name}: want a number >= 0, got {value!r}")
-    return float(value)
-
-
 def _without_keys(info: Any) -> Any:
     """Return a server's state, settings included, without the keys that it requires."""
     if isinstance(info, dict):
         return {name: _without_keys(value) for name, value in info.items() if name not in SERVER_KEYS}
-    return [_without_keys(each) for each in info] if isinstance(info, list) else info
+    return [_without_keys(entry) for entry in info] if isinstance(info, list) else info

@@ -56,9 +56,9 @@ ANSWER_S = 600.0
 def score_directory(directory: Path, prompts: Sequence[Sequence[int]], names: str, config: EngineConfig) -> tuple[Outputs, str]:
     """Return the outputs of the modules with matching names, ``<prompt>.<module>`` -> [T, size], and the dtype in which they were computed.
 
-    ``config``: how the server is started. ``log_probs`` has one value for each token but the first, at temperature 1. Raises EngineFailed
-    and EngineUnavailable for a server that does not start or answer, UnsupportedModel for a prompt or a model that it does not take,
-    ValueError for settings with which it would not compute them all in one process.
+    ``config``: how the server is started. ``log_probs`` has one value for each token but the first, at temperature 1.
+    Raises EngineFailed and EngineUnavailable for a server that does not start or answer, UnsupportedModel for a prompt
+    or a model that it does not take, ValueError for settings with which it would not compute them all in one process.
     """
     _refuse_settings(config)
     _refuse_unknown_tokens(directory, prompts)
@@ -71,9 +71,9 @@ def _refuse_settings(config: EngineConfig) -> None:
     settings = config.sglang
     if settings.url:
         raise ValueError(f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one")
-    for one in OF_RANKS:
-        if (ranks := settings.argument(*one)) not in (None, 1):
-            raise ValueError(f"engine.sglang.arguments.{one[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
+    for argument in OF_RANKS:
+        if (ranks := settings.argument(*argument)) not in (None, 1):
+            raise ValueError(f"engine.sglang.arguments.{argument[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
     for name, reason in REFUSED.items():
         if (value := settings.argument(name)) not in (None, False, "null"):
             raise ValueError(f"engine.sglang.arguments.{name}: want none, got {value!r}: {reason}; {WITHOUT}")
@@ -123,7 +123,7 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
 def _refuse_server(url: str, info: JsonMapping) -> None:
     """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are refused."""
     release_of(url, info["version"])
-    for name in (one[0] for one in OF_RANKS):
+    for name in (argument[0] for argument in OF_RANKS):
         if info.get(name, 1) != 1:
             raise ValueError(f"{name} of the server: want 1, got {info[name]!r}: {ONE_RANK}; {WITHOUT}")
     for name, reason in REFUSED.items():
@@ -132,7 +132,10 @@ def _refuse_server(url: str, info: JsonMapping) -> None:
 
 
 async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:
-    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included. Raises as ``score_directory``."""
+    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included.
+
+    Raises as ``score_directory``.
+    """
     _taken(passes)  # those of health checks
     body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True}
     try:

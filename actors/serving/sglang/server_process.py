@@ -26,7 +26,8 @@ log = logging.getLogger(__name__)
 STOP_S = 10.0
 """Seconds that the server has to end after SIGTERM."""
 RETURNS_EXPERTS = "enable_return_routed_experts"
-"""Argument of a server that returns the experts of tokens; without it, it passes over ``return_routed_experts`` in silence."""
+"""Argument of a server that returns the experts of tokens; without it, it passes over ``return_routed_experts`` in
+silence."""
 OWN = ("model-path", "host", "port", "weight-version")
 """Arguments that this module sets."""
 ENDED_S = 2.0
@@ -50,7 +51,10 @@ class ServerProcess:
 
     @classmethod
     async def open(cls, model_dir: Path, config: EngineConfig) -> "ServerProcess":
-        """Start the server unless it has a URL, and return it once it answers. Raises EngineFailed with the server's last lines."""
+        """Start the server unless it has a URL, and return it once it answers.
+
+        Raises EngineFailed with the server's last lines.
+        """
         settings = config.sglang
         async with AsyncExitStack() as stack:
             async with AsyncExitStack() as secret:
@@ -108,7 +112,10 @@ class ServerProcess:
             await asyncio.gather(answered, return_exceptions=True)
 
     async def _until_answered(self) -> None:
-        """Repeat a request that only the scheduler can answer, until it does. It answers while it is idle, generates or is paused."""
+        """Repeat a request that only the scheduler can answer, until it does.
+
+        It answers while it is idle, generates or is paused.
+        """
         while True:
             try:
                 await self.api.call("GET", "/server_info")
@@ -167,7 +174,10 @@ def server_arguments(config: EngineConfig) -> dict[str, object]:
 
 
 def end_of_turn(model_dir: Path) -> dict[str, object]:
-    """Return the argument with the chat template's end of turn, if no file names it, by which SGLang would find it. Raises ValueError."""
+    """Return the argument with the chat template's end of turn, if no file names it, by which SGLang would find it.
+
+    Raises ValueError.
+    """
     tokens = EndTokens.read(model_dir)
     if tokens.turn is None or tokens.turn in tokens.named:
         return {}
@@ -190,7 +200,7 @@ def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str
             continue
         words.append(f"--{flag}")
         if value is not True:
-            words += [_word(one) for one in (value if isinstance(value, list | tuple) else [value])]
+            words += [_word(item) for item in (value if isinstance(value, list | tuple) else [value])]
     return words
 
 

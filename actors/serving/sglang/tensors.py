@@ -1,13 +1,18 @@
-"""A bucket of weights in the form in which SGLang's /update_weights_from_tensor reads it: pickled, without the bytes.
+"""A server's tensors: their layout and checksums, and buckets of weights as SGLang's /update_weights_from_tensor reads them.
 
-On CPU the bucket lies in a file of torch's in /dev/shm, which torch's own manager removes whatever is killed: SGLang opens no other
-memory, so the bucket is copied there first. Memory of a GPU is passed on as the learner has shared it. This was not tried on a GPU.
+On CPU SGLang returns the SHA-256 of a parameter, which is made of one or several Hugging Face tensors; on GPUs, and for
+each of several ranks, a number of its own that is not compared here.
+
+A bucket is sent pickled, without the bytes. On CPU the bucket lies in a file of torch's in /dev/shm, which torch's own
+manager removes whatever is killed: SGLang opens no other memory, so the bucket is copied there first. Memory of a GPU
+is passed on as the learner has shared it. This was not tried on a GPU.
 """
 
 import base64
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,12 +20,65 @@ from typing import Any
 
 import torch
 
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.checksums import ChecksumReport, TensorChecksum
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 from tidemill.weightstore.transport.handles import Offered
 
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""SGLang's parameters that hold several tensors, one after the other."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DTYPES = ("float32", "bfloat16", "float16")
+VOCAB_ROWS = 64
+"""Embedding and output projection are padded with rows of zeros to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLayout:
+    """Layout of a model's tensors in a server."""
+
+    dtype: str
+    padding: int
+    """Number of zeros behind the embedding, and behind the output projection."""
+    not_comparable: str
+    """Why its checksums cannot be compared; "" = they can."""
+
+
+def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> ServerLayout:
+    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on CPU."""
+    reason, dtype = "", str(info.get("dtype"))
+    if info.get("device") != "cpu":
+        reason = f"on {info.get('device')} SGLang computes them in a way of its own"
+    elif not on_cpu:
+        reason = f"SGLang {info.get('version')} computes none on CPU"
+    elif int(info.get("tp_size") or 1) > 1:
+        reason = f"each of {info.get('tp_size')} ranks has a part of every tensor"
+    elif dtype not in DTYPES:
+        reason = f"want dtype {', '.join(DTYPES)}, got {dtype}"
+    return ServerLayout(dtype=dtype, padding=-vocab_size % VOCAB_ROWS * hidden_size, not_comparable=reason)
+
+
+def report_of(checksums: Mapping[str, str], layout: ServerLayout) -> ChecksumReport:
+    """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
+    dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
+    sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
+    parts = (
+        TensorChecksum(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
+        for name, sum in sums.items()
+    )
+    return ChecksumReport(scheme="sha256", parts=tuple(parts))
+
+
+def _names(parameter: str) -> tuple[str, ...]:
+    before, _, kind = parameter.rpartition(".")
+    owner, _, last = before.rpartition(".")
+    return tuple(f"{owner}.{name}.{kind}" for name in FUSED[last]) if last in FUSED else (parameter,)
+
+
 STRATEGY = "file_system"
-"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end without it."""
+"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end
+without it."""
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -28,8 +86,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def free_shared_memory() -> int:
     """Return the free bytes of /dev/shm."""
-    found = os.statvfs(SHARED_MEMORY)
-    return found.f_bavail * found.f_frsize
+    stats = os.statvfs(SHARED_MEMORY)
+    return stats.f_bavail * stats.f_frsize
 
 
 class SharedBucket:
@@ -52,7 +110,10 @@ class SharedBucket:
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
 
     def _grow(self, num_bytes: int) -> None:
-        """Make room for a bucket. Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes."""
+        """Make room for a bucket.
+
+        Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes.
+        """
         self.close()
         try:
             free = self._free()

@@ -22,10 +22,8 @@ from pathlib import Path
 from tidemill.actors.errors import CannotTell, UpdateRefused
 from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates, require_all, require_new
 from tidemill.actors.serving.port import COMMAND_S, Body, Result
-from tidemill.actors.serving.sglang.api import Api
-from tidemill.actors.serving.sglang.checksums import HEAD, Layout, report_of
-from tidemill.actors.serving.sglang.pauses import Pauses
-from tidemill.actors.serving.sglang.tensors import SharedBucket
+from tidemill.actors.serving.sglang.api import Api, Pauses
+from tidemill.actors.serving.sglang.tensors import HEAD, ServerLayout, SharedBucket, report_of
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.checksums import ChecksumReport
@@ -52,7 +50,7 @@ class SglangUpdates(FencedUpdates):
         self,
         api: Api,
         names: frozenset[str],
-        layout: Layout,
+        layout: ServerLayout,
         *,
         pause: str,
         ranks: int = 1,

@@ -1,7 +1,7 @@
 """Runs in the scheduler of an SGLang server: writes the outputs of the modules of its model. It imports nothing of this package.
 
-SGLang calls ``hook`` for ``--forward-hooks``; the folder of this file is on the server's PYTHONPATH, hence a name that no other module has.
-Outputs are [T, width], float32: T = tokens of one pass.
+SGLang calls ``hook`` for ``--forward-hooks``; the folder of this file is on the server's PYTHONPATH, hence a name that
+no other module has. Outputs are [T, width], float32: T = tokens of one pass.
 """
 
 import os
@@ -63,12 +63,16 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Copies of the output of a module. The output itself may be overwritten by later modules, which compute in place."""
+    """Copies of the output of a module.
+
+    The output itself may be overwritten by later modules, which compute in place.
+    """
 
     values: list[Tensor]
     """The tensors of the output that have a row for each token, [T, width]."""
     sent: Tensor | None
-    """For a router that returns the ids of experts: 1 where a token is sent to an expert, else 0, [T, experts]; otherwise None."""
+    """For a router that returns the ids of experts: 1 where a token is sent to an expert, else 0, [T, experts];
+    otherwise None."""
 
 
 def _taken(output: object) -> Taken:

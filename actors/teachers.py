@@ -2,13 +2,15 @@
 
 A teacher is fixed, so its scores never get stale: they are made once, where the sample is made, and travel with it. Waits for the teacher's
 answers, each with a time limit, and between two attempts for a pause.
+
+Shape letters: R = tokens of the response, K = listed tokens.
 """
 
 import asyncio
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count
 
 import numpy as np
@@ -16,11 +18,81 @@ from numpy.typing import NDArray
 
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import error_of_call
-from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from tidemill.actors.teacher_settings import TeacherConfig, chosen
-from tidemill.actors.teachers.scores import Scores, request_of, scores_in
+from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Sample
 from tidemill.weightstore.transport.engine_api import EngineApi
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Log-probs (nats) under a teacher at the sampling temperature."""
+
+    log_probs: NDArray[np.float32]
+    """Log-probs of the response's tokens, [R]."""
+    top_ids: NDArray[np.int32]
+    """The most probable tokens of each place, [R x K] in one dimension."""
+    top_log_probs: NDArray[np.float32]
+    """Their log-probs, [R x K] in one dimension."""
+
+
+def request_of(tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str) -> dict[str, object]:
+    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a token before it."""
+    return {
+        "rid": rid,
+        "input_ids": tokens.tolist(),
+        "sampling_params": {"max_new_tokens": 0, "temperature": temperature},
+        "return_logprob": True,
+        # The entry of this place has no log-prob, neither in SGLang's answer: the tokens behind it have.
+        "logprob_start_len": len(tokens) - response_length - 1,
+        "top_logprobs_num": top_k,
+    }
+
+
+def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float, top_k: int, url: str) -> Scores:
+    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another temperature."""
+    try:
+        meta = answer["meta_info"]  # type: ignore[index]
+        _require_temperature(meta, temperature, url)
+        entries = meta["input_token_logprobs"][-len(response) :]
+        ids = [entry[1] for entry in entries]
+        log_probs = np.array([entry[0] for entry in entries], np.float32)
+        listed = meta["input_top_logprobs"][-len(response) :] if top_k else []
+        top_ids = np.array([[one[1] for one in place[:top_k]] for place in listed], np.int32).reshape(len(listed), top_k)
+        top = np.array([[one[0] for one in place[:top_k]] for place in listed], np.float32).reshape(len(listed), top_k)
+    except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
+        raise EngineFailed(url, f"its scores cannot be parsed: {error!r}") from error
+    if ids != response.tolist():
+        raise EngineFailed(url, f"want scores of the {len(response)} tokens of the response, got those of {len(ids)} others: {ids[:8]}")
+    if top_k and len(top) != len(response):
+        raise EngineFailed(url, f"want {top_k} listed tokens at each of {len(response)} places, got {len(top)} places")
+    for values in (log_probs, top):
+        if not (np.isfinite(values) & (values <= LOG_PROB_SLACK)).all():
+            raise EngineFailed(url, "want finite log-probs of at most 0, got others")
+    return Scores(
+        log_probs=_bounded(log_probs),
+        top_ids=top_ids.ravel(),
+        top_log_probs=_bounded(top).ravel(),
+    )
+
+
+def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> None:
+    """Raise EngineFailed for scores at another temperature. SGLang names none, and scores input at 1 (0.5.23)."""
+    scored_at = float(meta.get("input_logprobs_temperature", 1.0))
+    if scored_at != temperature:
+        raise EngineFailed(
+            url,
+            f"its scores are at temperature {scored_at:g}, the samples at {temperature:g}; want a teacher that scores at the sampling "
+            "temperature (tidemill teacher), or temperature 1 in the run and in its rows",
+        )
+
+
+def _bounded(log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return log-probs within the bounds of a sample: a teacher may exclude a token further than any sampler draws one."""
+    return np.clip(log_probs, MIN_LOG_PROB, 0.0).astype(np.float32)
+
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +119,7 @@ class Teachers:
     def __init__(self, config: ActorConfig) -> None:
         self._teachers = list(config.teachers.values())
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
-        self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.servers}
+        self._servers = {url: EngineApi(url, error_of_call) for teacher in self._teachers for url in teacher.servers}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
 
@@ -65,8 +137,8 @@ class Teachers:
             tokens = sample.tokens[left : left + size.num_tokens]
             asked.append((tokens, size.response_length))
             left += size.num_tokens
-        found = await asyncio.gather(*(self._sequence(teacher, *each, sample.sampling.temperature) for each in asked))
-        return _with_scores(sample, found, self._top_k)
+        scores = await asyncio.gather(*(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in asked))
+        return _with_scores(sample, scores, self._top_k)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -110,12 +182,12 @@ class Teachers:
 def _with_scores(sample: Sample, found: Sequence[Scores], top_k: int) -> Sample:
     """Return the sample with the scores of its sequences, one after the other; 0 where its tokens are not trainable."""
     trainable_R = sample.loss_mask != 0
-    log_probs = np.concatenate([np.zeros(0, np.float32), *(each.log_probs for each in found)])
+    log_probs = np.concatenate([np.zeros(0, np.float32), *(scores.log_probs for scores in found)])
     sample = replace(sample, teacher_log_probs=np.where(trainable_R, log_probs, np.float32(0)))
     if not top_k:
         return sample
     return replace(
         sample,
-        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(each.top_ids for each in found)]),
-        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(each.top_log_probs for each in found)]),
+        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(scores.top_ids for scores in found)]),
+        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(scores.top_log_probs for scores in found)]),
     )

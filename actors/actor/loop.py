@@ -29,13 +29,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from tidemill.actors.actor.single_turn import failed, failed_sample
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.activity import Activity
 from tidemill.actors.engines.responses import GenerationFailed, Responses
 from tidemill.actors.engines.server_pool import NoServer
 from tidemill.actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
-from tidemill.actors.rollout.single_turn import failed, failed_sample
-from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.config import SINGLE_TURN
@@ -120,7 +120,7 @@ class Actor:
         scorers: Scorers,
         activity: Activity,
     ) -> None:
-        """``rollouts``: by name; that of the empty name makes the samples of tasks that name none. Tasks of others are left."""
+        """``rollouts``: by name; the one with the empty name makes the samples of tasks that name none. Tasks of others are left."""
         self.id = id
         self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
@@ -301,11 +301,11 @@ class Actor:
         # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the others.
         try:
             made = await self._each(lease, lambda index: self._make(lease, index, None), counted=False)
-            unfinished = [one for one in made if isinstance(one, RolloutOutcome)]
+            unfinished = [outcome for outcome in made if isinstance(outcome, RolloutOutcome)]
             if unfinished:
                 return [replace(unfinished[0], partial=None)] * len(made)
             try:
-                samples = await self._scored_together(lease.task, [one.sample for one in made if isinstance(one, Made)])
+                samples = await self._scored_together(lease.task, [outcome.sample for outcome in made if isinstance(outcome, Made)])
             except NoServer as error:
                 return [RolloutOutcome(unfinished=str(error))] * len(made)
             return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))

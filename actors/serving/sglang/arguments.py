@@ -1,4 +1,4 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): those that are passed on, and why others are not. Pure."""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not. Pure."""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -37,7 +37,8 @@ TRIED: Mapping[str, str] = {
     "enable_return_routed_experts": "the experts of each token, for learner.routing_replay: rollout",
     "api_key": "key of the server, in place of a generated one",
 }
-"""Arguments that are passed on, and the effect of each: ``tests/sglang/test_sglang_own_server.py`` starts a server with them."""
+"""Arguments that are passed on, and the effect of each: ``tests/sglang/test_sglang_own_server.py`` starts a server with
+them."""
 SAME = {"tensor_parallel_size": "tp_size", "tp": "tp_size"}
 """Other names of these."""
 ELSEWHERE = ("model_path", "host", "port", "weight_version", "base_gpu_id", "gpu_id_step")
@@ -64,14 +65,17 @@ OWN_SERVER = "start a server with it yourself and set engine.sglang.url (docs/sg
 
 
 def refuse_untried(arguments: JsonMapping) -> None:
-    """Raise ValueError for an argument that is passed on and not known to work with pushes. Nothing is passed on for null and false."""
-    for given, value in arguments.items():
-        name = given.replace("-", "_")
+    """Raise ValueError for an argument that is passed on and not known to work with pushes.
+
+    Nothing is passed on for null and false.
+    """
+    for argument, value in arguments.items():
+        name = argument.replace("-", "_")
         if value is None or value is False or SAME.get(name, name) in TRIED or name in ELSEWHERE:
             continue
         if reason := UNTRIED.get(name) or next((why for start, why in FAMILIES.items() if name.startswith(start)), ""):
-            raise ValueError(f"engine.sglang.arguments.{given}: not passed to SGLang: {reason}; remove it")
+            raise ValueError(f"engine.sglang.arguments.{argument}: not passed to SGLang: {reason}; remove it")
         near = get_close_matches(name, [*TRIED, *SAME], 1, 0.8)
         cure = f"did you mean {near[0]}?" if near else f"remove it, or {OWN_SERVER}"
         want = f"an argument that has been tried ({', '.join(TRIED)})"
-        raise ValueError(f"engine.sglang.arguments.{given}: want {want}, got {value!r}; {cure}")
+        raise ValueError(f"engine.sglang.arguments.{argument}: want {want}, got {value!r}; {cure}")

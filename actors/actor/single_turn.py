@@ -8,13 +8,13 @@ from dataclasses import replace
 import numpy as np
 
 from tidemill.actors.engines.port import Generation
-from tidemill.actors.engines.responses import GenerationFailed, Interrupted, Prompt, Response, Responses, seeded
+from tidemill.actors.engines.responses import EngineResponse, GenerationFailed, Interrupted, Prompt, Responses, seeded
 from tidemill.actors.episodes.port import Made, Unfinished
 from tidemill.actors.errors import BadRequest
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
 
-MOST_REASON = 4000
+MAX_REASON = 4000
 """Characters of a reason that a sample keeps."""
 STATUS = {"stop": Status.COMPLETED, "length": Status.TRUNCATED}
 """Sample status by an engine's finish reason. A response with any other reason is unfinished."""
@@ -29,7 +29,10 @@ class SingleTurn:
         self._responses = responses
 
     async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
-        """Generate sample ``index`` of a task, continued from ``partial`` if that fits. Raises GenerationFailed, Unfinished."""
+        """Generate sample ``index`` of a task, continued from ``partial`` if that fits.
+
+        Raises GenerationFailed, Unfinished.
+        """
         fit = partial if partial is not None and fits(partial, task, index) else None
         prompt = Prompt(
             name=f"{task.id}.{index}.{attempt}",
@@ -93,7 +96,7 @@ def _partial(task: Task, index: int, attempt: str, begun: Generation, timings: T
 
 def failed(sample: Sample, reason: str) -> Sample:
     """Return the sample as FAILED, with the reason in its metadata; its tokens stay."""
-    written = reason[:MOST_REASON].encode(errors="backslashreplace").decode()  # it may be the text of any error
+    written = reason[:MAX_REASON].encode(errors="backslashreplace").decode()  # it may be the text of any error
     return replace(sample, status=Status.FAILED, reward=0.0, metadata={**sample.metadata, "error": written})
 
 
@@ -110,7 +113,7 @@ def failed_sample(task: Task, index: int, attempt: str, reason: str) -> Sample:
     return failed(_sample(task, index, attempt, nothing, engine="", timings=Timings()), reason)
 
 
-def _of_response(task: Task, index: int, attempt: str, response: Response) -> Sample:
+def _of_response(task: Task, index: int, attempt: str, response: EngineResponse) -> Sample:
     return _sample(task, index, attempt, response.generation, engine=response.engine, timings=response.timings)
 
 

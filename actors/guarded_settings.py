@@ -81,15 +81,15 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
         loads = role in _loading_rewards(row) if setting in _REWARDS else role == section
         if section not in _OWN or not loads:
             continue
-        own: object = _OWN[section]
+        default: object = _OWN[section]
         value: object = row.get(section)
         for name in path.split(".")[1:]:
-            own = getattr(own, name)
+            default = getattr(default, name)
             value = value.get(name) if isinstance(value, Mapping) else value
-        entries = value.items() if isinstance(own, dict) and isinstance(value, Mapping) else None
+        entries = value.items() if isinstance(default, dict) and isinstance(value, Mapping) else None
         named = {path: value} if entries is None else {f"{path}.{name}": entry for name, entry in entries}
         for place, entry in named.items():
-            if not _harmless(place, entry, own):
+            if not _harmless(place, entry, default):
                 yield place, what, entry if isinstance(entry, str) else json.dumps(entry, sort_keys=True, default=str)
 
 
@@ -105,10 +105,10 @@ def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")
 
 
-def _harmless(path: str, value: object, own: object) -> bool:
+def _harmless(path: str, value: object, default: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
     of_the_house = any(path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items())
-    return value is None or value == own or is_number or of_the_house
+    return value is None or value == default or is_number or of_the_house

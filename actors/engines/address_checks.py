@@ -4,8 +4,9 @@
     witness  row: reached             nonce -> the error; empty = the nonce came back. The learner and every router are witnesses.
     actors   row: reached             only the engines that have failed them several times in a row
 
-An address is believed once a witness has got the nonce there: a name that resolves to another machine, a port that another process has
-and a container's inner address all look right to the engine itself. Knows the bus and HTTP, but not the engines' work.
+An address is believed once a witness has got the nonce there: a name that resolves to another machine, a port that
+another process has and a container's inner address all look right to the engine itself. Knows the bus and HTTP, but not
+the engines' work.
 """
 
 import asyncio
@@ -15,7 +16,7 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
@@ -36,13 +37,14 @@ CONNECT_S = 1.5
 130 s where a firewall drops packets."""
 ANSWER_S = 5.0
 """Deadline of a call: one that has a connection may wait for a busy engine."""
-MOST_MISSES = 3
-"""Calls in a row without an answer after which an engine that was reached before is reported; a busy one may miss one."""
-MOST_CALLS = 32
+MAX_MISSES = 3
+"""Calls in a row without an answer after which an engine that was reached before is reported; a busy one may miss
+one."""
+MAX_CALLS = 32
 """Calls at a time."""
-MOST_NAMED = 64
-"""Errors in a row of the bus; those of further engines are the same by experience."""
-MOST_CHARACTERS = 200
+MAX_NAMED = 64
+"""Errors in a row of the bus; the errors of further engines are the same by experience."""
+MAX_CHARACTERS = 200
 """Length at which an error is cut off."""
 
 
@@ -59,14 +61,14 @@ class _Called:
     def note(self, error: str, now: float) -> None:
         """Record the result of a call."""
         self.misses = self.misses + 1 if error else 0
-        if not error or not self.was_reached or self.misses >= MOST_MISSES:
+        if not error or not self.was_reached or self.misses >= MAX_MISSES:
             self.error = error
         self.was_reached = self.was_reached or not error
         self.due_s = now + (LOOK_EVERY_S if error else CHECK_EVERY_S)
 
 
 @dataclass(slots=True)
-class Witness:
+class AddressChecker:
     """Calls the engines of a run and writes the results into its own live row. ``run`` is a background loop."""
 
     bus: Bus
@@ -75,7 +77,7 @@ class Witness:
 
     async def run(self) -> None:
         """Call each engine once it has an address, and again from time to time, until cancelled."""
-        view, slots = LiveView(self.bus), asyncio.Semaphore(MOST_CALLS)
+        view, slots = LiveView(self.bus), asyncio.Semaphore(MAX_CALLS)
         timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
         async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
             while True:
@@ -102,10 +104,10 @@ class Witness:
 
     def _report(self) -> None:
         errors = {nonce: called.error for nonce, called in self._called.items() if called.error}
-        found = {nonce: "" for nonce, called in self._called.items() if called.was_reached and not called.error}
-        found |= dict(list(errors.items())[:MOST_NAMED])
-        if found != self.heartbeat.row.reached:
-            self.heartbeat.update(reached=found)
+        reached = {nonce: "" for nonce, called in self._called.items() if called.was_reached and not called.error}
+        reached |= dict(list(errors.items())[:MAX_NAMED])
+        if reached != self.heartbeat.row.reached:
+            self.heartbeat.update(reached=reached)
 
 
 async def call(session: aiohttp.ClientSession, address: str, nonce: str) -> str:
@@ -116,14 +118,17 @@ async def call(session: aiohttp.ClientSession, address: str, nonce: str) -> str:
     except TimeoutError:
         return f"no connection in {CONNECT_S:g} s, or no answer in {ANSWER_S:g} s"
     except (aiohttp.ClientError, OSError, ValueError) as error:  # ValueError: a text that is no URL
-        return (str(error) or type(error).__name__)[:MOST_CHARACTERS]
+        return (str(error) or type(error).__name__)[:MAX_CHARACTERS]
     if got == nonce:
         return ""
     return f"another process answers there (HTTP {response.status}, {'another nonce' if got else 'no nonce'})"
 
 
 def unreachable(nonce: str, rows: Iterable[LiveRow]) -> list[str]:
-    """Return an error for each process that has not reached an engine, by its row. ``rows`` are of processes that live."""
+    """Return an error for each process that has not reached an engine, by its row.
+
+    ``rows`` are of processes that live.
+    """
     if not nonce:
         return []
     return [f"unreachable from {row.role} {row.id}: {row.reached[nonce]}" for row in rows if row.reached.get(nonce)]
@@ -136,8 +141,8 @@ def verified(nonce: str, rows: Iterable[LiveRow]) -> bool:
 
 def failing(pool: EnginePool) -> dict[str, str]:
     """Return ``reached`` of a process that calls engines only with its requests: nonce -> the last of several errors in a row."""
-    named = [one for one in pool.overview() if one["nonce"] and one["failures"] >= MOST_MISSES]
-    return {one["nonce"]: one["error"][:MOST_CHARACTERS] for one in named[:MOST_NAMED]}
+    named = [entry for entry in pool.overview() if entry["nonce"] and entry["failures"] >= MAX_MISSES]
+    return {entry["nonce"]: entry["error"][:MAX_CHARACTERS] for entry in named[:MAX_NAMED]}
 
 
 class OwnAddress:

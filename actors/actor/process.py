@@ -6,23 +6,22 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
+from tidemill.actors.actor.loop import Actor, Scorers
+from tidemill.actors.actor.single_turn import SingleTurn
 from tidemill.actors.config import ActorConfig, GatewayConfig
 from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.address_checks import failing
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from tidemill.actors.engines.pool import EnginePool, UrlDiscovery
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.engines.responses import Responses
-from tidemill.actors.engines.server_pool import BusDiscovery
-from tidemill.actors.engines.witness import failing
+from tidemill.actors.engines.server_pool import BusDiscovery, EnginePool, UrlDiscovery
 from tidemill.actors.episodes.port import Rollout
 from tidemill.actors.errors import ActorRefused, BadRow
-from tidemill.actors.rollout.actor import Actor, Scorers
-from tidemill.actors.rollout.single_turn import SingleTurn
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, served
-from tidemill.actors.scoring.opened import open_rewards
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerPool
-from tidemill.actors.teachers.teachers import Teachers
+from tidemill.actors.scoring.server import open_rewards
+from tidemill.actors.teachers import Teachers
 from tidemill.bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
@@ -53,22 +52,22 @@ async def run_actor(
 ) -> None:
     """Work on the tasks of ``run`` until ``draining`` is set and every leased task is done or returned by a nak.
 
-    A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is written; with both
-    of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it naks its tasks. Raises BusUnavailable
-    when there is no bus within five minutes, NotFound when there is no config within five minutes, BadRow, NotAllowed, UnknownReward,
-    BadRewardOption, RewardFailed, ActorRefused.
+    A config that is None is read from the bus (row run/config, sections ``actor``, ``bus`` and ``rollouts``) once it is
+    written; with both of them, ``rollouts`` has the programs. ``allowed``: see ``config_of_run``. When cancelled, it
+    naks its tasks. Raises BusUnavailable when there is no bus within five minutes, NotFound when there is no config
+    within five minutes, BadRow, NotAllowed, UnknownReward, BadRewardOption, RewardFailed, ActorRefused.
     """
     id = actor_id or default_id()
     if actor_config is None or bus_config is None:
         # A connection of its own, for this read: the settings of the next one are a section of the row.
         async with AsyncExitStack() as stack:
             bus = await connected(stack, bus_url, run, bus_config or BusConfig(), name=f"actor {id}", draining=draining)
-            found = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
-        if found is None:
+            config = None if bus is None else await config_of_run(bus, draining, role="actor", id=id, allowed=allowed)
+        if config is None:
             return
-        actor_config = actor_config or section(found, "actor", ActorConfig)
-        bus_config = bus_config or section(found, "bus", BusConfig)
-        rollouts = rollouts or programs_in(found)
+        actor_config = actor_config or section(config, "actor", ActorConfig)
+        bus_config = bus_config or section(config, "bus", BusConfig)
+        rollouts = rollouts or programs_in(config)
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, bus_config, name=f"actor {id}", draining=draining)
         if bus is not None:
@@ -136,7 +135,7 @@ async def _work(
 
 
 def _served(programs: RolloutPrograms | None, config: ActorConfig) -> tuple[RolloutPrograms, tuple[str, ...]]:
-    """Return the rollouts that the actor loads, and the names of those that it serves. Raises BadRow."""
+    """Return the rollouts that the actor loads, and the names of all that it serves. Raises BadRow."""
     programs = programs or RolloutPrograms(rollouts={}, model="")
     try:
         names = served(programs.rollouts, config.rollouts)

@@ -1,1 +1,0 @@
-"""Teachers: servers that score the tokens of samples, as an actor asks them."""
