@@ -129,14 +129,14 @@ def tokens_of(
     recordings = None
     if config.recorded_rollouts and model.directory is not None:
         recordings = Recordings(
-            tokenize,
+            tokenize.bounded(model.context),
             rollouts=config.recorded_rollouts,
             end_ids=EndTokens.read(model.directory).ids,
             max_tokens=model.context,
             chat=config.data.apply_chat_template,
             texts=tokenize,
         )
-    return RowTokens(tokenize, max_tokens=limit, recordings=recordings) if limit > 0 else None
+    return RowTokens(tokenize.bounded(limit), max_tokens=limit, recordings=recordings) if limit > 0 else None
 
 
 def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:

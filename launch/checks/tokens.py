@@ -41,6 +41,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
         template,
         chat=config.data.apply_chat_template,
         template_args=config.data.chat_template_args,
+        longest_token_bytes=text.longest_token_bytes,
     )
 
 

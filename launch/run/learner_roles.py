@@ -251,14 +251,15 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
     vocab_size = model_shape(Path(config.model.path))[0]
+    max_tokens = data.max_prompt_tokens or max_context - max_new_tokens
     return PromptFile(
         data.used,
-        tokenize=tokenize,
-        max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
+        tokenize=tokenize.bounded(max_tokens),
+        max_tokens=max_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
         recordings=Recordings(
-            tokenize,
+            tokenize.bounded(max_context),
             rollouts=recorded_in(parse_rollouts(config.rollouts)),
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,

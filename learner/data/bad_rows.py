@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from bus.system.foreign import described, errors_as
-from learner.errors import CannotRender, PromptError, TemplateLacks
+from learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,8 @@ def rejections(where: str) -> Iterator[None]:
     """Raise PromptError for a row that the tokenizer or the chat template rejects with any error; a template is a program."""
 
     def refused(error: BaseException) -> PromptError:
+        if isinstance(error, TextTooLong):
+            return RowTooLong(where, f"<= {error.max_tokens} tokens", f"a text of {error.num_bytes} bytes")
         reason = str(error) if isinstance(error, CannotRender) else described(error)
         return PromptError(where, "a prompt that tokenizer and chat template accept", reason)
 

@@ -4,6 +4,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import islice
@@ -24,7 +25,7 @@ from learner.data.mixing import Share, order_of
 from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
 from learner.data.saved_tokenizer import saved_tokenizer
 from learner.data.source import Source, rollout_named
-from learner.errors import CannotRender, PromptError, TemplateLacks
+from learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 from rewards.message_template import MessageTemplate, ToolsLeftOut
 
 Tokenize = Callable[..., Sequence[int]]
@@ -100,7 +101,7 @@ class RowTokens:
     def of(self, row: Row) -> tuple[NDArray[np.int32], tuple[RecordedSequence, ...]]:
         """Return the tokens of the prompt, and the recorded sequences of a rollout that has them.
 
-        Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many.
+        Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many (RowTooLong).
         """
         recorded: tuple[RecordedSequence, ...] = ()
         most = self._max_tokens
@@ -354,13 +355,21 @@ class PromptTokenizer:
         *,
         chat: bool,
         template_args: JsonMapping,
+        longest_token_bytes: int = 0,
     ) -> None:
         """``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``decode``: back, special tokens included.
 
-        ``chat``: prompts of text go through the chat template, too.
+        ``chat``: prompts of text go through the chat template, too. ``longest_token_bytes``: 0 = not known, then no text is too long.
         """
         self._encode, self._decode, self._template = encode, decode, template
         self._chat, self._template_args = chat, dict(template_args)
+        self._longest_token_bytes, self._max_tokens = longest_token_bytes, 0
+
+    def bounded(self, max_tokens: int) -> "PromptTokenizer":
+        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its length alone."""
+        tokenizer = copy(self)
+        tokenizer._max_tokens = max_tokens
+        return tokenizer
 
     def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
         """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools.
@@ -390,6 +399,10 @@ class PromptTokenizer:
         return self._encoded(text, add_special=False)
 
     def _encoded(self, text: str, *, add_special: bool) -> Sequence[int]:
+        max_bytes = self._max_tokens * self._longest_token_bytes
+        # A character has at most four bytes: most texts need not be encoded to be counted.
+        if max_bytes and 4 * len(text) > max_bytes and (num_bytes := len(text.encode(errors="replace"))) > max_bytes:
+            raise TextTooLong(self._max_tokens, num_bytes)
         try:
             return self._encode(text, add_special)
         except ValueError as error:
@@ -412,6 +425,7 @@ def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_a
         MessageTemplate.read(Path(model)),
         chat=apply_chat_template,
         template_args=template_args or {},
+        longest_token_bytes=max((len(token.encode(errors="replace")) for token in tokenizer.get_vocab()), default=0),
     )
 
 

@@ -197,7 +197,7 @@ class Evaluations:
     async def _issue(self, place: Place) -> None:
         """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can carry."""
         try:
-            await self._store(self._task(place))
+            await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
         except WireError as error:
             prompts = self._sets[place.set].prompts
             bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)

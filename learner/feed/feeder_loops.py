@@ -37,10 +37,11 @@ from learner.data.batching import build_batches
 from learner.data.curriculum import Curriculum
 from learner.data.lost import LostTasks
 from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
+from learner.data.prompts import Drawn, PromptFile
 from learner.data.rules import DataRules
 from learner.data.senders import Senders, refused_before
 from learner.data.snapshot import ROWS
+from learner.data.staleness_admission import TaskDemand
 from learner.data.waits import Waits
 from learner.feed.beginning import copies_of, evaluations_of, first_head, initial_weights, own_epoch, peers_of
 from learner.feed.best_checkpoint import BestCheckpoint
@@ -54,7 +55,7 @@ from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
 from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
-from learner.feed.new_task import task_of
+from learner.feed.new_task import prompt_for, task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
 from learner.feed.recorded import RecordedResponses
 from learner.feed.recorded_steps import save_step
@@ -256,19 +257,27 @@ class Feeder:
         while True:
             # Before the task is chosen: a pause after it would issue a task at a version that may have changed meanwhile.
             await asyncio.sleep(self._senders.pause_s)
-            wanted = None if self._early_end.ended else self._source.wanted()
-            if wanted is None:
+            demand = None if self._early_end.ended else self._source.wanted()
+            if demand is None:
                 await self._admit.wait(LOOK_AGAIN_S)
                 continue
-            task = task_of(wanted, self._prompts, self._rules, self._data_rules, self._curriculum, epoch=self._epoch)
-            if task is None:
+            drawn = await prompt_for(demand, self._prompts, self._curriculum, num_epochs=self._data_rules.num_epochs)
+            if drawn is None:
                 self._source.passed(self._data_rules.num_epochs)
             else:
-                try:
-                    await self._store_task(task)
-                except WireError as error:  # larger than a message, which no try can change
-                    self._prompts.leave_out(task.prompt_epoch, task.offset, error)
+                await self._issue_prompt(drawn, demand)
             self._decide.wake()
+
+    async def _issue_prompt(self, drawn: Drawn, demand: TaskDemand) -> None:
+        """Issue the task of a prompt that was drawn for ``demand``, unless another prompt is to be issued by now."""
+        # Asked again, because a version may have been published while the prompt was tokenized, or a prompt requeued.
+        newest = None if self._early_end.ended else self._source.wanted()
+        if newest is None or replace(newest, min_version=demand.min_version, issue_step=demand.issue_step) != demand:
+            return
+        try:
+            await self._store_task(task_of(newest, drawn, self._rules, self._data_rules, epoch=self._epoch))
+        except WireError as error:  # larger than a message, which no try can change
+            self._prompts.leave_out(drawn.epoch, drawn.offset, error)
 
     async def _store_task(self, task: Task) -> Task:
         """Store and register a task. Returns it with its id."""

@@ -6,6 +6,7 @@
 Waits for the bus. Wakes the loop that decides after each change.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -105,14 +106,14 @@ class Intake:
                 if self._source.dead(told.task):
                     self.failing.died(told)
                 self._evaluations.gone(told)
-            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
+            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and await self._has_prompt(letter, seq):
                 self._source.requeue(letter)
             self._wake()
 
-    def _has_prompt(self, dead: Dead, seq: int) -> bool:
+    async def _has_prompt(self, dead: Dead, seq: int) -> bool:
         """Return whether the position in a dead letter has a prompt, because later starts must be able to repeat a recorded requeue."""
         try:
-            self._prompts.at(dead.prompt_epoch, dead.offset)
+            await asyncio.to_thread(self._prompts.at, dead.prompt_epoch, dead.offset)  # in a thread: it may have megabytes
         except (PromptError, IndexError) as error:
             self._bus.refusals.refuse(subjects.DEAD, f"{seq} (requeue of task {dead.task})", error)
             return False

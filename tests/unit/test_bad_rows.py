@@ -1,9 +1,12 @@
 """Rows that cannot be used, of every cause: skipped in their place, counted, named; and changed files of a run that has begun."""
 
+import asyncio
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,15 @@ from launch.checks.reading import Reading
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import SettingsError, load
-from learner.data.bad_rows import MOST_LOGGED, BadRows
+from learner.data.bad_rows import MOST_LOGGED, BadRows, RowTooLong
+from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile, RowRules, RowTokens
+from learner.data.prompts import PromptFile, PromptTokenizer, RowRules, RowTokens
 from learner.data.source import Source
+from learner.data.staleness_admission import TaskDemand
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
+from learner.feed.new_task import prompt_for
 from rewards.message_template import MessageTemplate
 from tests.check_kit import write_model, write_prompts, write_run
 
@@ -158,6 +164,43 @@ def test_a_row_that_no_message_can_carry_is_bad_from_then_on(tmp_path: Path) -> 
     prompts.leave_out(0, 2, WireError("task", "at most 9 bytes", 10))
     assert drawn(prompts, 3) == [(0, 0, 0), (0, 1, 1), (0, 3, 3)]
     assert "p.jsonl:3: want a task with task of at most 9 bytes, got 10" in prompts.trouble
+
+
+def test_a_text_that_cannot_fit_is_too_long_without_being_tokenized(tmp_path: Path) -> None:
+    tokenized: list[str] = []
+
+    def encode(text: str, add_special: bool) -> Sequence[int]:
+        tokenized.append(text)
+        return [ord(letter) for letter in text]
+
+    whole = PromptTokenizer(encode, lambda ids: "".join(map(chr, ids)), TEMPLATE, chat=False, template_args={}, longest_token_bytes=3)
+    long = "ü" * 61  # 122 bytes are more than 40 tokens of 3 bytes
+    rows = [row("ä" * 40), row(long), row([user(long)]), row("x" * 99)]
+    prompts = opened(write(tmp_path / "p.jsonl", rows), tokenize=whole.bounded(40), shuffle=False)
+    assert [prompts.at(0, 0).row.number, prompts.after(0, 1).row.number] == [0, 0]
+    assert set(tokenized) == {"ä" * 40, "x" * 99} and len(prompts.bad_rows) == 3
+    with pytest.raises(RowTooLong) as refused:
+        prompts.at(0, 1)
+    assert (refused.value.want, refused.value.got) == ("<= 40 tokens", "a text of 122 bytes")
+
+
+async def test_a_prompt_is_tokenized_beside_the_event_loop(tmp_path: Path) -> None:
+    begun, seen = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(prompt: Prompt) -> Sequence[int]:
+        loop.call_soon_threadsafe(begun.set)
+        assert seen.wait(10), "the loop does nothing while a prompt is tokenized"
+        return [1]
+
+    prompts = opened(write(tmp_path / "p.jsonl", GOOD), tokenize=slow)
+    demand = TaskDemand(prompt_epoch=0, offset=3, min_version=0, issue_step=0)
+    for again in (demand, replace(demand, reissue_of=1, reissues=1)):
+        begun.clear(), seen.clear()
+        drawing = asyncio.create_task(prompt_for(again, prompts, Curriculum(CurriculumRules()), num_epochs=0))
+        await begun.wait()
+        seen.set()
+        assert (drawn := await drawing) is not None and (drawn.epoch, drawn.offset) == (0, 3)
 
 
 def test_a_policy_is_one_of_two() -> None:

@@ -19,7 +19,6 @@ from bus.wire.messages import Plan, Prompt, Sampling
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
 from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.datasource import DataSource
 from learner.data.prompts import PromptFile, RowRules
 from learner.data.responses import RecordedRow, Recordings, in_conversation
@@ -185,9 +184,7 @@ def issued(prompts: PromptFile) -> Any:
         recorded=frozenset({"answers"}),
     )
     demand = TaskDemand(prompt_epoch=0, offset=0, min_version=3, issue_step=2)
-    task = task_of(demand, prompts, rules, data_kit.rules(), Curriculum(CurriculumRules()), epoch=1)
-    assert task is not None
-    return replace(task, id=5)
+    return replace(task_of(demand, prompts.at(0, 0), rules, data_kit.rules(), epoch=1), id=5)
 
 
 def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tmp_path: Path) -> None:

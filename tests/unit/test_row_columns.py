@@ -20,10 +20,9 @@ from launch.settings.config_loader import SettingsError, load
 from launch.settings.run_config import RunConfig
 from learner.data.columns import RowSampling
 from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
 from learner.data.digests import prompts_digest
 from learner.data.groups import mismatch
-from learner.data.prompts import PromptFile, scan_rows
+from learner.data.prompts import PromptFile, PromptTokenizer, scan_rows
 from learner.data.rules import DataRules
 from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
@@ -81,7 +80,7 @@ def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] 
     )
     data_rules = DataRules(run=data_kit.RUN, steps=1, groups_per_step=1, temperature=0.7)
     demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
-    return task_of(demand, prompts, rules, data_rules, Curriculum(CurriculumRules()), epoch=1)
+    return task_of(demand, prompts.at(0, offset) if again else prompts.after(0, offset), rules, data_rules, epoch=1)
 
 
 def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
@@ -372,7 +371,8 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     (error,) = check(loaded, Purpose()).errors
     assert error.topic == "eval" and "own.jsonl:2: " in error.text and complaint in error.text
     # Without transformers, which this would load for the whole process as one that finds no torch.
-    monkeypatch.setattr("learner.data.prompts.model_tokenizer", lambda *_, **__: lambda prompt: [1])
+    tokenizer = PromptTokenizer(lambda *_: [1], lambda ids: "a", None, chat=False, template_args={})
+    monkeypatch.setattr("learner.data.prompts.model_tokenizer", lambda *_, **__: tokenizer)
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked
