@@ -141,7 +141,8 @@ class Worker:
         if "result" in message:
             future.set_result(message["result"])
         else:
-            future.set_exception(RewardFailed("", str(message.get("failed", "a reply without a result"))))
+            reason = str(message.get("failed", "a reply without a result"))
+            future.set_exception(RewardFailed("", reason, outside=message.get("outside") is True))
             future.exception()
         if "last" in message:
             self._kill(self, "it takes no more calls")
@@ -188,7 +189,7 @@ class KeeperProcess:
                 ready = await keeper._started
         except TimeoutError:
             await keeper.close()
-            raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word) from None
+            raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word, outside=True) from None
         except BaseException:
             await keeper.close()
             raise
@@ -199,7 +200,7 @@ class KeeperProcess:
     async def worker(self) -> Worker:
         """Start a worker. Raises RewardFailed with an empty name."""
         if self.ended:
-            raise RewardFailed("", self.ended)
+            raise RewardFailed("", self.ended, outside=True)
         worker = Worker(next(self._ids), self.kill)
         ours, theirs = socket.socketpair()
         self._workers[worker.id] = worker
@@ -287,7 +288,7 @@ class KeeperProcess:
             worker.end(reason)
         self._workers.clear()
         if not self._started.done():
-            self._started.set_exception(RewardFailed("", reason))
+            self._started.set_exception(RewardFailed("", reason, outside=True))
             self._started.exception()
 
     def _kill_self(self) -> None:

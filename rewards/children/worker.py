@@ -20,7 +20,7 @@ from bus.system.output import lossy_standard_files
 from bus.wire.json_object import JsonMapping
 from rewards.children import frames, limits
 from rewards.contract import contract_at
-from rewards.errors import RewardFailed
+from rewards.errors import RewardFailed, is_outside
 from rewards.registry import Bound, bind
 
 MAX_REASON = 2000
@@ -95,7 +95,7 @@ def _reply(id: int, **fields: object) -> bytes:
 
 def _failed(id: int, error: BaseException, **fields: object) -> bytes:
     reason = error.reason if isinstance(error, RewardFailed) else repr_at(error)
-    return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
+    return _reply(id, failed=str(reason)[:MAX_REASON], outside=is_outside(error), **fields)
 
 
 async def _serve_many(connection: socket.socket, function: Bound, limit: limits.Limits) -> None:
