@@ -21,16 +21,24 @@ from learner.errors import LearnerError
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import End, Last, Start
-from learner.feed.feeder import ModelFacts, run_feeder
+from learner.feed.feeder import run_feeder
+from learner.feed.feeder_settings import FeederSettings, ModelFacts
 from learner.feed.places import FeederPlaces
 from learner.settings.config import LearnerConfig, StalenessConfig
-from tests.data_kit import sample
+from tests.data_kit import RUN, sample
 from weightstore.store.registry import VersionRegistry
 
 WITHIN_S = 60.0
 """Longest wait for another part of the run."""
 KEYS = FeedKeys.new()
 """Keys of every feeder and rank of these tests."""
+
+
+def task_settings(*, group_size: int = 2, **changes: Any) -> FeederSettings:
+    """Return the settings of a feeder of which only the tasks are looked at."""
+    places = FeederPlaces(run=RUN, bus_url="", listen="", keys=KEYS, checkpoints=Path())
+    learner = LearnerConfig(steps=1, groups_per_step=1, group_size=group_size)
+    return FeederSettings(places=places, model=ModelFacts(vocab_size=256), learner=learner, **changes)
 
 
 @dataclass
@@ -71,15 +79,15 @@ class World:
             "learner": self.learner,
             "staleness": self.staleness,
             "sampling": Sampling(max_new_tokens=8),
-            "push_every": 1,
-            "draining": asyncio.Event(),
         }
+        draining = changes.pop("draining", None) or asyncio.Event()
         with KeptPort() as port:
             url = f"tcp://127.0.0.1:{port.number}"
             places = FeederPlaces(
                 run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root, num_nodes=self.num_nodes
             )
-            feeding = asyncio.create_task(run_feeder(places, self.prompts(), **(values | changes)), name="feeder")
+            settings = FeederSettings(places=places, **(values | changes))
+            feeding = asyncio.create_task(run_feeder(settings, self.prompts(), draining), name="feeder")
             try:
                 yield url, feeding
             finally:

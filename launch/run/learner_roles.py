@@ -131,28 +131,32 @@ async def run_feeder(
     from learner.data.curriculum import CurriculumRules
     from learner.data.filter_settings import read_filters
     from learner.feed import feeder, recorded_steps
+    from learner.feed.feeder_settings import FeederSettings, ModelFacts
 
     model, debug = Path(config.model.path), config.debug
     vocab_size, max_context = model_shape(model)
     sampling = Sampling(**dataclasses.asdict(config.sampling))
     places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
     if debug.trains_only:
-        await recorded_steps.run_recorded_feeder(
-            places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model), routed=routed_of(model)
-        )
+        facts = ModelFacts(eos_ids=eos_ids(model), routed=routed_of(model))
+        await recorded_steps.run_recorded_feeder(FeederSettings(places=places, model=facts, learner=config.learner, debug=debug), draining)
         return
-    facts = {"identity": model_identity(model, config.model.megatron_checkpoint), "directory": str(await asyncio.to_thread(model.resolve))}
+    facts = ModelFacts(
+        vocab_size=vocab_size,
+        routed=routed_of(model),
+        max_context=max_context,
+        eos_ids=eos_ids(model),
+        identity=model_identity(model, config.model.megatron_checkpoint),
+        directory=str(await asyncio.to_thread(model.resolve)),
+    )
     # Without training there is one rank, and its batches are one part.
-    learner = config.learner.alone() if debug.rollout_only else config.learner
-    await feeder.run_feeder(
-        places,
-        open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
-        model=feeder.ModelFacts(vocab_size=vocab_size, routed=routed_of(model), max_context=max_context, eos_ids=eos_ids(model), **facts),
-        learner=learner,
+    settings = FeederSettings(
+        places=places,
+        model=facts,
+        learner=config.learner.alone() if debug.rollout_only else config.learner,
         staleness=config.staleness,
         sampling=sampling,
         push_every=config.weights.push_every,
-        draining=draining,
         evaluation=eval_plan(config, sampling, max_context),
         curriculum=CurriculumRules(
             skip_easy=config.data.skip_easy,
@@ -165,6 +169,8 @@ async def run_feeder(
         debug=debug,
         recorded=recorded_in(parse_rollouts(config.rollouts)),
     )
+    prompts = open_prompts(config, config.data, max_context, config.sampling.max_new_tokens)
+    await feeder.run_feeder(settings, prompts, draining)
 
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
@@ -187,7 +193,7 @@ def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedK
 
 def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
-    from learner.feed.feeder import within
+    from learner.feed.feeder_settings import within
 
     return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
 

@@ -1,6 +1,6 @@
 """Classification of a sample when it is read, and samples that are read before the issue of their task is confirmed."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -71,3 +71,22 @@ class EarlyArrivals:
         found = issued in self._dead
         self._dead = {id for id in self._dead if id > issued}
         return found
+
+
+class SampleStore:
+    """The samples of the groups that the DataSource has: it keeps their numbers, and this their content."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, Sample] = {}
+
+    def add(self, seq: int, sample: Sample) -> None:
+        """Keep the sample of a sequence of SAMPLES."""
+        self._samples[seq] = sample
+
+    def of(self, seqs: Iterable[int]) -> list[Sample]:
+        """Return the samples of some sequences, in their order. All must be kept."""
+        return [self._samples[int(seq)] for seq in seqs]
+
+    def keep_only(self, seqs: Collection[int]) -> None:
+        """Forget the samples that are buffered no longer."""
+        self._samples = {seq: sample for seq, sample in self._samples.items() if seq in seqs}

@@ -71,7 +71,7 @@ class Evaluations:
         self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
         self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
         self.best = BestScore(plan.best, stop_after=plan.stop_after)
-        """The scores of the run so far; the records of PLAN are read into it (``read_scores``) before the run goes on."""
+        """The scores of the run so far; the records of PLAN are read into it (``restore``) before the run goes on."""
         self.on_scores: Callable[[], Awaitable[None]] | None = None
         """Called when a version has a score for ``best``."""
         self._tasks: dict[int, Task] = {}
@@ -97,8 +97,16 @@ class Evaluations:
             log.warning("a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every)
         self._changed.wake()
 
-    async def read_scores(self) -> None:
-        """Read the scores that earlier starts have recorded, if any are needed."""
+    async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
+        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint is in the rounds."""
+        self.sampled = False
+        await self._read_scores()
+        for task in tasks:
+            self.issued(task)
+        if head is not None:
+            self.published(*head)
+
+    async def _read_scores(self) -> None:
         if self._plan.best:
             async for _, record in self._bus.plans.scan():
                 if isinstance(record, Evaluated):

@@ -20,9 +20,9 @@ from learner.feed.episode_age import EpisodeAge
 from learner.feed.evaluations import Evaluations
 from learner.feed.failing_tasks import UNTRAINED_SHARE
 from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_rules import FeederRules
 from learner.feed.filtering import Filtering
 from learner.feed.intake import Intake
+from learner.settings.config import LearnerConfig
 
 BEAT_S = 1.0
 """Interval of the heartbeats to ranks and on the bus."""
@@ -47,8 +47,8 @@ class Parts:
 class FeederRow:
     """Phase and waits of the feeder, which its loops set."""
 
-    def __init__(self, server: FeedServer, rules: FeederRules) -> None:
-        self._server, self._rules = server, rules
+    def __init__(self, server: FeedServer, learner: LearnerConfig) -> None:
+        self._server, self._learner = server, learner
         self.phase = "starting"
         self.text = "the bus"
         """The event that the feeder waits for."""
@@ -69,7 +69,7 @@ class FeederRow:
             await self._server.beat(self._waits_for())
             if self.held and self.parts is not None:
                 self._evaluated_s = self.parts.evaluations.moved_s
-            if min(starved_s, now - self._evaluated_s) > self._rules.batch_timeout_s:
+            if min(starved_s, now - self._evaluated_s) > self._learner.batch_timeout_s:
                 raise NoProgress("feeder", starved_s, self._waits_for())
             self._refuse_failing()
             heartbeat.update(**self._fields(starved_s))
@@ -80,8 +80,8 @@ class FeederRow:
         if self.parts is None:
             return
         # A run that has trained may wait for a server of its reward; one that never has is more likely to have a defect.
-        within_s = self._rules.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
-        self.parts.intake.failing.refuse(self._rules.failing_tasks, within_s)
+        within_s = self._learner.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
+        self.parts.intake.failing.refuse(self._learner.failing_tasks, within_s)
 
     @property
     def copies_waited_for(self) -> str:

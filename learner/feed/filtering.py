@@ -11,13 +11,14 @@ that a filter should have seen is not trained unseen.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from bus.client.waiter import Waiter
 from bus.wire.messages import Sample, Task
+from learner.data.arrivals import SampleStore
 from learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
 from learner.data.datasource import DataSource
 from learner.data.filter_settings import BUILT_IN, FilterConfig
@@ -91,16 +92,16 @@ class Filtering:
         self,
         filters: Sequence[OpenFilter],
         source: DataSource,
-        samples: Callable[[], Mapping[int, Sample]],
+        buffered: SampleStore,
         *,
         may_plan: Callable[[], bool],
         decide: Callable[[], None],
     ) -> None:
-        """``samples``: the buffered samples by sequence. ``may_plan``: whether the next step would be planned if it had its groups.
+        """``buffered``: the samples of the groups. ``may_plan``: whether the next step would be planned if it had its groups.
         ``decide``: called after each verdict."""
         self._filters = [one for one in filters if one.config.scope == "group"]
         self._buffer_filters = [one for one in filters if one.config.scope == "buffer"]
-        self._source, self._samples, self._may_plan, self._decide = source, samples, may_plan, decide
+        self._source, self._buffered, self._may_plan, self._decide = source, buffered, may_plan, decide
         self.waiter = Waiter()
         """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
@@ -129,7 +130,7 @@ class Filtering:
 
     async def _judge(self, task: Task, seqs: Sequence[int]) -> None:
         try:
-            verdict = await self.verdict(task, [self._samples()[seq] for seq in seqs])
+            verdict = await self.verdict(task, self._buffered.of(seqs))
         finally:
             self._running.discard(task.id)
         self._source.judged(task.id, verdict, seqs)
@@ -161,8 +162,8 @@ class Filtering:
         return Verdict(reason=reason, masked=frozenset(masked), priority=priority)
 
     async def _choose(self, found: Sequence[tuple[Task, Sequence[int], float]]) -> None:
-        step, samples, versions = self._source.step + 1, self._samples(), self._source.versions
-        groups = [buffer_group(task, [samples[seq] for seq in seqs], versions, step, priority) for task, seqs, priority in found]
+        step, versions = self._source.step + 1, self._source.versions
+        groups = [buffer_group(task, self._buffered.of(seqs), versions, step, priority) for task, seqs, priority in found]
         try:
             choices = await self.choices(FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups)))
         finally:

@@ -8,7 +8,7 @@ Waits for the bus. Wakes the loop that decides after each change.
 
 import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from bus.streams.dead import REQUEUE
 from bus.wire import subjects
 from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
 from bus.wire.routed_experts import RoutedShape
-from learner.data.arrivals import Disposition
+from learner.data.arrivals import Disposition, SampleStore
 from learner.data.datasource import DataSource
 from learner.data.lost import LostTasks
 from learner.data.prompts import PromptFile
@@ -31,7 +31,7 @@ Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]
 
 
 class Intake:
-    """The samples that are read and not trained yet, and the loops that read."""
+    """The loops that read, and the numbers of what they have read."""
 
     def __init__(
         self,
@@ -43,23 +43,18 @@ class Intake:
         evaluations: Evaluations,
         senders: Senders,
         lost: LostTasks,
+        buffered: SampleStore,
         wake: Callable[[], None],
     ) -> None:
         """``recorded``: the records that are repeated, of which those that are repeated already disappear."""
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
-        self._evaluations, self._senders, self._lost, self._wake = evaluations, senders, lost, wake
+        self._evaluations, self._senders, self._lost, self._buffered, self._wake = evaluations, senders, lost, buffered, wake
         plans = [record for _, record in recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
-        self.samples: dict[int, Sample] = {}
-        """Buffered samples by their sequence."""
         self.failing = FailingTasks()
         """Tasks that have died since the last complete group."""
         self.behind = 0
         """Samples of the stream that are not read yet."""
-
-    def keep_only(self, seqs: Collection[int]) -> None:
-        """Forget the samples that are buffered no longer."""
-        self.samples = {seq: sample for seq, sample in self.samples.items() if seq in seqs}
 
     async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
         """Background loop: read SAMPLES. ``vocab_size``: as that of the model, ``routed``: sizes of its routing; None = not known."""
@@ -77,7 +72,7 @@ class Intake:
             if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
                 self._evaluations.arrived(received.sample)
             if arrival.name is Disposition.BUFFERED and isinstance(received.sample, Sample):
-                self.samples[received.seq] = received.sample
+                self._buffered.add(received.seq, received.sample)
                 self._senders.usable(received.actor)
             elif arrival.name is Disposition.INVALID:
                 self._senders.invalid(received.actor, invalid_words(received, arrival.reason))

@@ -6,9 +6,8 @@ from dataclasses import replace
 from bus.wire.messages import Task
 from learner.data.curriculum import Curriculum
 from learner.data.prompts import Drawn, PromptFile, sampler_seed
-from learner.data.rules import DataRules
 from learner.data.staleness_admission import TaskDemand
-from learner.feed.feeder_rules import FeederRules
+from learner.feed.feeder_settings import FeederSettings
 
 
 async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int) -> Drawn | None:
@@ -19,18 +18,18 @@ async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curric
     return await asyncio.to_thread(next_prompt, prompts, demand.prompt_epoch, demand.offset, curriculum, num_epochs=num_epochs)
 
 
-def task_of(demand: TaskDemand, drawn: Drawn, rules: FeederRules, data_rules: DataRules, *, epoch: int) -> Task:
-    """Return the task of a prompt, without an id."""
-    seed = sampler_seed(data_rules.seed, drawn.epoch, drawn.offset, demand.reissues)
+def task_of(demand: TaskDemand, drawn: Drawn, settings: FeederSettings, *, seed: int, epoch: int) -> Task:
+    """Return the task of a prompt, without an id. ``seed``: of the order of prompts."""
+    group_seed = sampler_seed(seed, drawn.epoch, drawn.offset, demand.reissues)
     return Task(
-        run=rules.run,
+        run=settings.places.run,
         epoch=epoch,
         prompt=drawn.row.prompt,
         prompt_tokens=drawn.tokens,
         label=drawn.row.label,
         metadata=drawn.row.metadata,
-        group_size=len(drawn.recorded) or rules.group_size,
-        sampling=replace(drawn.row.sampling.of(rules.sampling), seed=seed),
+        group_size=len(drawn.recorded) or settings.learner.group_size,
+        sampling=replace(drawn.row.sampling.of(settings.sampling), seed=group_seed),
         prompt_epoch=drawn.epoch,
         offset=drawn.offset,
         reissue_of=demand.reissue_of,
@@ -38,7 +37,7 @@ def task_of(demand: TaskDemand, drawn: Drawn, rules: FeederRules, data_rules: Da
         min_version=demand.min_version,
         issue_step=demand.issue_step,
         rollout=drawn.row.rollout,
-        budget=rules.budgets.get(drawn.row.rollout),
+        budget=settings.budgets.get(drawn.row.rollout),
         chat_template_args=dict(drawn.chat_template_args) or None,
         row_digest=drawn.digest,
     )

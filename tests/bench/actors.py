@@ -35,7 +35,8 @@ from learner.data.prompts import PromptFile
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import End
-from learner.feed.feeder import ModelFacts, run_feeder
+from learner.feed.feeder import run_feeder
+from learner.feed.feeder_settings import FeederSettings, ModelFacts
 from learner.feed.places import FeederPlaces
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.bench.sample_path import make_sample
@@ -137,9 +138,9 @@ async def feeder(args: argparse.Namespace) -> None:
         url = f"tcp://127.0.0.1:{port.number}"
         (directory / "url.new").write_text(url)
         (directory / "url.new").rename(directory / "url")
-        await run_feeder(
-            FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=directory / "checkpoints"),
-            PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS),
+        checkpoints = directory / "checkpoints"
+        settings = FeederSettings(
+            places=FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=checkpoints),
             model=ModelFacts(vocab_size=150_000),
             learner=LearnerConfig(
                 steps=1_000_000,
@@ -150,9 +151,9 @@ async def feeder(args: argparse.Namespace) -> None:
             ),
             staleness=StalenessConfig(max_lag=steps_ahead + 1),
             sampling=Sampling(max_new_tokens=TOKENS),
-            push_every=1,
-            draining=asyncio.Event(),
         )
+        prompts = PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS)
+        await run_feeder(settings, prompts, asyncio.Event())
 
 
 async def rank(args: argparse.Namespace) -> None:

@@ -23,7 +23,7 @@ from learner.debug.rollout_file import load_rollout, save_rollout
 from learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import End
-from learner.feed.feeder import ModelFacts
+from learner.feed.feeder_settings import FeederSettings, ModelFacts
 from learner.feed.places import FeederPlaces, RankPlaces
 from learner.feed.recorded_steps import run_recorded_feeder
 from learner.feed.restart import CHECKPOINT_KEY
@@ -65,7 +65,8 @@ async def recorded_feeder(
     with KeptPort() as port:
         url = f"tcp://127.0.0.1:{port.number}"
         places = FeederPlaces(run=world.run, bus_url=world.url, bus=world.config, listen=url, keys=KEYS, checkpoints=world.root)
-        feeding = asyncio.create_task(run_recorded_feeder(places, world.learner, draining or asyncio.Event(), files=files))
+        settings = FeederSettings(places=places, model=ModelFacts(), learner=world.learner, debug=DebugConfig(load_rollout=files))
+        feeding = asyncio.create_task(run_recorded_feeder(settings, draining or asyncio.Event()))
         try:
             yield url, feeding
         finally:

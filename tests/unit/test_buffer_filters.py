@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Plan, Settle, Status
+from learner.data.arrivals import SampleStore
 from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
 from learner.data.filter_settings import read_filters
 from learner.data.filters import Decision
@@ -255,7 +256,7 @@ async def verdicts(functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuf
 
         opened.append(OpenFilter(config, judge))
     pond = Pond(**CHOOSING)
-    filtering = Filtering(opened, pond.source, dict, may_plan=lambda: True, decide=lambda: None)
+    filtering = Filtering(opened, pond.source, SampleStore(), may_plan=lambda: True, decide=lambda: None)
     return filtering, await filtering.choices(buffer(1, 2, 3, 4))
 
 

@@ -684,6 +684,12 @@ def test_more_passes_continue_a_run_that_was_exhausted() -> None:
 
 def test_plans_without_a_number_of_passes_have_the_digest_of_earlier_releases() -> None:
     assert rules().digest == "cc63f384be29a23e"
+    sizes = {"steps": 8, "groups_per_step": 2, "min_group_size": 1, "num_epochs": 2, "data_parallel": 2, "minibatches": 2}
+    ages = {"max_lag": 1, "gate": "drop", "max_reissues": 2, "order_deadline_s": 5.0, "over_sampling": 0.5, "max_refill": 3.0}
+    data = {"filters": "[]", "buffer_filters": True, "filter_zero_variance": True, "seed": 5, "prompts_digest": "abc", "model": "m"}
+    losses = {"demonstrations": True, "teacher": True, "teacher_top_k": 4, "temperature": 0.7, "push_every": 2, "max_context": 64}
+    every = rules(**sizes, **ages, **data, **losses, run="r", max_tokens_per_micro_batch=32, top_p=1.0, top_k=-1)
+    assert every.digest == "b56452e9f40f54c9"
     assert rules(num_epochs=1).digest != rules().digest
 
 

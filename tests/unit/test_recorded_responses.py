@@ -24,11 +24,11 @@ from learner.data.prompts import PromptFile, RowRules
 from learner.data.responses import RecordedRow, Recordings, in_conversation
 from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
-from learner.feed.feeder_rules import FeederRules
 from learner.feed.new_task import task_of
 from learner.feed.recorded import samples_of
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
+from tests.feeder_kit import task_settings
 
 BEGIN, END = 1, 2
 """Token ids around a turn of the chat template below; END is the model's end token."""
@@ -170,21 +170,9 @@ def test_sequences_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
 
 
 def issued(prompts: PromptFile) -> Any:
-    rules = FeederRules(
-        run=data_kit.RUN,
-        root=Path(),
-        sampling=Sampling(max_new_tokens=8),
-        group_size=4,
-        checkpoint_every=1,
-        keep_checkpoints=1,
-        ahead=0,
-        batch_timeout_s=1,
-        vocab_size=256,
-        pad_to=1,
-        recorded=frozenset({"answers"}),
-    )
+    settings = task_settings(sampling=Sampling(max_new_tokens=8), group_size=4, recorded=frozenset({"answers"}))
     demand = TaskDemand(prompt_epoch=0, offset=0, min_version=3, issue_step=2)
-    return replace(task_of(demand, prompts.at(0, 0), rules, data_kit.rules(), epoch=1), id=5)
+    return replace(task_of(demand, prompts.at(0, 0), settings, seed=0, epoch=1), id=5)
 
 
 def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tmp_path: Path) -> None:

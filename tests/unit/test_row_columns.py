@@ -23,16 +23,15 @@ from learner.data.config import DataConfig
 from learner.data.digests import prompts_digest
 from learner.data.groups import mismatch
 from learner.data.prompts import PromptFile, PromptTokenizer, scan_rows
-from learner.data.rules import DataRules
 from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
 from learner.evaluation.config import EvalConfig
 from learner.evaluation.prompts import EvalPrompts
 from learner.evaluation.rounds import Place, Rounds
-from learner.feed.feeder_rules import FeederRules
 from learner.feed.new_task import task_of
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
+from tests.feeder_kit import task_settings
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
 PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: {reward: words}}}"
@@ -65,22 +64,9 @@ def row(**columns: object) -> dict[str, object]:
 
 def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] | None = None, **again: Any) -> Any:
     """Return the task of a row, as the feeder issues it."""
-    rules = FeederRules(
-        run=data_kit.RUN,
-        root=Path(),
-        sampling=RUN,
-        group_size=2,
-        checkpoint_every=1,
-        keep_checkpoints=1,
-        ahead=0,
-        batch_timeout_s=1,
-        vocab_size=9,
-        pad_to=1,
-        budgets=budgets or {},
-    )
-    data_rules = DataRules(run=data_kit.RUN, steps=1, groups_per_step=1, temperature=0.7)
+    settings = task_settings(sampling=RUN, budgets=budgets or {})
     demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
-    return task_of(demand, prompts.at(0, offset) if again else prompts.after(0, offset), rules, data_rules, epoch=1)
+    return task_of(demand, prompts.at(0, offset) if again else prompts.after(0, offset), settings, seed=0, epoch=1)
 
 
 def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
