@@ -28,7 +28,7 @@ from learner.ranks.process import Part, _rank_environment
 from tests.forked import Forked
 
 INSTANTS = {
-    "planned": ("feeder", "learner.feed.feeder_loops:Feeder._take", 4),
+    "planned": ("feeder", "learner.feed.feeder_loops:Feeder._apply", 4),
     "fetched": ("rank", "learner.megatron.trainer:Trainer.train", 5),
     "stepping": ("rank", "learner.megatron.optimizer:PolicyOptimizer.step", 4),
     "stepped": ("rank", "learner.feed.feed_client:FeedClient.done", 5),
