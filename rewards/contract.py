@@ -1,6 +1,6 @@
 """Kinds of users' functions: how the argument of one is written for a child process, and which results it may have.
 
-There is one contract for rewards (``rewards/registry.py``) and one for the filters of the learner (``learner/data/filters.py``).
+There is one contract for rewards (``rewards/registry.py``) and one for the filters of the learner (``learner/filters/filters.py``).
 """
 
 import importlib

@@ -13,10 +13,11 @@ from actors.openai import openai_api
 from actors.router.exchange import Answer, Request
 from actors.router.token_history import ModelText, TokenHistory
 from bus.wire.json_object import JsonObject
-from learner.data.prompts import Row, Tokenize, model_tokenizer, recorded_row, row_in, row_tokens
-from learner.data.responses import Recordings, Response
 from learner.data.source import Source
 from learner.errors import PromptError
+from learner.prompts.responses import Recordings, Response
+from learner.prompts.rows import Row, recorded_row, row_in, row_tokens
+from learner.prompts.tokenizer import Tokenize, model_tokenizer
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(max_size=12)
 WORDS = st.sampled_from(["What is 3 + 4?", "Œuvre: 八 😀", "go on"])

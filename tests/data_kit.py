@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
-from learner.data.rules import DataRules
+from learner.buffer.rules import DataRules
 
 RUN = "r"
 

@@ -13,10 +13,9 @@ from bus.config import BusConfig
 from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
+from learner.batch.batch import StepBatch
+from learner.batch.frames import encode
 from learner.checkpoints import disk
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import encode
-from learner.data.prompts import PromptFile
 from learner.errors import LearnerError
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
@@ -24,6 +23,7 @@ from learner.feed.feed_messages import End, Last, Start
 from learner.feed.feeder import run_feeder
 from learner.feed.feeder_settings import FeederSettings, ModelFacts
 from learner.feed.places import FeederPlaces
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import RUN, sample
 from weightstore.store.registry import VersionRegistry

@@ -12,9 +12,9 @@ import numpy as np
 from bus.server.ports import KeptPort
 from bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from bus.wire.routed_experts import RoutedShape
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.packing import assign
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.buffer.plans import assign
 from tests.forked import Forked
 
 

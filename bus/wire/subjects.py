@@ -25,7 +25,7 @@ BEST_KEY = "best"
 SETTINGS_KEY = "settings"
 """Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.data.senders.Refusal``."""
+"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.buffer.senders``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

@@ -10,10 +10,11 @@ from launch.checks.rows import row_check
 from launch.settings.datasets import prompts
 from launch.settings.run_config import RunConfig
 from learner.data.config import DataConfig
-from learner.data.mixing import Share
-from learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
-from learner.data.responses import Recordings
 from learner.errors import PromptError, TemplateLacks
+from learner.prompts.mixing import Share
+from learner.prompts.responses import Recordings
+from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, row_in, with_responses
+from learner.prompts.tokenizer import PromptTokenizer
 from rewards.end_tokens import EndTokens
 from rewards.part_settings import fits
 

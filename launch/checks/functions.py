@@ -14,9 +14,9 @@ from launch.checks.findings import Report
 from launch.checks.sources import misfit, misfit_class, missing
 from launch.settings.run_config import RunConfig
 from learner.algorithms.choices import OFFERED
-from learner.data.buffer_filters import contract_of
 from learner.data.filter_settings import read_filters
-from learner.data.prompts import Row
+from learner.filters.buffer_filters import contract_of
+from learner.prompts.rows import Row
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from rewards.group import GROUP

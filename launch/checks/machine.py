@@ -23,7 +23,7 @@ from launch.checks.model import CheckedModel
 from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
 from launch.settings.wiring import ENGINES
-from learner.data.plans import plan_bytes
+from learner.buffer.plans import plan_bytes
 from learner.settings.checkpoint_store import MOST_PENDING
 
 ANSWER_S = 0.5

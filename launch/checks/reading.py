@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 from launch.checks.findings import Report
-from learner.data.bad_rows import REFUSE, RowTooLong
-from learner.data.formats import count_rows
-from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
+from learner.data.config import REFUSE
 from learner.data.source import Source
 from learner.errors import PromptError
+from learner.prompts.bad_rows import RowTooLong
+from learner.prompts.formats import count_rows
+from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, scan_rows
 
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""

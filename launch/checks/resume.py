@@ -12,13 +12,12 @@ from launch.checks.findings import Report
 from launch.settings import yaml_file
 from launch.settings.config_loader import SettingsError, from_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
+from learner.buffer.snapshot import ROWS, read_state
 from learner.checkpoints import disk, torch_dist
-from learner.data.digests import prompts_digest
-from learner.data.formats import data_files
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.snapshot import ROWS, read_state
 from learner.errors import ConfigRefused, PromptError, ReplayMismatch
+from learner.prompts.formats import data_files
+from learner.prompts.planned_rows import PlannedRows
+from learner.prompts.prompt_file import PromptFile, prompts_digest
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ SETTINGS = {
     "top_k": "sampling.top_k",
     "lora": "learner.lora",
 }
-"""Entry of ``learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+"""Entry of ``learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can be resumed."""
 HASHED_MOST = 256_000_000

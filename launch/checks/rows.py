@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from actors.rollout_settings import OF_VERIFIERS, parse_rollouts
 from bus.config import SINGLE_TURN
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import Row
 from learner.errors import PromptError
+from learner.prompts.rows import Row
 from rewards.part_settings import read_parts
 
 

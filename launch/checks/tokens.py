@@ -8,7 +8,7 @@ from bus.wire.json_object import JsonObject
 from launch.checks.findings import Report
 from launch.checks.model import SETTING, CheckedModel
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import PromptTokenizer
+from learner.prompts.tokenizer import PromptTokenizer
 from rewards.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"

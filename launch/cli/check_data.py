@@ -15,9 +15,9 @@ from launch.checks.rows import row_check
 from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import load
 from learner.data.config import DataConfig
-from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError, TemplateLacks
+from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, scan_rows
 
 Rendering = Callable[[Row], str]
 SHOWN = 400

@@ -20,8 +20,8 @@ from bus.wire.subjects import SETTINGS_KEY
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up
 from launch.settings.config_loader import changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig
+from learner.buffer.snapshot import read_state
 from learner.checkpoints import disk
-from learner.data.snapshot import read_state
 from learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"

@@ -2,8 +2,8 @@
 
     bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
 
-The prompts, rewards, sampling and seeds are those of the evaluation beside training (``learner/feed/evaluations.py``), so a checkpoint
-gets the scores here that its version got there, as far as engines give the same tokens.
+The prompts, rewards, sampling and seeds are those of the evaluation beside training (``learner/evaluation/evaluations.py``), so a
+checkpoint gets the scores here that its version got there, as far as engines give the same tokens.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from launch.run.supervisor import GaveUp, Supervisor
 from launch.settings import yaml_file
 from launch.settings.config_loader import to_map
 from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.feed.evaluations import EvalPlan, Evaluations
+from learner.evaluation.evaluations import EvalPlan, Evaluations
 from learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from weightstore.store.registry import VersionRegistry
 

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from bus.wire.messages import Capabilities, Sampling
     from bus.wire.routed_experts import RoutedShape
     from learner.data.config import DataConfig
-    from learner.data.prompts import PromptFile
-    from learner.feed.evaluations import EvalPlan
+    from learner.evaluation.evaluations import EvalPlan
     from learner.feed.feed_keys import FeedKeys
     from learner.feed.places import FeederPlaces
+    from learner.prompts.prompt_file import PromptFile
 
 log = logging.getLogger(__name__)
 
@@ -128,10 +128,10 @@ async def run_feeder(
     """
     from bus.wire.messages import Sampling
     from launch.checks.resume import model_identity
-    from learner.data.curriculum import CurriculumRules
     from learner.data.filter_settings import read_filters
     from learner.feed import feeder, recorded_steps
     from learner.feed.feeder_settings import FeederSettings, ModelFacts
+    from learner.prompts.curriculum import CurriculumRules
 
     model, debug = Path(config.model.path), config.debug
     vocab_size, max_context = model_shape(model)
@@ -200,8 +200,8 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
     """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
+    from learner.evaluation.evaluations import EvalPlan
     from learner.evaluation.prompts import EvalPrompts
-    from learner.feed.evaluations import EvalPlan
 
     chosen = config.eval
     if not chosen.every:
@@ -251,8 +251,10 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from launch.checks.rows import row_check
-    from learner.data.prompts import PromptFile, RowRules, model_tokenizer
-    from learner.data.responses import Recordings
+    from learner.prompts.prompt_file import PromptFile
+    from learner.prompts.responses import Recordings
+    from learner.prompts.rows import RowRules
+    from learner.prompts.tokenizer import model_tokenizer
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)

@@ -17,10 +17,10 @@ from bus.wire.codec import check_sample, decode_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Kind, Sample, Status
 from launch.samples.recording import Recording
-from learner.data.formats import read_values
-from learner.data.prompts import row_of
-from learner.data.responses import KNOWN, listed, responses_in
 from learner.errors import PromptError
+from learner.prompts.formats import read_values
+from learner.prompts.responses import KNOWN, listed, responses_in
+from learner.prompts.rows import row_of
 
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)

@@ -17,9 +17,9 @@ from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
 from bus.wire.json_object import JsonMapping, JsonObject
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.alarms import refuse_unknown
+from learner.buffer.rules import refuse_rare_pushes, refuse_sampling
 from learner.data.config import DataConfig, refuse_stops
 from learner.data.filter_settings import read_filters
-from learner.data.rules import refuse_rare_pushes, refuse_sampling
 from learner.debug.config import DebugConfig
 from learner.evaluation.config import EvalConfig
 from learner.settings.checkpoint_store import masked

@@ -5,10 +5,12 @@ from dataclasses import dataclass, field
 
 from bus.wire.json_object import JsonObject
 from bus.wire.template_args import OF_TEMPLATE
-from learner.data.bad_rows import POLICIES, SKIP
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
+SKIP, REFUSE = "skip", "refuse"
+POLICIES = (SKIP, REFUSE)
+"""What is done about rows that cannot be used (``DataConfig.bad_rows``)."""
 MOST_STOPS = 16
 """Most strings, and most tokens, at which a response ends."""
 MOST_LETTERS = 200

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bus.wire.json_object import JsonObject
-from learner.data.batch import MicroBatch, StepBatch
+from learner.batch.batch import MicroBatch, StepBatch
 from learner.debug import train_file
 from learner.debug.fields import Fields, with_old
 from learner.layout.parallel import Parallel

@@ -18,8 +18,7 @@ from bus.errors import WireError
 from bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Plan, Sample
-from learner.data.packing import assign
-from learner.data.plans import chain_of
+from learner.buffer.plans import assign, chain_of
 from learner.errors import DebugFileRefused
 
 KIND, SCHEMA = "tidemill.rollout", 1

@@ -8,8 +8,8 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from learner.data.config import DataConfig, refuse_stops
-from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from learner.data.source import SourceConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from bus.wire.budget import Budget
 from bus.wire.messages import Kind, Sampling, Task
-from learner.data.bad_rows import all_bad
-from learner.data.prompts import PromptFile, sampler_seed
 from learner.errors import PromptError
 from learner.evaluation.rounds import MARK, Place, Rounds, SetSize
+from learner.prompts.bad_rows import all_bad
+from learner.prompts.prompt_file import PromptFile, sampler_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,10 +11,10 @@ import logging
 
 from bus.streams.bus import Bus
 from bus.wire.subjects import END_KEY
-from learner.data.datasource import DataSource
-from learner.data.rules import DataRules
+from learner.buffer.datasource import DataSource
+from learner.buffer.rules import DataRules
 from learner.errors import NothingTrained
-from learner.feed.evaluations import Evaluations
+from learner.evaluation.evaluations import Evaluations
 from learner.feed.feed_messages import Last
 from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import Outcomes

@@ -16,8 +16,8 @@ import zmq
 from bus import exit_codes
 from bus.exit_codes import CRASHED
 from bus.wire.json_object import JsonObject
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import Frame, decode
+from learner.batch.batch import StepBatch
+from learner.batch.frames import Frame, decode
 from learner.errors import FeederFailed, FeederLost, FeedError
 from learner.feed.feed_gate import admit_by
 from learner.feed.feed_keys import FeedKeys

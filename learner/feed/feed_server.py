@@ -16,7 +16,7 @@ import zmq.asyncio
 from bus.client.waiter import Waiter
 from bus.exit_codes import CRASHED
 from bus.wire.json_object import JsonMapping, JsonObject
-from learner.data.batch_frames import Frame
+from learner.batch.frames import Frame
 from learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
 from learner.feed.feed_gate import Gate
 from learner.feed.feed_keys import FeedKeys

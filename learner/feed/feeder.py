@@ -12,13 +12,13 @@ from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.messages import LiveRow
-from learner.data.prompts import PromptFile
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_loops import Feeder, refuse_newer
 from learner.feed.feeder_row import BEAT_S, FeederRow
 from learner.feed.feeder_settings import FeederSettings
 from learner.feed.feeder_start import copies_of, opened_ends, own_epoch, restore
 from learner.feed.filtering import OpenFilter, opened_filters
+from learner.prompts.prompt_file import PromptFile
 
 
 async def run_feeder(settings: FeederSettings, prompts: PromptFile, draining: asyncio.Event) -> None:

@@ -28,20 +28,17 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import EPOCH_KEY
 from learner.algorithms.alarms import Context
-from learner.data.arrivals import SampleStore
-from learner.data.batch_frames import encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.curriculum import Curriculum
-from learner.data.lost import LostTasks
-from learner.data.prompts import Drawn, PromptFile
-from learner.data.snapshot import ROWS
-from learner.data.staleness_admission import TaskDemand
-from learner.data.waits import Waits
-from learner.feed.best_checkpoint import BestCheckpoint
+from learner.batch.batching import build_batches
+from learner.batch.frames import encode, encode_metadata
+from learner.buffer.admission import TaskDemand
+from learner.buffer.arrivals import SampleStore
+from learner.buffer.lost import LostTasks
+from learner.buffer.selection import Waits
+from learner.buffer.snapshot import ROWS
+from learner.evaluation.best import BestCheckpoint
+from learner.evaluation.evaluations import Evaluations
 from learner.feed.early_end import EarlyEnd
-from learner.feed.episode_age import EpisodeAge
-from learner.feed.episode_metrics import episode_metrics
-from learner.feed.evaluations import Evaluations
+from learner.feed.episode_metrics import EpisodeAge, episode_metrics
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
@@ -51,8 +48,10 @@ from learner.feed.filtering import Filtering, OpenFilter
 from learner.feed.intake import Intake
 from learner.feed.new_task import prompt_for, task_of
 from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
-from learner.feed.recorded import RecordedResponses
+from learner.feed.recorded_responses import RecordedResponses
 from learner.feed.recorded_steps import save_step
+from learner.prompts.curriculum import Curriculum
+from learner.prompts.prompt_file import Drawn, PromptFile
 from learner.settings.checkpoint_store import MOST_PENDING
 from weightstore.store.registry import HEAD, VersionRegistry
 

@@ -9,19 +9,19 @@ import time
 from dataclasses import dataclass
 
 from bus.liveness.heartbeats import HeartbeatPublisher
-from learner.data.curriculum import Curriculum
-from learner.data.datasource import DataSource
-from learner.data.prompts import PromptFile
-from learner.data.selection import is_filtered
-from learner.data.senders import Senders
+from learner.buffer.datasource import DataSource
+from learner.buffer.selection import is_filtered
+from learner.buffer.senders import Senders
 from learner.errors import NoProgress
+from learner.evaluation.evaluations import Evaluations
 from learner.feed.copies import Copies
-from learner.feed.episode_age import EpisodeAge
-from learner.feed.evaluations import Evaluations
+from learner.feed.episode_metrics import EpisodeAge
 from learner.feed.failing_tasks import UNTRAINED_SHARE
 from learner.feed.feed_server import FeedServer
 from learner.feed.filtering import Filtering
 from learner.feed.intake import Intake
+from learner.prompts.curriculum import Curriculum
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.config import LearnerConfig
 
 BEAT_S = 1.0

@@ -8,13 +8,13 @@ from bus.wire.budget import Budget
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape
-from learner.data.curriculum import CurriculumRules
+from learner.buffer.rules import DataRules
 from learner.data.filter_settings import FilterConfig, identity_of
-from learner.data.prompts import PromptFile
-from learner.data.rules import DataRules
 from learner.debug.config import DebugConfig
-from learner.feed.evaluations import EvalPlan
+from learner.evaluation.evaluations import EvalPlan
 from learner.feed.places import FeederPlaces
+from learner.prompts.curriculum import CurriculumRules
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.checkpoint_store import LOCAL
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.routing_replay import ROLLOUT

@@ -14,17 +14,17 @@ from bus.system.coroutines import first_error
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import VersionRow
 from bus.wire.subjects import EPOCH_KEY
+from learner.buffer.senders import Senders, refused_before
 from learner.checkpoints import disk
 from learner.checkpoints.object_store import ObjectStore
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.senders import Senders, refused_before
 from learner.evaluation.rounds import Rounds
 from learner.feed.copies import Copies
 from learner.feed.feed_server import FeedServer
 from learner.feed.feeder_settings import FeederSettings
 from learner.feed.places import FeederPlaces
 from learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
+from learner.prompts.planned_rows import PlannedRows
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.config import LearnerConfig
 from weightstore.store.registry import VersionRegistry
 

@@ -18,13 +18,13 @@ from typing import Any
 
 from bus.client.waiter import Waiter
 from bus.wire.messages import Sample, Task
-from learner.data.arrivals import SampleStore
-from learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
-from learner.data.datasource import DataSource
+from learner.buffer.arrivals import SampleStore
+from learner.buffer.datasource import DataSource
+from learner.buffer.groups import Verdict
+from learner.buffer.selection import FILTERED
 from learner.data.filter_settings import BUILT_IN, FilterConfig
-from learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
-from learner.data.groups import Verdict
-from learner.data.selection import FILTERED
+from learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
+from learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
 from rewards.children.limits import Limits
 from rewards.children.pool import Children
 from rewards.errors import RewardFailed

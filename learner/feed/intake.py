@@ -17,14 +17,14 @@ from bus.streams.dead import REQUEUE
 from bus.wire import subjects
 from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
 from bus.wire.routed_experts import RoutedShape
-from learner.data.arrivals import Disposition, SampleStore
-from learner.data.datasource import DataSource
-from learner.data.lost import LostTasks
-from learner.data.prompts import PromptFile
-from learner.data.senders import Senders, invalid_words
+from learner.buffer.arrivals import Disposition, SampleStore
+from learner.buffer.datasource import DataSource
+from learner.buffer.lost import LostTasks
+from learner.buffer.senders import Senders, invalid_words
 from learner.errors import PromptError
-from learner.feed.evaluations import Evaluations
+from learner.evaluation.evaluations import Evaluations
 from learner.feed.failing_tasks import FailingTasks
+from learner.prompts.prompt_file import PromptFile
 from weightstore.store.registry import VersionRegistry
 
 Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]

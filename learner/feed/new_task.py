@@ -4,10 +4,10 @@ import asyncio
 from dataclasses import replace
 
 from bus.wire.messages import Task
-from learner.data.curriculum import Curriculum
-from learner.data.prompts import Drawn, PromptFile, sampler_seed
-from learner.data.staleness_admission import TaskDemand
+from learner.buffer.admission import TaskDemand
 from learner.feed.feeder_settings import FeederSettings
+from learner.prompts.curriculum import Curriculum
+from learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
 
 
 async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int) -> Drawn | None:

@@ -18,15 +18,15 @@ from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan
+from learner.batch.batch import StepBatch
+from learner.buffer.snapshot import read_state
 from learner.checkpoints import disk
 from learner.checkpoints.disk import Checkpoint
 from learner.checkpoints.keeper import kept_names
-from learner.data.batch import StepBatch
-from learner.data.snapshot import read_state
 from learner.errors import CheckpointCorrupt, FeedError
-from learner.feed.best_checkpoint import BestCheckpoint
+from learner.evaluation.best import BestCheckpoint
 from learner.feed.copies import Copies
-from learner.feed.episode_age import EpisodeAge
+from learner.feed.episode_metrics import EpisodeAge
 from learner.feed.feed_server import FeedServer
 from learner.feed.restart import CHECKPOINT_KEY, Resumed
 

@@ -21,9 +21,9 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.messages import Done, LiveRow, Plan, Sample
-from learner.data.batch_frames import encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
+from learner.batch.batching import build_batches
+from learner.batch.frames import encode, encode_metadata
+from learner.buffer.plans import GENESIS
 from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
 from learner.errors import FeedError
 from learner.feed.feed_messages import Start

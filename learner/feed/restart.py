@@ -12,14 +12,14 @@ from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from bus.wire.subjects import SETTINGS_KEY
+from learner.buffer.datasource import DataSource
+from learner.buffer.rules import DataRules
+from learner.buffer.snapshot import ROWS, read_state
 from learner.checkpoints import disk
 from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.rules import DataRules
-from learner.data.snapshot import ROWS, read_state
 from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from learner.feed.copies import Copies
+from learner.prompts.planned_rows import PlannedRows
 from learner.settings.step_settings import refuse_built_in
 
 log = logging.getLogger(__name__)

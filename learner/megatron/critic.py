@@ -18,7 +18,7 @@ from torch import Tensor
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.gae_vtrace import value_clipped, value_loss
 from learner.algorithms.objective import Tokens
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.debug.collector import Collector
 from learner.debug.fields import Fields, of_critic
 from learner.layout.stages import of_last, tensors_of_last

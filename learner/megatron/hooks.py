@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from bus.system.foreign import described, errors_as
 from learner.algorithms.own_functions import asked_for, imported
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.errors import HookFailed
 from learner.settings.hooks import HooksConfig
 

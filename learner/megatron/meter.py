@@ -7,7 +7,7 @@ time and count as none.
 import numpy as np
 import torch
 
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.megatron.flops import StepFlops
 from learner.megatron.model import Policy
 

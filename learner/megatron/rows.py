@@ -14,7 +14,7 @@ from torch import Tensor
 from bus.wire.json_object import JsonMapping
 from learner.algorithms.aggregation import Denominators
 from learner.algorithms.objective import RewardParts, Tokens, Turns
-from learner.data.batch import MicroBatch, StepBatch
+from learner.batch.batch import MicroBatch, StepBatch
 from learner.layout.parallel import Parallel
 from learner.megatron.layers.attention import PackedRow, packed_row
 from learner.megatron.layers.context import own_part

@@ -30,8 +30,7 @@ from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_we
 from learner.algorithms.ratios import log_ratio, sequence_sums
 from learner.algorithms.supervised import Supervised
 from learner.algorithms.token_advantages import with_token_advantages
-from learner.data.batch import StepBatch
-from learner.data.truncation import without_truncated
+from learner.batch.batch import StepBatch, without_truncated
 from learner.debug import fields
 from learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from learner.errors import ConfigRefused

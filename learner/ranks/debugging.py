@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.debug.collector import CRITIC, Collector
 from learner.debug.config import DebugConfig, DumpModulesConfig
 from learner.debug.excerpt import excerpt

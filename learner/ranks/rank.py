@@ -27,7 +27,7 @@ from bus.config import BusConfig
 from learner.algorithms.alarms import AlarmWatch, Context
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Objective
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.errors import AlarmStop
 from learner.feed.feed_client import FeedClient

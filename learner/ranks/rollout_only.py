@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from bus import exit_codes
+from learner.batch.batch import StepBatch
 from learner.checkpoints import disk
-from learner.data.batch import StepBatch
 from learner.errors import NoCheckpoint
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import End, Last

@@ -31,13 +31,13 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import Bus, connect
 from bus.wire.messages import Sampling, Span
 from learner.checkpoints import disk
-from learner.data.prompts import PromptFile
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_keys import FeedKeys
 from learner.feed.feed_messages import End
 from learner.feed.feeder import run_feeder
 from learner.feed.feeder_settings import FeederSettings, ModelFacts
 from learner.feed.places import FeederPlaces
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.bench.sample_path import make_sample
 from weightstore.store.registry import VersionRegistry

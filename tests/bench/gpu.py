@@ -33,7 +33,7 @@ from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Sample, Sampling, Span, Status
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.megatron.flops import StepFlops
 from tests.bench.push import make_layout, publishing
 from tests.learner_steps import make_batches

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import MicroBatch, StepBatch
+from learner.batch.batch import MicroBatch, StepBatch
 from learner.megatron.layers.kernels import Wanted
 from learner.settings.config import OptimizerConfig
 

@@ -33,8 +33,8 @@ from launch.run.process import launched
 from launch.run.roles import BUS_URL_FILE
 from launch.settings.config_loader import load, to_map
 from launch.settings.run_config import RunConfig
-from learner.data.prompts import model_tokenizer
 from learner.feed.restart import CHECKPOINT_KEY
+from learner.prompts.tokenizer import model_tokenizer
 from tests.bench.learn import CONFIG, ROOT
 from tests.bench.meter import metered
 from weightstore.store.registry import VersionRegistry

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bus.server.ports import KeptPort
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.settings.config import OptimizerConfig
 from tests.bench.learner_step import SHAPES, make_batch, make_model
 

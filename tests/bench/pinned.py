@@ -34,9 +34,9 @@ from bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.packing import assign
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.buffer.plans import assign
 from learner.settings.config import OptimizerConfig
 from rewards.digits import digits
 from rewards.port import RewardRequest

@@ -24,9 +24,9 @@ from bus.wire.episodes import SequenceSize
 from bus.wire.messages import Status, score_of
 from launch.metrics.export import open_sink
 from launch.metrics.port import SINK, StepMetrics
-from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
-from learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
-from learner.data.row_functions import PREFIX, add_rows, rows_of
+from learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
+from learner.filters.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
+from learner.prompts.formats import PREFIX, add_rows, rows_of
 from rewards.children.limits import Limits
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest

@@ -14,9 +14,10 @@ from launch.checks.findings import Report
 from launch.checks.model import check_model
 from launch.checks.tokens import check_tokenizer
 from launch.settings.config_loader import load
-from learner.data.prompts import Row, RowTokens, model_tokenizer
-from learner.data.responses import RecordedRow, Recordings, Response
 from learner.errors import PromptError
+from learner.prompts.responses import RecordedRow, Recordings, Response
+from learner.prompts.rows import Row, RowTokens
+from learner.prompts.tokenizer import model_tokenizer
 from tests.chat_kit import CALL, TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.tiny_models import FAMILIES, write_tiny_model, write_tiny_tokenizer

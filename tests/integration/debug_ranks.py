@@ -13,9 +13,9 @@ import psutil
 import torch
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.buffer.plans import GENESIS
 from learner.debug.collector import Collector
 from learner.debug.module_file import write_modules
 from learner.debug.profile_request import ProfileRequest

@@ -12,7 +12,7 @@ from torch import Tensor
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from learner.algorithms.policy_losses import PolicyLoss
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.layout import parallel
 from learner.megatron import state
 from learner.megatron.cpu_shim import megatron_device

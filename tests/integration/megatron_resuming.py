@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.layout import parallel
 from learner.megatron import state
 from learner.megatron.model import Policy, WeightBackup, build_policy

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bus.wire.routed_experts import RoutedShape
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.debug.collector import Collector
 from learner.layout import parallel
 from learner.megatron.layers.mixture import Mixture

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Done, Kind, Sampling, Task
-from learner.data.prompts import PromptFile
 from learner.errors import ConfigRefused, PromptError
+from learner.evaluation.evaluations import EvalPlan
 from learner.evaluation.prompts import EvalPrompts
-from learner.feed.evaluations import EvalPlan
+from learner.prompts.prompt_file import PromptFile
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import evaluated, respond

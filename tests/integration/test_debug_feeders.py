@@ -16,8 +16,8 @@ from bus.server.ports import KeptPort
 from bus.streams.bus import connect
 from bus.wire.messages import Done
 from learner.algorithms.config import AlgorithmConfig
+from learner.batch.batch import StepBatch
 from learner.checkpoints import disk
-from learner.data.batch import StepBatch
 from learner.debug.config import DebugConfig
 from learner.debug.rollout_file import load_rollout, save_rollout
 from learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed

@@ -12,11 +12,11 @@ import pytest
 
 from bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
 from bus.wire.subjects import BEST_KEY, END_KEY
+from learner.buffer.snapshot import read_state
 from learner.checkpoints import disk
-from learner.data.curriculum import CurriculumRules
-from learner.data.snapshot import read_state
 from learner.errors import FeederFailed, NothingTrained
 from learner.feed.restart import CHECKPOINT_KEY
+from learner.prompts.curriculum import CurriculumRules
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import plan

@@ -7,10 +7,10 @@ from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, encode_task
 from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.messages import Cursor, Done, Plan, Sample, Task
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.datasource import DataSource
-from learner.data.rules import DataRules
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.buffer.datasource import DataSource
+from learner.buffer.rules import DataRules
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
 from tests.data_kit import rules, sample, task

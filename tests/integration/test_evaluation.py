@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
-from learner.data.prompts import PromptFile
+from learner.evaluation.evaluations import EvalPlan
 from learner.evaluation.prompts import EvalPrompts
-from learner.feed.evaluations import EvalPlan
+from learner.prompts.prompt_file import PromptFile
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world

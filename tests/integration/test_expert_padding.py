@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import MicroBatch, StepBatch
+from learner.batch.batch import MicroBatch, StepBatch
 from learner.layout.parallel import Parallel
 from learner.megatron.layers.kernels import Wanted
 from learner.megatron.layers.mixture import Mixture

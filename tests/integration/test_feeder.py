@@ -23,11 +23,9 @@ from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sam
 from bus.wire.subjects import BUCKETS, bucket_stream, stream
 from learner.algorithms.alarms import AlarmConfig, Context
 from learner.algorithms.config import AlgorithmConfig
+from learner.buffer.datasource import DataSource
+from learner.buffer.snapshot import read_state
 from learner.checkpoints import disk
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.snapshot import read_state
 from learner.errors import (
     CheckpointCorrupt,
     ConfigRefused,
@@ -42,12 +40,14 @@ from learner.errors import (
     TasksFail,
 )
 from learner.feed import feed_server
-from learner.feed.episode_age import SHARE, EpisodeAge
+from learner.feed.episode_metrics import SHARE, EpisodeAge
 from learner.feed.feed_client import FeedClient
 from learner.feed.feed_messages import Start
 from learner.feed.feed_server import FeedServer
 from learner.feed.outcomes import KeptCheckpoints, Outcomes
 from learner.feed.restart import CHECKPOINT_KEY, resume
+from learner.prompts.planned_rows import PlannedRows
+from learner.prompts.prompt_file import PromptFile
 from learner.settings.config import LearnerConfig, StalenessConfig
 from learner.settings.schedule import OptimizerConfig
 from tests import data_kit
@@ -469,7 +469,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
 async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
     open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.data.senders.INVALID_IN_A_ROW", 8)
+    monkeypatch.setattr("learner.buffer.senders.INVALID_IN_A_ROW", 8)
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

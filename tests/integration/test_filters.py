@@ -8,8 +8,8 @@ from contextlib import AbstractAsyncContextManager
 import pytest
 
 from bus.wire.messages import Settle
+from learner.buffer.selection import is_filtered
 from learner.data.filter_settings import read_filters
-from learner.data.selection import is_filtered
 from rewards.errors import BadRewardOption, UnknownReward
 from tests.actor_kit import row_until
 from tests.feeder_kit import World

@@ -18,7 +18,7 @@ from bus.wire.messages import Sample, Status
 from learner.algorithms.advantages import grpo_no_std
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.presets import PRESETS
-from learner.data.batch import MicroBatch
+from learner.batch.batch import MicroBatch
 from learner.errors import ConfigRefused, HookFailed
 from learner.layout import parallel
 from learner.megatron import logprobs, state

@@ -17,12 +17,12 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
 from bus.wire.messages import Plan, Sample, Settle, Task
 from learner.algorithms.config import AlgorithmConfig
+from learner.buffer.snapshot import read_state
 from learner.checkpoints import disk
-from learner.data.prompts import PromptFile
-from learner.data.responses import Recordings
-from learner.data.snapshot import read_state
 from learner.data.source import Source
 from learner.feed.restart import CHECKPOINT_KEY
+from learner.prompts.prompt_file import PromptFile
+from learner.prompts.responses import Recordings
 from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import row_until
 from tests.feeder_kit import World

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.data.batch import StepBatch
+from learner.batch.batch import StepBatch
 from learner.debug.comparison import compare_train
 from learner.debug.train_file import ROUTING, TrainDump, read_train, record_path
 from tests.integration import routing_ranks

@@ -19,15 +19,17 @@ from launch.checks.reading import Reading
 from launch.checks.run import Purpose, check
 from launch.cli import main as cli
 from launch.settings.config_loader import SettingsError, load
-from learner.data.bad_rows import MOST_LOGGED, BadRows, RowTooLong
-from learner.data.curriculum import Curriculum, CurriculumRules
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile, PromptTokenizer, RowRules, RowTokens
+from learner.buffer.admission import TaskDemand
 from learner.data.source import Source
-from learner.data.staleness_admission import TaskDemand
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
 from learner.feed.new_task import prompt_for
+from learner.prompts.bad_rows import MOST_LOGGED, BadRows, RowTooLong
+from learner.prompts.curriculum import Curriculum, CurriculumRules
+from learner.prompts.planned_rows import PlannedRows
+from learner.prompts.prompt_file import PromptFile
+from learner.prompts.rows import RowRules, RowTokens
+from learner.prompts.tokenizer import PromptTokenizer
 from rewards.message_template import MessageTemplate
 from tests.check_kit import write_model, write_prompts, write_run
 
@@ -153,7 +155,7 @@ def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_others(tmp_path: Pa
 
 
 def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.data.formats.LINE_BYTES", 64)
+    monkeypatch.setattr("learner.prompts.formats.LINE_BYTES", 64)
     prompts = opened(write(tmp_path / "p.jsonl", [GOOD[0], row("x" * 200), GOOD[1]]), shuffle=False)
     assert drawn(prompts, 2) == [(0, 0, 0), (0, 2, 2)]
     assert "p.jsonl:2: want a line of at most 64 bytes" in prompts.trouble
@@ -265,7 +267,7 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
     assert "the first 5 prompts read of 20 (25 %) (tidemill data check reads all)" in said
     (said,) = check(load(file, [f"data.path={tmp_path}/prompts.jsonl@[0:10]"]), Purpose()).on("data")
     assert "the first 5 prompts read of 10 (50 %)" in said
-    monkeypatch.setattr("learner.data.formats.COUNTED_BYTES", 1)
+    monkeypatch.setattr("learner.prompts.formats.COUNTED_BYTES", 1)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read (tidemill data check reads all)" in said
 

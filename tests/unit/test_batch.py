@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bus.wire.messages import Plan, Sample, Status
-from learner.data.batch import MicroBatch, StepBatch
-from learner.data.batch_frames import decode, encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.packing import assign
+from learner.batch.batch import MicroBatch, StepBatch
+from learner.batch.batching import build_batches
+from learner.batch.frames import decode, encode, encode_metadata
+from learner.buffer.plans import assign
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from learner.feed.outcomes import lags_of

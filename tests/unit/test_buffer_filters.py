@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from bus.wire.messages import Plan, Settle, Status
-from learner.data.arrivals import SampleStore
-from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
+from learner.buffer.arrivals import SampleStore
+from learner.buffer.groups import Verdict
+from learner.buffer.selection import Waits
 from learner.data.filter_settings import read_filters
-from learner.data.filters import Decision
-from learner.data.groups import Verdict
-from learner.data.waits import Waits
 from learner.feed.filtering import Filtering, OpenFilter
+from learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
+from learner.filters.filters import Decision
 from rewards.errors import RewardFailed
 from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond

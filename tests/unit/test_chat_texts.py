@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from learner.data.responses import RecordedRow, Recordings, Response
 from learner.errors import PromptError
+from learner.prompts.responses import RecordedRow, Recordings, Response
 from rewards.message_template import MessageTemplate
 from tests.examples import examples
 

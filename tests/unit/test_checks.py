@@ -29,12 +29,12 @@ from launch.cli import main as cli
 from launch.settings.config_loader import load, to_map
 from launch.settings.prepare import prepare
 from launch.settings.run_config import CONFIG_FILE
+from learner.buffer.datasource import DataSource
+from learner.buffer.plans import plan_bytes
+from learner.buffer.rules import DataRules
 from learner.checkpoints import disk
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.plans import plan_bytes
-from learner.data.prompts import PromptFile
-from learner.data.rules import DataRules
+from learner.prompts.planned_rows import PlannedRows
+from learner.prompts.prompt_file import PromptFile
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
 from tests.examples import examples
 

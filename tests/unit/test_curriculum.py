@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
-from learner.data.prompts import PromptFile
 from learner.feed.new_task import next_prompt
+from learner.prompts.curriculum import Curriculum, CurriculumRules
+from learner.prompts.prompt_file import PromptFile
 
 
 def made(**changes: Any) -> Curriculum:

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 from bus.errors import WireError
 from bus.wire.codec import encode_record
 from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from learner.data.arrivals import Arrival, Disposition
-from learner.data.datasource import EARLY_SAMPLES, DataSource
-from learner.data.groups import BufferedSample, Group, Verdict
-from learner.data.plans import plan_bytes, settle_bytes
-from learner.data.rules import DataRules
-from learner.data.selection import that_fit
-from learner.data.waits import Waits
+from learner.buffer.arrivals import Arrival, Disposition
+from learner.buffer.datasource import EARLY_SAMPLES, DataSource
+from learner.buffer.groups import BufferedSample, Group, Verdict
+from learner.buffer.plans import plan_bytes, settle_bytes
+from learner.buffer.rules import DataRules
+from learner.buffer.selection import Waits, that_fit
 from learner.errors import ConfigRefused, ReplayMismatch
 from learner.settings.config import StalenessConfig
 from tests.data_kit import RUN, eval_task, rules, sample, task

@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from bus.errors import WireError
 from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from learner.data.arrivals import Disposition
-from learner.data.batching import trainable_lags
-from learner.data.datasource import DataSource
-from learner.data.groups import Verdict
-from learner.data.rules import DataRules
-from learner.data.waits import Waits
+from learner.batch.batching import trainable_lags
+from learner.buffer.arrivals import Disposition
+from learner.buffer.datasource import DataSource
+from learner.buffer.groups import Verdict
+from learner.buffer.rules import DataRules
+from learner.buffer.selection import Waits
 from tests.data_kit import rules, sample, task
 from tests.examples import examples
 

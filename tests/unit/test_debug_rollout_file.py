@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from bus.wire.codec import encode_record, encode_sample
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.buffer.plans import GENESIS
 from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, read_header, save_rollout
 from learner.errors import DebugFileRefused
 from tests.debug_kit import rollout

@@ -24,12 +24,12 @@ from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.credit import turn_advantages, turn_returns
 from learner.algorithms.objective import Objective, Tokens
 from learner.algorithms.objective import Turns as StepTurns
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import decode, encode
-from learner.data.batching import build_batches
-from learner.data.datasource import DataSource
-from learner.data.groups import mismatch
-from learner.data.plans import GENESIS, chain_of
+from learner.batch.batch import StepBatch
+from learner.batch.batching import build_batches
+from learner.batch.frames import decode, encode
+from learner.buffer.datasource import DataSource
+from learner.buffer.groups import mismatch
+from learner.buffer.plans import GENESIS, chain_of
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from learner.settings.config import LearnerConfig

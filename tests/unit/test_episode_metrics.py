@@ -9,8 +9,7 @@ import pytest
 from bus.wire.messages import Plan, Sample, Span, Timings, Turns
 from launch.cli.status import episodes_in_words
 from learner.algorithms.alarms import AlarmConfig, Context
-from learner.feed.episode_age import SHARE, EpisodeAge
-from learner.feed.episode_metrics import episode_metrics
+from learner.feed.episode_metrics import SHARE, EpisodeAge, episode_metrics
 from tests.bus_kit import make_episode, make_sample, make_turns
 from tests.metric_names import undocumented
 

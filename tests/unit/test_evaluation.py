@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 
 from bus.wire.messages import Kind, Sample, Status, Task
 from learner.data.config import DataConfig
-from learner.evaluation.best import BestScore
+from learner.evaluation.best import versions_of
 from learner.evaluation.config import EvalConfig, EvalSet
 from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
-from learner.evaluation.scores import Response, bootstrap, pass_at, powers, scores
-from learner.feed.best_checkpoint import versions_of
+from learner.evaluation.scores import BestScore, Response, bootstrap, pass_at, powers, scores
 from tests import data_kit
 from tests.metric_names import undocumented
 

@@ -16,12 +16,12 @@ from bus.errors import WireError
 from bus.wire.codec import decode_record, encode_record
 from bus.wire.episodes import SequenceSize
 from bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
-from learner.data.batching import build_batches
+from learner.batch.batching import build_batches
+from learner.buffer.groups import Verdict
+from learner.buffer.plans import chain_of
+from learner.buffer.selection import Waits
 from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
-from learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
-from learner.data.groups import Verdict
-from learner.data.plans import chain_of
-from learner.data.waits import Waits
+from learner.filters.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
 from rewards.errors import BadRewardOption, RewardFailed
 from rewards.registry import bind
 from tests.data_kit import rules, sample, task

@@ -15,8 +15,8 @@ from bus.wire.messages import Sample, Sampling, Status
 from launch.cli.main import main
 from launch.samples.recording import Origin, Recorder
 from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile
-from learner.data.responses import Recordings
+from learner.prompts.prompt_file import PromptFile
+from learner.prompts.responses import Recordings
 from tests import data_kit
 
 WARM = Sampling(temperature=0.7, max_new_tokens=8)

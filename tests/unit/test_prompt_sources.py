@@ -14,9 +14,10 @@ import pytest
 
 from bus.wire.messages import Prompt
 from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile, Row, RowRules, scan_rows
 from learner.data.source import Source
 from learner.errors import PromptError
+from learner.prompts.prompt_file import PromptFile
+from learner.prompts.rows import Row, RowRules, scan_rows
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

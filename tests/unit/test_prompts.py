@@ -12,9 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from bus.wire.messages import Prompt
-from learner.data.prompts import PromptFile, RowRules, sampler_seed, value_at
 from learner.data.source import Source
 from learner.errors import PromptError
+from learner.prompts.formats import value_at
+from learner.prompts.prompt_file import PromptFile, sampler_seed
+from learner.prompts.rows import RowRules
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

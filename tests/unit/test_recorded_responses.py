@@ -18,14 +18,15 @@ from bus.wire.codec import check_sample, decode_sample, encode_sample
 from bus.wire.messages import Plan, Prompt, Sampling
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
+from learner.buffer.admission import TaskDemand
+from learner.buffer.datasource import DataSource
 from learner.data.config import DataConfig
-from learner.data.datasource import DataSource
-from learner.data.prompts import PromptFile, RowRules
-from learner.data.responses import RecordedRow, Recordings, in_conversation
-from learner.data.staleness_admission import TaskDemand
 from learner.errors import PromptError
 from learner.feed.new_task import task_of
-from learner.feed.recorded import samples_of
+from learner.feed.recorded_responses import samples_of
+from learner.prompts.prompt_file import PromptFile
+from learner.prompts.responses import RecordedRow, Recordings, in_conversation
+from learner.prompts.rows import RowRules
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
 from tests.feeder_kit import task_settings

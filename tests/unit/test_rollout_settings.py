@@ -11,7 +11,7 @@ from bus.wire.budget import Budget
 from launch.cli.main import _parser
 from launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig
-from learner.feed.feeder import within
+from learner.feed.feeder_settings import within
 
 USE = "agent:mine:Agent"
 

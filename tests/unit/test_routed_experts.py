@@ -20,8 +20,8 @@ from bus.wire.codec import decode_sample, encode_sample
 from bus.wire.invariants import check_sample
 from bus.wire.messages import Sample, Sampling, Span
 from bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
-from learner.data.batch_frames import decode, encode
-from learner.data.batching import build_batches
+from learner.batch.batching import build_batches
+from learner.batch.frames import decode, encode
 from learner.errors import FeedError
 from learner.feed.feed_messages import unpack
 from tests.bus_kit import make_sample

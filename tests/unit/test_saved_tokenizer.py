@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from actors.text.text import Text
-from learner.data.prompts import model_tokenizer
-from learner.data.saved_tokenizer import saved_tokenizer
+from learner.prompts.tokenizer import model_tokenizer, saved_tokenizer
 from tests.tiny_models import as_transformers_5, write_tiny_model
 
 TEXT = "What is three plus four? <|im_start|> seven<|im_end|>"

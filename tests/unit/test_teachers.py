@@ -22,10 +22,10 @@ from learner.algorithms.aggregation import Denominators
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.distillation import top_k_divergence
 from learner.algorithms.objective import Objective, Tokens
-from learner.data.batch import MicroBatch
-from learner.data.batch_frames import decode, encode
-from learner.data.datasource import DataSource
-from learner.data.senders import invalid_words
+from learner.batch.batch import MicroBatch
+from learner.batch.frames import decode, encode
+from learner.buffer.datasource import DataSource
+from learner.buffer.senders import invalid_words
 from learner.megatron import logprobs
 from tests import data_kit
 from tests.bus_kit import make_sample

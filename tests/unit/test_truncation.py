@@ -13,8 +13,7 @@ from bus.wire.messages import Status
 from learner.algorithms.choices import AGGREGATIONS
 from learner.algorithms.config import AlgorithmConfig
 from learner.algorithms.objective import Coupled, Objective
-from learner.data.batch import StepBatch
-from learner.data.truncation import without_truncated
+from learner.batch.batch import StepBatch, without_truncated
 from learner.layout.parallel import Parallel
 from learner.megatron.rows import rows_of, step_of
 from tests.examples import examples

@@ -9,7 +9,7 @@ import pytest
 from bus.streams.bus import Bus
 from bus.wire.messages import Done, Plan, Settle
 from launch.run.audit import audit
-from learner.data.selection import is_filtered
+from learner.buffer.selection import is_filtered
 from tests.whole.running import SMOKE, assert_books_balance, kill, live, up
 
 STEPS, GROUPS, SIZE, ONE_OF = 3, 2, 2, 100
