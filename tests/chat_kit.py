@@ -15,8 +15,8 @@ from actors.router.token_history import ModelText, TokenHistory
 from bus.wire.json_object import JsonObject
 from learner.data.source import Source
 from learner.errors import PromptError
-from learner.prompts.responses import Recordings, Response
-from learner.prompts.rows import Row, recorded_row, row_in, row_tokens
+from learner.prompts.responses import RecordedResponse, Recordings
+from learner.prompts.rows import PromptRow, recorded_row, row_in, row_tokens
 from learner.prompts.tokenizer import Tokenize, model_tokenizer
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(max_size=12)
@@ -147,9 +147,9 @@ class Paths:
         made: JsonObject = json.loads(json.dumps(body))
         return made
 
-    def _before_an_answer(self, row: Row) -> list[int]:
+    def _before_an_answer(self, row: PromptRow) -> list[int]:
         """Return the prompt's ids of a written answer."""
-        answered = Row(number=0, prompt=row.prompt, tools=row.tools, where=row.where, responses=(Response(text="seven"),))
+        answered = PromptRow(number=0, prompt=row.prompt, tools=row.tools, where=row.where, responses=(RecordedResponse(text="seven"),))
         (sequence,) = self._recordings.sequences(recorded_row(answered))
         return [int(token) for token in sequence.prompt_tokens]
 

@@ -13,7 +13,7 @@ from learner.data.config import DataConfig
 from learner.errors import PromptError, TemplateLacks
 from learner.prompts.mixing import Share
 from learner.prompts.responses import Recordings
-from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, row_in, with_responses
+from learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_in, with_responses
 from learner.prompts.tokenizer import PromptTokenizer
 from rewards.end_tokens import EndTokens
 from rewards.part_settings import fits
@@ -28,15 +28,15 @@ EVALUATION = "eval"
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PromptRow]
     """The rows read, at least one."""
     longest: int = 0
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
-    warm: Row | None = None
+    warm: PromptRow | None = None
     """The first row read with a temperature of its own other than 1."""
 
     @property
-    def first(self) -> Row:
+    def first(self) -> PromptRow:
         """The first row."""
         return self.rows[0]
 
@@ -83,7 +83,7 @@ def check_data(
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about those that are read."""
-    seen: list[Row] = []
+    seen: list[PromptRow] = []
     for name, one in config.eval.parsed.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", one.data(config.data), len(report.errors)
         new = one.max_new_tokens or config.sampling.max_new_tokens
@@ -145,7 +145,7 @@ def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLa
     report.error(topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure)
 
 
-def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row], *, complete: bool) -> None:
+def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, complete: bool) -> None:
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):

@@ -12,7 +12,7 @@ from learner.data.source import Source
 from learner.errors import PromptError
 from learner.prompts.bad_rows import RowTooLong
 from learner.prompts.formats import count_rows
-from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, scan_rows
+from learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
 
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""
@@ -28,7 +28,7 @@ class Reading:
     """The rows of a source that were read."""
 
     source: Source
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)
     """Those that can be used."""
     bad: list[PromptError] = field(default_factory=list)
     """Errors of rows that were read."""
@@ -127,7 +127,7 @@ def _size(source: Source) -> int | None:
     return None if count is None else len(range(count)[source.start : source.stop])
 
 
-def all_rows(readings: Collection[Reading]) -> Iterator[Row]:
+def all_rows(readings: Collection[Reading]) -> Iterator[PromptRow]:
     """Yield the rows of all sources that can be used."""
     for reading in readings:
         yield from reading.rows

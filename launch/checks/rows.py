@@ -6,11 +6,11 @@ from actors.rollout_settings import OF_VERIFIERS, parse_rollouts
 from bus.config import SINGLE_TURN
 from launch.settings.run_config import RunConfig
 from learner.errors import PromptError
-from learner.prompts.rows import Row
+from learner.prompts.rows import PromptRow
 from rewards.part_settings import read_parts
 
 
-def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:
+def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[PromptRow], None]:
     """Return a function that raises PromptError for a row that the run cannot sample or score.
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
@@ -18,7 +18,7 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
     tasksets = {name: one.taskset for name, one in parse_rollouts(config.rollouts).items() if one.taskset}
     parts, recorded = read_parts(config.actor.reward_parts), config.recorded_rollouts
 
-    def check(row: Row) -> None:
+    def check(row: PromptRow) -> None:
         if row.rollout in recorded:
             _refuse_responses(row, config, vocab_size)
             return
@@ -39,7 +39,7 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
     return check
 
 
-def _refuse_other_task(row: Row, taskset: str) -> None:
+def _refuse_other_task(row: PromptRow, taskset: str) -> None:
     """Raise PromptError for a row that has no task of its rollout's taskset."""
     task = row.metadata.get("verifiers")
     if isinstance(task, Mapping) and task.get("taskset") == taskset:
@@ -49,7 +49,7 @@ def _refuse_other_task(row: Row, taskset: str) -> None:
     raise PromptError(row.where, f"a task of {taskset} for its rollout {OF_VERIFIERS}{taskset} ({cure})", got)
 
 
-def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> None:
+def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None) -> None:
     """Raise PromptError for recorded responses that the loss of the run cannot train."""
     algorithm, own = config.learner.algorithm, row.sampling.temperature
     temperature, place_of = (config.sampling.temperature, "sampling.temperature") if own is None else (own, "its own temperature")

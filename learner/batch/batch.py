@@ -112,7 +112,7 @@ class StepBatch:
 
     @property
     def scored_N(self) -> NDArray[np.bool_]:
-        """True for the samples that count in reported rewards and lengths: those of policies, or all of a step of demonstrations alone."""
+        """True for the samples that count in reported rewards and lengths: samples of policies, or all in a step of demonstrations."""
         return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
 
     @property
@@ -137,7 +137,7 @@ STEP_ARRAYS = (
 TOKEN_ARRAYS = tuple(one.name for one in fields(MicroBatch))
 """Arrays of a MicroBatch, in the order of its frames."""
 TEACHER_ARRAYS = ("teacher_log_probs_T", "teacher_top_ids_TK", "teacher_top_log_probs_TK")
-"""Those of them that are empty unless a teacher has scored the samples."""
+"""Arrays that are empty unless a teacher has scored the samples."""
 DTYPES: Mapping[str, str] = {
     "tokens_T": "<i8",
     "targets_T": "<i8",

@@ -56,7 +56,7 @@ def build_batches(
             part_names=part_names,
             routing=(0, 0) if routed is None else (len(routed.layers), routed.top_k),
             routing_known=0.0 if routed is None else known_share(aligned, len(routed.layers) * routed.top_k),
-            metadata=(),  # of another frame (``batch_frames.py``)
+            metadata=(),  # of another frame (``frames.py``)
             state=state,
             **rows,
         )
@@ -280,7 +280,7 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
 
 
 def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
-    """Return sequences as one row. ``top_k``: that of the teacher, -1 = there is none; ``experts``: how many a token has, 0 = none."""
+    """Return sequences as one row. ``top_k``: tokens that a teacher listed, -1 = no teacher; ``experts``: of each token, 0 = none."""
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to

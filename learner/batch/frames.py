@@ -19,7 +19,7 @@ Frame = bytes | memoryview | Array
 
 
 def encode(batch: StepBatch) -> list[Frame]:
-    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then those of each micro-batch, as raw bytes."""
+    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then the arrays of each micro-batch, as raw bytes."""
     header = {
         "type": "batch",
         "step": batch.step,

@@ -133,7 +133,7 @@ class Admission:
 
     def dump(self) -> dict[str, object]:
         """Return the state for a snapshot, in types of msgpack."""
-        # The keys are those of the first snapshots; attributes have been renamed since.
+        # Keys as in the first snapshots; attributes have been renamed since.
         return {
             "position": list(self._position),
             "owed": [asdict(again) for again in self._pending_reissues],

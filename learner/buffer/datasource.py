@@ -16,7 +16,7 @@ from bus.wire.json_object import JsonObject
 from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
 from learner.buffer.admission import Admission, Requeues, TaskDemand
 from learner.buffer.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample, EvalTasks, KnownVersions
-from learner.buffer.groups import BufferedSample, Group, Verdict, mismatch
+from learner.buffer.groups import BufferedSample, SampleGroup, Verdict, mismatch
 from learner.buffer.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
 from learner.buffer.plans import GENESIS, chain_of
 from learner.buffer.rules import DataRules
@@ -66,7 +66,7 @@ class DataSource:
         self._created = created
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
-        self._groups: dict[int, Group] = {}
+        self._groups: dict[int, SampleGroup] = {}
         self._early, self._evals, self._requeues, self._versions = EarlyArrivals(), EvalTasks(), Requeues(), KnownVersions()
         self.complete = 0
         """Groups that have had all their samples, since this start."""
@@ -103,12 +103,12 @@ class DataSource:
             return
         self._refuse_other_sampling(task)
         self._counter.issued += 1
-        self._groups[task.id] = Group(task=task, touched_s=now)
+        self._groups[task.id] = SampleGroup(task=task, touched_s=now)
         self._admission.issued(task)
         self._place_early(task, now)
 
     def _place_early(self, issued: Task, now: float) -> None:
-        """Place the samples that came before the issue of this task. Those of smaller ids name no task: ids are issued in order."""
+        """Place the samples that came before the issue of this task. Samples of smaller ids name no task: ids are issued in order."""
         for id, early in self._early.take(issued.id):
             if id == issued.id and issued.kind is Kind.TRAIN:
                 self._place(early.seq, early.sample, now, early.actor)
@@ -128,7 +128,7 @@ class DataSource:
     # ---- receive
 
     def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
-        """Classify a message of SAMPLES, and return the classification; call it in stream order. ``actor`` is that of the subject.
+        """Classify a message of SAMPLES, and return the classification; call it in stream order. ``actor``: as in the subject.
 
         The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and the sample is
         invalid.
@@ -319,7 +319,7 @@ class DataSource:
 
     def settlement(self) -> Settle | Requeue | None:
         """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None without any."""
-        by_reason: dict[str, list[Group]] = {}
+        by_reason: dict[str, list[SampleGroup]] = {}
         for group in self._groups.values():
             reason = "" if self._complete(group) else group.abandoned
             if self._judged(group):
@@ -369,21 +369,21 @@ class DataSource:
         """True if so many groups were filtered for this step that it may run with fewer groups."""
         return self._filtered >= self.rules.max_filtered
 
-    def _ready(self, group: Group) -> bool:
+    def _ready(self, group: SampleGroup) -> bool:
         """Return whether the next step may take a group."""
         return self._judged(group) and (group.choice is not None or not self.rules.buffer_filters or group.demonstrations)
 
-    def _judged(self, group: Group) -> bool:
+    def _judged(self, group: SampleGroup) -> bool:
         """Return whether a group is complete, and the filters of single groups have decided on it."""
         return self._complete(group) and (group.verdict is not None or not self.rules.filters or group.demonstrations)
 
-    def _drop_reason(self, group: Group) -> str:
+    def _drop_reason(self, group: SampleGroup) -> str:
         """Return the reason to drop a group that is judged before the next step; empty = it may be trained."""
         choice = "" if group.choice is None else group.choice.reason
         return drop_reason(group, self._versions.steps, self.rules, self.step + 1) or choice
 
-    def _complete(self, group: Group) -> bool:
-        """Return whether a group has the samples with which it is trained: all, or enough of those of a dead task."""
+    def _complete(self, group: SampleGroup) -> bool:
+        """Return whether a group has the samples with which it is trained: all, or enough samples of a dead task."""
         if group.abandoned == "dead":
             return 0 < self.rules.min_group_size <= len(group.samples)
         return group.full and not group.abandoned
@@ -438,7 +438,7 @@ class DataSource:
         self.step, self.chain, self._filtered = plan.step, plan.chain, 0
         self._waiting_since = self._delayed_since = None
 
-    def _count_tokens(self, plan: Plan, group: Group) -> None:
+    def _count_tokens(self, plan: Plan, group: SampleGroup) -> None:
         too_old = plan.step - 1 - self.rules.max_lag
         if group.masked:
             left_out = [count for sample in group.rows if sample.seq in group.masked for _, count in sample.by_version]
@@ -463,14 +463,14 @@ class DataSource:
         again = self._requeues.apply(record)
         self._admission.schedule_requeue(again, [group.task for group in self._groups.values()])
 
-    def _open(self, record: Plan | Settle) -> list[Group]:
+    def _open(self, record: Plan | Settle) -> list[SampleGroup]:
         closed = [int(task) for task in record.tasks if int(task) not in self._groups]
         if closed:
             raise ReplayMismatch(_label(record), "its tasks open", f"tasks {closed[:5]} settled or unknown")
         return [self._groups[int(task)] for task in record.tasks]
 
     def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:
-        """Return the groups of which a record settles the scores, trained or filtered, with these. Call it before ``apply``."""
+        """Return the groups that a record settles with scores, trained or filtered, and their scores. Call it before ``apply``."""
         if not isinstance(record, Plan) and not (isinstance(record, Settle) and is_filtered(record.reason)):
             return []
         named = set(record.seqs.tolist())
@@ -481,7 +481,7 @@ class DataSource:
         tasks = [group.task for id in plan.tasks if (group := self._groups.get(int(id))) is not None]
         return {task.id: task.budget.tokens for task in tasks if task.budget is not None and task.budget.tokens}
 
-    def _close(self, groups: list[Group], seqs: list[int], reason: str) -> None:
+    def _close(self, groups: list[SampleGroup], seqs: list[int], reason: str) -> None:
         """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as duplicates."""
         named = set(seqs)
         for group in groups:
@@ -529,7 +529,7 @@ class DataSource:
         return self._tasks.floor
 
     def accounting(self) -> SampleAccounting:
-        """Return the counts as of now: settled ones since the start of the run, and those of open tasks and buffered samples."""
+        """Return the counts as of now: settled ones since the start of the run, and the open tasks and buffered samples."""
         return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
 
     # ---- persist

@@ -56,7 +56,7 @@ class Verdict:
 
 
 @dataclass(slots=True, kw_only=True)
-class Group:
+class SampleGroup:
     """An open task and its samples so far."""
 
     task: Task

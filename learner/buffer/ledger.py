@@ -143,7 +143,7 @@ class SampleCounter:
         return cls(**values)  # type: ignore[arg-type]
 
     def accounting(self, *, buffered: int, open_tasks: int) -> SampleAccounting:
-        """Return the counts, completed by those of buffered samples and open tasks, which are counted by the DataSource."""
+        """Return the counts, completed by the buffered samples and open tasks that the DataSource counts."""
         return SampleAccounting(
             published=self.published,
             trained=self.trained,

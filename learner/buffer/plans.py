@@ -57,7 +57,7 @@ def _columns(plan: Plan) -> list[bytes]:
         plan.config_digest,
     )
     columns = [(plan.tasks, "<i8"), (plan.seqs, "<i8"), (plan.group_sizes, "<i4"), (plan.ranks, "<i4"), (plan.micro_batches, "<i4")]
-    # Only where a sample has several sequences, so that chains of runs without such samples are those of earlier releases.
+    # Only where a sample has several sequences, so that chains of runs without such samples are as in earlier releases.
     if plan.rows is not None and (plan.rows != 1).any():
         columns.append((plan.rows, "<i4"))
     if plan.masked is not None:

@@ -70,7 +70,7 @@ class DataRules:
     max_context: int = 0
     """Longer samples are invalid; 0 = any length."""
     temperature: float = 1.0
-    """That of the run; a row may have its own, which its task and its samples have then."""
+    """Temperature of the run. A row may have its own, which its task and its samples have then."""
     top_p: float = 1.0
     top_k: int = -1
     seed: int = 0
@@ -108,6 +108,6 @@ class DataRules:
     @property
     def digest(self) -> str:
         """Short digest of all rules, which is recorded with every plan."""
-        # Without those that are not set, so that plans of such runs have the digest of earlier releases.
-        told = sorted((name, value) for name, value in asdict(self).items() if value or name not in _LATER)
-        return hashlib.sha256(msgpack.packb(told)).hexdigest()[:16]
+        # Without later rules that are not set, so that plans of such runs have the digest of earlier releases.
+        values = sorted((name, value) for name, value in asdict(self).items() if value or name not in _LATER)
+        return hashlib.sha256(msgpack.packb(values)).hexdigest()[:16]

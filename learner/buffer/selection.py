@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bus.wire.messages import Plan, Settle
-from learner.buffer.groups import Group
+from learner.buffer.groups import SampleGroup
 from learner.buffer.plans import assign, chain_of, plan_bytes, settle_bytes
 from learner.buffer.rules import DataRules
 from learner.errors import ReplayMismatch
@@ -24,7 +24,9 @@ class Waits:
     """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
 
 
-def waits_for_groups(in_flight: Sequence[Group], missing: int, *, step: int, now: float, since: float, judging: int, head: bool) -> Waits:
+def waits_for_groups(
+    in_flight: Sequence[SampleGroup], missing: int, *, step: int, now: float, since: float, judging: int, head: bool
+) -> Waits:
     """Return the wait for ``missing`` groups of ``step``, which began at ``since``; 0 = for the buffer filters alone.
 
     ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a version is published.
@@ -43,7 +45,7 @@ def waits_for_groups(in_flight: Sequence[Group], missing: int, *, step: int, now
     return Waits(text="; ".join(parts), missing=missing)
 
 
-def waits_for_old(old: Sequence[Group], *, step: int, now: float, left_s: float) -> Waits:
+def waits_for_old(old: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
     """Return the wait for groups in flight that ``step`` could train and the next one could not; it ends in ``left_s``."""
     silent_s = now - min(group.touched_s for group in old)
     text = (
@@ -67,7 +69,7 @@ def oldest_step(rules: DataRules, step: int) -> int:
     return step - 1 - rules.max_lag
 
 
-def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
+def drop_reason(group: SampleGroup, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
     """Return the reason to drop a complete group when ``step`` is the next one; empty = the group may be trained."""
     by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
     verdict = "" if group.verdict is None else group.verdict.reason
@@ -83,16 +85,16 @@ def drop_reason(group: Group, steps: Mapping[int, int], rules: DataRules, step: 
     return verdict
 
 
-def age(group: Group, steps: Mapping[int, int]) -> tuple[int, int]:
+def age(group: SampleGroup, steps: Mapping[int, int]) -> tuple[int, int]:
     """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task id."""
     return min(group.tokens_by_step(steps)), group.task.id
 
 
-def in_order(ready: Iterable[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
+def in_order(ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int) -> list[SampleGroup]:
     """Return complete groups in the order in which they are trained: those that are too old afterwards, then by priority, then by age."""
     oldest = oldest_step(rules, step)
 
-    def key(group: Group) -> tuple[bool, float, tuple[int, int]]:
+    def key(group: SampleGroup) -> tuple[bool, float, tuple[int, int]]:
         """Return the sort key."""
         its_age = age(group, steps)
         return its_age[0] > oldest, -group.priority, its_age
@@ -100,7 +102,9 @@ def in_order(ready: Iterable[Group], steps: Mapping[int, int], rules: DataRules,
     return sorted(ready, key=key)
 
 
-def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, step: int) -> list[Group]:
+def urgent(
+    in_flight: Iterable[SampleGroup], chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int
+) -> list[SampleGroup]:
     """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
     if step >= rules.steps:
         return []
@@ -109,7 +113,7 @@ def urgent(in_flight: Iterable[Group], chosen: Sequence[Group], steps: Mapping[i
     return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
 
 
-def that_fit(chosen: Sequence[Group], max_bytes: int) -> Sequence[Group]:
+def that_fit(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
     """Return the first groups of these whose plan has at most ``max_bytes``, 0 = any number; one at least."""
     sizes = {"groups": 0, "samples": 0, "sequences": 0, "masked": 0}
     versions: set[int] = set()
@@ -122,7 +126,7 @@ def that_fit(chosen: Sequence[Group], max_bytes: int) -> Sequence[Group]:
     return chosen
 
 
-def settled_at_once(groups: Sequence[Group], max_bytes: int) -> Sequence[Group]:
+def settled_at_once(groups: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
     """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at least."""
     samples = 0
     for count, group in enumerate(groups):
@@ -132,7 +136,7 @@ def settled_at_once(groups: Sequence[Group], max_bytes: int) -> Sequence[Group]:
     return groups
 
 
-def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) -> Settle:
+def make_settle(groups: Sequence[SampleGroup], reason: str, *, epoch: int, step: int) -> Settle:
     """Return the record that settles these groups, before step ``step``, for ``reason``."""
     return Settle(
         epoch=epoch,
@@ -143,12 +147,12 @@ def make_settle(groups: Sequence[Group], reason: str, *, epoch: int, step: int) 
     )
 
 
-def make_plan(chosen: Sequence[Group], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
+def make_plan(chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
     """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
     samples = [sample for group in chosen for sample in group.rows]
     lengths = [length for sample in samples for length in sample.lengths]
     rows = np.array([len(sample.lengths) for sample in samples], np.int32)
-    sizes = [len(group.samples) for group in chosen]  # those of a dead task may be fewer than the task asked for
+    sizes = [len(group.samples) for group in chosen]  # a dead task may have fewer than it asked for
     packed = assign(
         lengths,
         data_parallel=rules.data_parallel,

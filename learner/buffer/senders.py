@@ -23,9 +23,9 @@ log = logging.getLogger(__name__)
 INVALID_IN_A_ROW = 64
 """Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are larger than this."""
 MAX_ACTORS = 256
-"""Most actors with a counter; a new one replaces that with the shortest run of invalid samples."""
+"""Maximum number of actors with a counter; a new actor replaces the one with the shortest run of invalid samples."""
 MAX_WORDS = 300
-"""Most characters of a reason, parts of which come from outside."""
+"""Maximum number of characters of a reason; parts of it come from outside."""
 SLOW_S = 1.0
 """Seconds between two tasks while no usable sample arrives."""
 _IDLE_S = 60.0

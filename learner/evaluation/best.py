@@ -48,7 +48,7 @@ class BestCheckpoint:
         return any(self._evaluations.due(version, step) for version in found)
 
     async def spared(self) -> list[str]:
-        """Return the names of the checkpoints of the best version and of those that are being evaluated, or will be next."""
+        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be next."""
         if not self.wanted:
             return []
         listed = await asyncio.to_thread(disk.listed, self._root)
@@ -84,7 +84,7 @@ def versions_of(
 ) -> Collection[int]:
     """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the next by count.
 
-    ``republished``: a start publishes the weights that it begins with, or those of the last step that it repeats, once more, and it is not
+    ``republished``: a start publishes once more the weights of its first step, or of the last step that it repeats, and it is not
     known whether it has; later versions may then be one higher.
     """
     if known := [version for version, its in versions.items() if its == step]:

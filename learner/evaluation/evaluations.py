@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 5.0
 """Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
 EARLY = 256
-"""Most samples that are kept for a task that is not confirmed as issued yet."""
+"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ INTERVAL = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class ScoredResponse:
     """One scored response of an evaluation."""
 
     score: float
@@ -29,7 +29,7 @@ class Response:
 
 
 def scores(
-    prompts: Mapping[int, Sequence[Response]], *, num_prompts: int, samples: int, passes_at: float, versions: tuple[int, int]
+    prompts: Mapping[int, Sequence[ScoredResponse]], *, num_prompts: int, samples: int, passes_at: float, versions: tuple[int, int]
 ) -> dict[str, float]:
     """Return the metrics of one set at one version.
 

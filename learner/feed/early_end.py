@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EarlyEnd:
-    """The last step of one start, if it is not that of the settings."""
+    """The last step of one start, if it is another than in the settings."""
 
     def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, rules: DataRules, *, epoch: int) -> None:
         self._bus, self._source, self._evaluations, self._rules, self._epoch = bus, source, evaluations, rules, epoch

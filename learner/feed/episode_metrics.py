@@ -19,7 +19,7 @@ STEPS = 16
 class EpisodeAge:
     """Compares the seconds of a step's episodes with the time for which their tokens may be trained: ``max_lag`` steps.
 
-    An episode that takes longer has tokens that are too old when it ends, those of its first turns, however fast the step comes that trains
+    An episode that takes longer has tokens that are too old when it ends (in its first turns), however fast the step comes that trains
     it. Then it raises the alarm ``long_episodes``.
     """
 
@@ -60,7 +60,7 @@ _KINDS = {_BRANCHED: ("forks", "begins"), _UNTRAINED: ("asked", "log_probs", "em
 
 
 def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
-    """Return ``data/...`` of those of a plan's samples that a rollout has made; empty if there are none."""
+    """Return ``data/...`` of the samples of a plan that a rollout has made; empty if there are none."""
     episodes = [sample for sample in samples if sample.turns is not None]
     if not episodes:
         return {}

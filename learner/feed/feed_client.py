@@ -39,7 +39,7 @@ class FeedClient:
         silence_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        """``keys``: those of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
+        """``keys``: of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
 
         ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the reason of the wait.
         """

@@ -352,7 +352,7 @@ class Feeder:
         samples = self._buffered.of(record.seqs.tolist())
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
-            if task.rollout not in self._settings.recorded:  # recorded rewards are not those of this policy
+            if task.rollout not in self._settings.recorded:  # recorded rewards are of another policy
                 self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None

@@ -33,7 +33,7 @@ from rewards.registry import bind
 log = logging.getLogger(__name__)
 
 Judge = Callable[[Any], Awaitable[Any]]
-"""Returns the map of a Decision for a FilterGroup (``decision_of``), or those of all groups for a FilterBuffer (``decisions_of``)."""
+"""Returns the map of a Decision for a FilterGroup (``decision_of``), or the maps of all groups for a FilterBuffer (``decisions_of``)."""
 FAILED = "failed"
 """Reason of a group that a filter could not decide on."""
 LOOK_AGAIN_S = 5.0
@@ -106,12 +106,12 @@ class Filtering:
         """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
         """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked, ``NAME.failed`` = failed calls.
-        With ``count_only``: those that it would have dropped and masked."""
+        With ``count_only``: what it would have dropped and masked."""
         self.judged = 0
         """Groups judged in this start."""
         self._failure = ""
         self._last: deque[str] = deque(maxlen=MAX_AT_ONCE)
-        """Reasons of the last groups; empty for those that are kept."""
+        """Reasons of the last groups; empty for a group that is kept."""
         self._running: set[int] = set()
         self._choosing = False
 
@@ -173,7 +173,7 @@ class Filtering:
         self.waiter.wake()  # another group may have become complete meanwhile
 
     async def choices(self, buffer: FilterBuffer) -> dict[int, Verdict]:
-        """Return the verdict of all buffer filters on each group, by task; priorities without those of the group's filters."""
+        """Return the verdict of all buffer filters on each group, by task; priorities without the priorities by the group's filters."""
         verdicts = {group.task: Verdict() for group in buffer.groups}
         for one in self._buffer_filters:
             name = one.config.name

@@ -46,7 +46,7 @@ class Intake:
         buffered: SampleStore,
         wake: Callable[[], None],
     ) -> None:
-        """``recorded``: the records that are repeated, of which those that are repeated already disappear."""
+        """``recorded``: the records that are to be repeated; a record disappears when it is."""
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
         self._evaluations, self._senders, self._lost, self._buffered, self._wake = evaluations, senders, lost, buffered, wake
         plans = [record for _, record in recorded if isinstance(record, Plan)]

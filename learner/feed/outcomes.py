@@ -204,11 +204,11 @@ class Outcomes:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
-        """Write the row. Raises Fenced for a learner that was replaced: by the newest epoch, or by that of the row that stands there."""
+        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or by the epoch of the stored row."""
         await self._refuse_if_replaced()
 
         def committed(found: Value | None) -> Value:
-            """Return the row. Raises Fenced if the row is that of a newer learner."""
+            """Return the row. Raises Fenced if a newer learner has written the row."""
             _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
             return row
 

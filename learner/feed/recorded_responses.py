@@ -40,7 +40,7 @@ class RecordedResponses:
         self._bus, self._prompts, self._rollouts = bus, prompts, rollouts
 
     async def run(self, version: Callable[[], int]) -> None:
-        """Background loop. ``version``: that of the newest published weights. Raises PromptError for a row that cannot be used."""
+        """Background loop. ``version``: returns the newest published version. Raises PromptError for a row that cannot be used."""
         async with asyncio.TaskGroup() as group:
             for name in self._rollouts:
                 for _ in range(AT_ONCE):

@@ -36,7 +36,7 @@ class Resumed:
     recorded: deque[tuple[int, Plan | Settle | Requeue]]
     """(sequence in PLAN, record) after the checkpoint, in order; they must be applied again unchanged."""
     recorded_until: int
-    """Last recorded step; that of the checkpoint if there is none."""
+    """Last recorded step; the checkpoint's if there is none."""
     done: dict[int, Done]
     """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
     executed: dict[int, int]
@@ -191,9 +191,9 @@ async def _records(
 
 
 async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoch: int) -> list[tuple[int, JsonObject]]:
-    """Record the settings of this start, and return those of the steps that it executes again.
+    """Record the settings of this start, and return the settings of the steps that it executes again.
 
-    A pair is the last step with these settings, and their record; empty = those of this start. Raises ConfigRefused for a setting that
+    A pair is the last step with these settings, and their record; empty = as of this start. Raises ConfigRefused for a setting that
     cannot be changed between two steps.
     """
     rows = bus.rows("run")

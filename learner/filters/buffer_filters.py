@@ -31,7 +31,7 @@ class BufferSample:
     status: Status = Status.COMPLETED
     """COMPLETED or TRUNCATED."""
     lag: int = 0
-    """Steps between the weights of its oldest token and those of the step before the next one."""
+    """Steps from the weights of its oldest token to the weights of the last planned step."""
     metadata: JsonMapping = field(default_factory=dict)
 
 
@@ -60,7 +60,7 @@ class FilterBuffer:
     num_wanted: int
     """Groups that the step takes."""
     groups: tuple[BufferGroup, ...]
-    """In the order of their tasks, without those that another filter has dropped."""
+    """In the order of their tasks, without groups that another filter has dropped."""
 
 
 def buffer_group(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], step: int, priority: float) -> BufferGroup:

@@ -49,7 +49,7 @@ class FilterSample:
     """Sizes of its token sequences, which lie one after the other in ``tokens`` and, with their response regions, in ``log_probs``."""
     metadata: JsonMapping = field(default_factory=dict)
     lag: int = 0
-    """Steps between the weights of its oldest token and those of the step before the next one."""
+    """Steps from the weights of its oldest token to the weights of the last planned step."""
     num_turns: int = 1
     """Model calls."""
     transcript: tuple[JsonObject, ...] = ()
@@ -138,7 +138,7 @@ def mean_reward(group: FilterGroup, *, at_least: float = -math.inf, at_most: flo
 
 
 def truncated(group: FilterGroup, *, max_share: float = 1.0) -> Decision:
-    """Mask truncated samples; drop a group of which more than ``max_share`` are truncated."""
+    """Mask truncated samples; drop a group with a larger share of them than ``max_share``."""
     found = tuple(sample.index for sample in group.samples if sample.status is Status.TRUNCATED)
     return Decision(keep=len(found) <= max_share * len(group.samples), masked=found)
 

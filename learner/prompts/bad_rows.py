@@ -10,8 +10,8 @@ from learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 
 log = logging.getLogger(__name__)
 
-MOST_LOGGED = 1000
-"""Most rows that are named in the log."""
+MAX_LOGGED = 1000
+"""Maximum number of rows that are named in the log."""
 
 
 class RowTooLong(PromptError):
@@ -38,9 +38,9 @@ class BadRows:
             return
         self._numbers.add(number)
         self._first = self._first or error
-        if len(self) <= MOST_LOGGED:
+        if len(self) <= MAX_LOGGED:
             log.warning("row skipped count=%d %s", len(self), error)
-        elif len(self) == MOST_LOGGED + 1:
+        elif len(self) == MAX_LOGGED + 1:
             log.warning("further bad rows are counted alone; tidemill data check names all of them")
 
     def trouble(self, total: int) -> str:

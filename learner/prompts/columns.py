@@ -18,7 +18,7 @@ REWARD = "reward"
 """Key in a task's metadata with the name of its reward, which ``when`` of ``actor.reward_parts`` compares with."""
 TOOLS = "tools"
 """Key in a task's metadata with the tools of its row, as the chat template has rendered them."""
-MOST_TOOLS = 128
+MAX_TOOLS = 128
 OF_THE_RUN = ("top_p", "top_k", "seed")
 OF_A_ROW = "temperature, max_new_tokens, stop or stop_token_ids"
 
@@ -51,7 +51,7 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
     if not isinstance(found, Mapping):
         raise PromptError(where, f"a map or null in {key!r}", kind_of(found))
     refuse_unsendable(found, where=where, key=key)
-    # Columns of Parquet and Arrow have the same keys in every row; those that a row does not set are null.
+    # Columns of Parquet and Arrow have the same keys in every row; a key that a row does not set is null.
     said = {name: value for name, value in found.items() if value is not None}
     for name in said:
         if name in OF_THE_RUN:
@@ -119,9 +119,9 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
             found = json.loads(found)
         except (ValueError, RecursionError) as error:
             raise PromptError(where, f"a list of tools, or one as JSON text, in {key!r}", f"{found!r:.80} ({error})") from None
-    if not isinstance(found, list) or len(found) > MOST_TOOLS:
+    if not isinstance(found, list) or len(found) > MAX_TOOLS:
         got = f"{len(found)} tools" if isinstance(found, list) else kind_of(found)
-        raise PromptError(where, f"a list of at most {MOST_TOOLS} tools, or one as JSON text, in {key!r}", got)
+        raise PromptError(where, f"a list of at most {MAX_TOOLS} tools, or one as JSON text, in {key!r}", got)
     for tool in found:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:

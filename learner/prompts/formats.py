@@ -25,7 +25,7 @@ from learner.errors import PromptError
 
 _END = object()
 PREFIX = "python:"
-MOST_ROWS = 50_000_000
+MAX_ROWS = 50_000_000
 """Rows after which a function counts as endless."""
 
 
@@ -37,15 +37,15 @@ def is_function(path: Path) -> bool:
 def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
     """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function that fails."""
     rows = _called(path)
-    for number in range(MOST_ROWS + 1):
+    for number in range(MAX_ROWS + 1):
         with errors_as(partial(_refused, f"{path}:{number + 1}", "a row, or the end")):
             row = next(rows, _END)
         if row is _END:
             return
-        if number == MOST_ROWS:
+        if number == MAX_ROWS:
             break
         yield row if isinstance(row, dict) else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
-    raise PromptError(str(path), f"at most {MOST_ROWS} rows", "more; a function must end")
+    raise PromptError(str(path), f"at most {MAX_ROWS} rows", "more; a function must end")
 
 
 def add_rows(digest: "hashlib._Hash", path: Path) -> None:

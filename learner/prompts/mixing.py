@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """The rows of one source among those of all, and their number in a pass."""
+    """The rows of one source among the rows of all sources, and their number in a pass."""
 
     first: int
     size: int

@@ -14,8 +14,8 @@ from learner.prompts.mixing import Share, order_of
 from learner.prompts.prompt_file import PromptFile
 
 SETTING = "data.path"
-_MOST_NAMED = 5
-"""Most rows that a message names."""
+_MAX_NAMED = 5
+"""Maximum number of rows that a message names."""
 
 
 class PlannedRows:
@@ -89,8 +89,8 @@ class PlannedRows:
                 raise _refused(want, f"{len(self._prompts.digests)} rows in another order; append rows with data.shuffle: false alone")
 
     def _differences(self, changed: NDArray[np.int64], count: int) -> str:
-        places = ", ".join(self._prompts.place(int(number)) for number in changed[:_MOST_NAMED])
-        words = [f"{len(changed)} of {count} rows differ ({places}{', ...' if len(changed) > _MOST_NAMED else ''})"] if len(changed) else []
+        places = ", ".join(self._prompts.place(int(number)) for number in changed[:_MAX_NAMED])
+        words = [f"{len(changed)} of {count} rows differ ({places}{', ...' if len(changed) > _MAX_NAMED else ''})"] if len(changed) else []
         if more := len(self._prompts.digests) - count:
             words.append(f"{abs(more)} rows {'more' if more > 0 else 'fewer'}")
         return "; ".join(words) or "the rows are the same"

@@ -22,14 +22,14 @@ from learner.prompts.formats import (
 )
 from learner.prompts.mixing import Share, order_of
 from learner.prompts.responses import RecordedSequence, Recordings
-from learner.prompts.rows import Row, RowRules, RowTokens, refuse_template, row_digest, scan_rows
+from learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_digest, scan_rows
 from learner.prompts.tokenizer import Tokenize
 
 
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
     """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
 
-    That of one whole file is as in the releases that had nothing else: checkpoints have it.
+    The digest of one whole file is as in the releases that had nothing else: checkpoints have it.
     """
     files = [data_files(source.path) for source in sources]
     if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir() and len(files[0]) == 1:
@@ -68,7 +68,7 @@ class Drawn:
 
     epoch: int
     offset: int
-    row: Row
+    row: PromptRow
     tokens: NDArray[np.int32]
     recorded: tuple[RecordedSequence, ...] = ()
     """Recorded responses of the row, for a rollout that has them."""
@@ -110,7 +110,7 @@ class PromptFile:
         # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
         self.digest = prompts_digest(self.sources, shuffle=shuffle, seed=seed)
         self.bad_rows = BadRows(self._rules.policy)
-        self._rows: list[Row | PromptError] = []
+        self._rows: list[PromptRow | PromptError] = []
         digests: list[int] = []
         self.shares = [self._read(source, number, digests) for number, source in enumerate(self.sources)]
         self.digests = np.array(digests, np.uint32)
@@ -133,7 +133,7 @@ class PromptFile:
         share = Share(first=first, size=len(rows), weight=source.weight, name=f"{number}")
         if not rows:
             raise PromptError(str(source), "at least one prompt", "none")
-        if isinstance(rows[0], PromptError) and not any(isinstance(row, Row) for row in rows):
+        if isinstance(rows[0], PromptError) and not any(isinstance(row, PromptRow) for row in rows):
             raise all_bad(rows[0], str(source), len(rows))
         if not share.in_pass:
             want = f"a weight with at least one of its {share.size} prompts in a pass"
@@ -141,7 +141,7 @@ class PromptFile:
         return share
 
     def __len__(self) -> int:
-        """Return the number of prompts in a pass, which is that of the rows unless sources have weights."""
+        """Return the number of prompts in a pass: the number of rows, unless sources have weights."""
         return sum(share.in_pass for share in self.shares)
 
     @property
@@ -149,8 +149,8 @@ class PromptFile:
         """Description of the rows skipped so far, for status; empty while there are none."""
         return self.bad_rows.trouble(len(self._rows))
 
-    def row(self, number: int) -> Row:
-        """Return the row of a number; those of further sources begin behind those of the ones before. Raises PromptError for a bad one."""
+    def row(self, number: int) -> PromptRow:
+        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad row."""
         row = self._rows[number]
         if isinstance(row, PromptError):
             raise row
@@ -161,7 +161,7 @@ class PromptFile:
         return self._rows[number].where
 
     def order(self, epoch: int) -> NDArray[np.int64]:
-        """Return the row numbers of one pass, [len]; those of further sources begin behind those of the ones before."""
+        """Return the row numbers of one pass, [len]; they count through the sources in their order."""
         return self._order(epoch)
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:

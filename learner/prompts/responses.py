@@ -4,7 +4,7 @@ Knows a tokenizer as a function, no file, bus or model. Masks of chat messages f
 is the text that the template puts between the prompt of that turn and its end. Both must be prefixes of the whole conversation, token by
 token, or else as text (``ChatTexts``).
 
-Where the tokens of prompt and answer together do not begin with those of the prompt, because the last of these merges with the first
+Where the tokens of prompt and answer together do not begin with the tokens of the prompt, because the last one merges with the first
 characters of the answer (``\\n`` before an answer that begins with ``\\n\\n``), each text is tokenized by itself. An engine has the tokens
 of the prompt, too, when it samples the answer.
 """
@@ -86,22 +86,22 @@ def answers_by_parts(
 
 WEIGHT = "weight"
 """Key of an assistant's message: 0 = it is not trained, 1 or missing = it is (as in OpenAI's files for fine-tuning)."""
-MOST_RESPONSES = 1024
-"""Most responses of one row."""
+MAX_RESPONSES = 1024
+"""Maximum number of responses of one row."""
 KNOWN = ("text", "messages", "tokens", "prompt_tokens", "log_probs", "loss_mask", "reward", "truncated", "temperature")
 """Keys of one response."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Response:
+class RecordedResponse:
     """One recorded response of a row: exactly one of text, messages and tokens."""
 
     text: str | None = None
     messages: tuple[JsonObject, ...] = ()
-    """Turns after the prompt; those of the assistant are trained."""
+    """Turns after the prompt; the assistant's turns are trained."""
     tokens: tuple[int, ...] = ()
     prompt_tokens: tuple[int, ...] = ()
-    """With tokens: the ids before them; empty = those of the prompt."""
+    """With tokens: the ids before them; empty = the prompt's own."""
     log_probs: tuple[float, ...] = ()
     """With tokens: log-probs of the distribution that they were sampled from; empty = not known."""
     loss_mask: tuple[int, ...] = ()
@@ -109,7 +109,7 @@ class Response:
     reward: float | dict[str, float] = 0.0
     truncated: bool = False
     temperature: float | None = None
-    """Temperature of the log-probs; None = that of the row."""
+    """Temperature of the log-probs; None = the row's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -137,20 +137,20 @@ class RecordedRow:
     """The parts of a row that its sequences are made of."""
 
     prompt: Prompt
-    responses: Sequence[Response]
+    responses: Sequence[RecordedResponse]
     tools: Sequence[JsonObject]
     where: str
 
 
-def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[Response, ...]:
+def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[RecordedResponse, ...]:
     """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null. Raises PromptError."""
     found = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if found is None:
         return ()
     responses = listed(found)
     refuse_unsendable(responses, where=where, key=key)
-    if not 0 < len(responses) <= MOST_RESPONSES:
-        raise PromptError(where, f"1 to {MOST_RESPONSES} responses in {key!r}", len(responses))
+    if not 0 < len(responses) <= MAX_RESPONSES:
+        raise PromptError(where, f"1 to {MAX_RESPONSES} responses in {key!r}", len(responses))
     return tuple(_response(one, where=where, key=f"{key}[{number}]") for number, one in enumerate(responses))
 
 
@@ -162,16 +162,16 @@ def listed(found: object) -> list[Any]:
     return found if isinstance(found, list) else [found]
 
 
-def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], Response]:
+def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], RecordedResponse]:
     """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on. Raises PromptError."""
     first = 0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
     if isinstance(prompt, str) or not first:
         want = "responses in data.responses_key, or chat messages with one of the user before the first of the assistant"
         raise PromptError(where, want, f"{prompt!r:.80}")
-    return list(prompt[:first]), Response(messages=_messages(prompt[first:], where=where, key="messages"))
+    return list(prompt[:first]), RecordedResponse(messages=_messages(prompt[first:], where=where, key="messages"))
 
 
-def _response(value: object, *, where: str, key: str) -> Response:
+def _response(value: object, *, where: str, key: str) -> RecordedResponse:
     if isinstance(value, str):
         value = {"text": value}
     if not isinstance(value, Mapping):
@@ -185,7 +185,7 @@ def _response(value: object, *, where: str, key: str) -> Response:
         raise PromptError(where, f"tokens with {only[0]} in {key}, one of each", f"{kinds[0]}, whose tokens are not known")
     if "text" in said and not (isinstance(said["text"], str) and said["text"]):
         raise PromptError(where, f"a text that is not empty in {key}.text", f"{said['text']!r:.80}")
-    response = Response(
+    response = RecordedResponse(
         text=said.get("text"),
         messages=_messages(said["messages"], where=where, key=f"{key}.messages") if "messages" in said else (),
         tokens=_ids(said.get("tokens", ()), where=where, key=f"{key}.tokens"),
@@ -201,7 +201,7 @@ def _response(value: object, *, where: str, key: str) -> Response:
     return response
 
 
-def _check_tokens(response: Response, *, where: str, key: str) -> None:
+def _check_tokens(response: RecordedResponse, *, where: str, key: str) -> None:
     """Check the lengths, the mask and the log-probs of a response of token ids. Raises PromptError."""
     count = len(response.tokens)
     for name in ("log_probs", "loss_mask"):
@@ -284,7 +284,7 @@ class Recordings:
         """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its earlier text."""
         return tuple(self._sequence(row, response) for response in row.responses)
 
-    def _sequence(self, row: RecordedRow, response: Response) -> RecordedSequence:
+    def _sequence(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
         if response.tokens:
             return self._of_tokens(row, response)
         said = [turn["content"] for turn in response.messages if turn["role"] == ASSISTANT]
@@ -301,7 +301,7 @@ class Recordings:
             tokens, mask = prompt + ids, [0] * len(prompt) + [1] * len(ids)
         return _made(tokens, mask, None, response, text=text, where=row.where)
 
-    def _of_tokens(self, row: RecordedRow, response: Response) -> RecordedSequence:
+    def _of_tokens(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
         prompt = response.prompt_tokens or tuple(_prompt_tokens(self._tokenize, row))
         mask = response.loss_mask or (1,) * len(response.tokens)
         log_probs = (0.0,) * len(prompt) + response.log_probs if response.log_probs else None
@@ -350,7 +350,7 @@ def _unstable(where: str, at: int, turns: Sequence[JsonObject]) -> PromptError:
 
 
 def _made(
-    tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float] | None, response: Response, *, text: str, where: str
+    tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float] | None, response: RecordedResponse, *, text: str, where: str
 ) -> RecordedSequence:
     """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all tokens."""
     trained = np.flatnonzero(mask)

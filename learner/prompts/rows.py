@@ -18,12 +18,12 @@ from learner.errors import PromptError
 from learner.prompts.bad_rows import RowTooLong, rejections
 from learner.prompts.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
 from learner.prompts.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
-from learner.prompts.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
+from learner.prompts.responses import RecordedResponse, RecordedRow, RecordedSequence, Recordings, in_conversation, responses_in
 from learner.prompts.tokenizer import Tokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class PromptRow:
     """One prompt of a file."""
 
     number: int
@@ -35,7 +35,7 @@ class Row:
     tools: Sequence[JsonObject] = ()
     rollout: str = ""
     """Rollout of its samples; empty = single turns."""
-    responses: tuple[Response, ...] = ()
+    responses: tuple[RecordedResponse, ...] = ()
     """Recorded responses."""
     where: str = ""
     """File and line of the row, for messages."""
@@ -47,11 +47,11 @@ class RowRules:
 
     policy: str = SKIP
     """``data.bad_rows``."""
-    unfit: Callable[[Row], None] | None = None
+    unfit: Callable[[PromptRow], None] | None = None
     """Raises PromptError for a row that contradicts settings of the run; None = none does."""
 
-    def applied(self, row: Row | PromptError, recorded: Collection[str] | None) -> Row | PromptError:
-        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = those of rows stay."""
+    def applied(self, row: PromptRow | PromptError, recorded: Collection[str] | None) -> PromptRow | PromptError:
+        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = rows keep theirs."""
         if isinstance(row, PromptError):
             return row
         try:
@@ -71,7 +71,7 @@ class RowTokens:
         self.recordings = recordings
         self._tokenize, self._max_tokens = tokenize, max_tokens
 
-    def of(self, row: Row) -> tuple[NDArray[np.int32], tuple[RecordedSequence, ...]]:
+    def of(self, row: PromptRow) -> tuple[NDArray[np.int32], tuple[RecordedSequence, ...]]:
         """Return the tokens of the prompt, and the recorded sequences of a rollout that has them.
 
         Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many (RowTooLong).
@@ -91,12 +91,12 @@ class RowTokens:
         return tokens, recorded
 
 
-def row_tokens(row: Row, tokenize: Tokenize) -> Sequence[int]:
+def row_tokens(row: PromptRow, tokenize: Tokenize) -> Sequence[int]:
     """Return the input ids of a row's prompt and tools."""
     return tokenize(row.prompt, tools=row.tools) if row.tools else tokenize(row.prompt)
 
 
-def row_digest(row: Row | PromptError) -> int:
+def row_digest(row: PromptRow | PromptError) -> int:
     """Return a digest of 32 bits of a row's content, wherever it is; for a bad row, of its error."""
     if isinstance(row, PromptError):
         parts: list[object] = [row.want, str(row.got)]
@@ -106,12 +106,12 @@ def row_digest(row: Row | PromptError) -> int:
     return zlib.crc32(json.dumps(parts, sort_keys=True, default=repr).encode())
 
 
-def recorded_row(row: Row) -> RecordedRow:
+def recorded_row(row: PromptRow) -> RecordedRow:
     """Return the parts of a row that its recorded sequences are made of."""
     return RecordedRow(prompt=row.prompt, responses=row.responses, tools=row.tools, where=row.where)
 
 
-def with_responses(row: Row, rollouts: Collection[str]) -> Row:
+def with_responses(row: PromptRow, rollouts: Collection[str]) -> PromptRow:
     """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises PromptError."""
     if row.rollout not in rollouts:
         return replace(row, responses=())
@@ -121,7 +121,7 @@ def with_responses(row: Row, rollouts: Collection[str]) -> Row:
     return replace(row, prompt=prompt, responses=(response,))
 
 
-def scan_rows(source: Source) -> Iterator[Row | PromptError]:
+def scan_rows(source: Source) -> Iterator[PromptRow | PromptError]:
     """Iterate over the rows of a source as they are used, with the error in the place of each bad one.
 
     Raises PromptError when the rest of the file cannot be read.
@@ -135,14 +135,14 @@ def scan_rows(source: Source) -> Iterator[Row | PromptError]:
         yield values if isinstance(values, PromptError) else _scanned(source, number, values, where)
 
 
-def _scanned(source: Source, number: int, values: JsonMapping, where: str) -> Row | PromptError:
+def _scanned(source: Source, number: int, values: JsonMapping, where: str) -> PromptRow | PromptError:
     try:
         return row_in(source, number, values, where=where)
     except PromptError as error:
         return error
 
 
-def row_in(source: Source, number: int, values: Mapping[str, object], *, where: str = "") -> Row:
+def row_in(source: Source, number: int, values: Mapping[str, object], *, where: str = "") -> PromptRow:
     """Return the row of a source for one line's values, as it is used. Raises PromptError.
 
     ``where``: its place in messages; empty = that in a source of one file.
@@ -163,7 +163,7 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
     return _worded(row, source)
 
 
-def _worded(row: Row, source: Source) -> Row:
+def _worded(row: PromptRow, source: Source) -> PromptRow:
     """Return the row with the template and the system prompt of its source."""
     row = templated(row, source.template)
     if not source.system_prompt:
@@ -174,7 +174,7 @@ def _worded(row: Row, source: Source) -> Row:
     return replace(row, prompt=[{"role": "system", "content": source.system_prompt}, *messages])
 
 
-def templated(row: Row, template: str) -> Row:
+def templated(row: PromptRow, template: str) -> PromptRow:
     """Return the row with ``template`` around a text prompt; unchanged for chat messages, and for an empty template."""
     if not template or not isinstance(row.prompt, str):
         return row
@@ -187,7 +187,7 @@ def refuse_template(template: str) -> None:
         raise PromptError("data.template", "text with {prompt} in it", repr(template))
 
 
-def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> Row:
+def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[str, str, str]) -> PromptRow:
     """Return the row for one line's values. Raises PromptError."""
     prompt, label, metadata = (
         value_at(values, key, where=where, setting=f"data.{name}_key") if key or name == "prompt" else None
@@ -195,7 +195,7 @@ def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[st
     )
     if keys[2] and not isinstance(metadata, dict):
         raise PromptError(where, f"a map in {keys[2]!r}", kind_of(metadata))
-    found = Row(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
+    found = PromptRow(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
     for key, value in zip(keys, (found.prompt, label, metadata), strict=True):
         refuse_unsendable(value, where=where, key=key)
     return found

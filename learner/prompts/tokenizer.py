@@ -50,7 +50,7 @@ def _without_a_warning() -> Iterator[None]:
 
 Tokenize = Callable[..., Sequence[int]]
 """Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
-``whole=True`` it gives those of a whole conversation, without a generation prompt, or of the text of a response, without special tokens."""
+``whole=True`` it gives the ids of a whole conversation without a generation prompt, or of a response's text without special tokens."""
 
 
 class PromptTokenizer:

@@ -24,7 +24,7 @@ from learner.data.source import Source
 from learner.errors import ConfigRefused, PromptError
 from learner.evaluation.prompts import EvalPrompts
 from learner.feed.new_task import prompt_for
-from learner.prompts.bad_rows import MOST_LOGGED, BadRows, RowTooLong
+from learner.prompts.bad_rows import MAX_LOGGED, BadRows, RowTooLong
 from learner.prompts.curriculum import Curriculum, CurriculumRules
 from learner.prompts.planned_rows import PlannedRows
 from learner.prompts.prompt_file import PromptFile
@@ -292,9 +292,9 @@ def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: py
 def test_a_file_of_bad_rows_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     bad = BadRows()
     with caplog.at_level(logging.WARNING):
-        for number in range(3 * MOST_LOGGED):
+        for number in range(3 * MAX_LOGGED):
             bad.add(number, PromptError(f"p.jsonl:{number}", "a", "b"))
-    assert len(caplog.records) == MOST_LOGGED + 1 and len(bad) == 3 * MOST_LOGGED
+    assert len(caplog.records) == MAX_LOGGED + 1 and len(bad) == 3 * MAX_LOGGED
     assert "further bad rows are counted alone" in caplog.records[-1].message
 
 

@@ -14,7 +14,7 @@ from bus.wire.codec import encode_record
 from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
 from learner.buffer.arrivals import Arrival, Disposition
 from learner.buffer.datasource import EARLY_SAMPLES, DataSource
-from learner.buffer.groups import BufferedSample, Group, Verdict
+from learner.buffer.groups import BufferedSample, SampleGroup, Verdict
 from learner.buffer.plans import plan_bytes, settle_bytes
 from learner.buffer.rules import DataRules
 from learner.buffer.selection import Waits, that_fit
@@ -811,7 +811,7 @@ def test_a_step_is_planned_with_as_many_groups_as_fit_in_a_message() -> None:
 def test_sequences_and_masked_samples_count_for_the_room() -> None:
     def chosen(lengths: tuple[int, ...], masked: bool = False) -> int:
         """Return the number of groups of two samples that fit where three of a sequence each do."""
-        groups = [Group(task=task(id), touched_s=0.0) for id in range(1, 9)]
+        groups = [SampleGroup(task=task(id), touched_s=0.0) for id in range(1, 9)]
         for group in groups:
             for index in range(2):
                 group.add(replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths))

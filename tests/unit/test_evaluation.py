@@ -15,7 +15,7 @@ from learner.data.config import DataConfig
 from learner.evaluation.best import versions_of
 from learner.evaluation.config import EvalConfig, EvalSet
 from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
-from learner.evaluation.scores import BestScore, Response, bootstrap, pass_at, powers, scores
+from learner.evaluation.scores import BestScore, ScoredResponse, bootstrap, pass_at, powers, scores
 from tests import data_kit
 from tests.metric_names import undocumented
 
@@ -273,8 +273,8 @@ def test_the_state_of_other_sets_is_passed_over() -> None:
 # ---- scores
 
 
-def response(score: float, **changes: Any) -> Response:
-    return Response(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
+def response(score: float, **changes: Any) -> ScoredResponse:
+    return ScoredResponse(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
 
 
 @given(st.integers(1, 12), st.data())

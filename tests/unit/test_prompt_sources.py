@@ -17,14 +17,14 @@ from learner.data.config import DataConfig
 from learner.data.source import Source
 from learner.errors import PromptError
 from learner.prompts.prompt_file import PromptFile
-from learner.prompts.rows import Row, RowRules, scan_rows
+from learner.prompts.rows import PromptRow, RowRules, scan_rows
 
 
 def letters(prompt: Prompt) -> Sequence[int]:
     return [ord(letter) for letter in str(prompt)]
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[PromptRow]:
     """Yield the rows of a source; raise the error of the first bad one."""
     for row in scan_rows(source):
         if isinstance(row, PromptError):
