@@ -45,31 +45,31 @@ class RowSampling:
 
 def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSampling:
     """Return the settings in column ``key``; null stands for none. Raises PromptError."""
-    found = value_at(values, key, where=where, setting="data.sampling_key") if key else None
-    if found is None:
+    column = value_at(values, key, where=where, setting="data.sampling_key") if key else None
+    if column is None:
         return RowSampling()
-    if not isinstance(found, Mapping):
-        raise PromptError(where, f"a map or null in {key!r}", kind_of(found))
-    refuse_unsendable(found, where=where, key=key)
+    if not isinstance(column, Mapping):
+        raise PromptError(where, f"a map or null in {key!r}", kind_of(column))
+    refuse_unsendable(column, where=where, key=key)
     # Columns of Parquet and Arrow have the same keys in every row; a key that a row does not set is null.
-    said = {name: value for name, value in found.items() if value is not None}
-    for name in said:
+    settings = {name: value for name, value in column.items() if value is not None}
+    for name in settings:
         if name in OF_THE_RUN:
             raise PromptError(where, f"{OF_A_ROW} in {key!r}; {name} is the same for all rows of a run", name)
         if name not in ("temperature", "max_new_tokens", "stop", "stop_token_ids"):
             raise PromptError(where, f"{OF_A_ROW} in {key!r}", repr(name)[:80])
-    temperature = said.get("temperature")
+    temperature = settings.get("temperature")
     if temperature is not None and not _is_temperature(temperature):
         numbers = f"a number from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
         want = f"{numbers} in '{key}.temperature' (of 0 there is no distribution to correct for)"
         raise PromptError(where, want, repr(temperature)[:80])
-    longest = said.get("max_new_tokens")
+    longest = settings.get("max_new_tokens")
     if longest is not None and not _whole(longest, at_least=1):
         raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
-    stop, ids = _listed(said.get("stop")), _listed(said.get("stop_token_ids"))
-    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(one, str) and 0 < len(one) <= MOST_LETTERS for one in stop)):
+    stop, ids = _listed(settings.get("stop")), _listed(settings.get("stop_token_ids"))
+    if stop is not None and not (len(stop) <= MOST_STOPS and all(isinstance(text, str) and 0 < len(text) <= MOST_LETTERS for text in stop)):
         raise PromptError(where, f"at most {MOST_STOPS} texts of 1 to {MOST_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
-    if ids is not None and not (len(ids) <= MOST_STOPS and all(_whole(one, at_least=0) for one in ids)):
+    if ids is not None and not (len(ids) <= MOST_STOPS and all(_whole(entry, at_least=0) for entry in ids)):
         raise PromptError(where, f"at most {MOST_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
     return RowSampling(
         temperature=None if temperature is None else float(temperature), max_new_tokens=longest, stop=stop, stop_token_ids=ids
@@ -90,44 +90,44 @@ def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) 
 
 def reward_in(values: Mapping[str, object], key: str, *, where: str) -> str:
     """Return the name of a reward in column ``key``; empty for null. Raises PromptError."""
-    found = value_at(values, key, where=where, setting="data.reward_key") if key else None
-    if found is None:
+    name = value_at(values, key, where=where, setting="data.reward_key") if key else None
+    if name is None:
         return ""
-    if not isinstance(found, str) or not 0 < len(found) <= MOST_LETTERS:
-        raise PromptError(where, f"the name of a reward, or null, in {key!r}", repr(found)[:80])
-    refuse_unsendable(found, where=where, key=key)
-    return found
+    if not isinstance(name, str) or not 0 < len(name) <= MOST_LETTERS:
+        raise PromptError(where, f"the name of a reward, or null, in {key!r}", repr(name)[:80])
+    refuse_unsendable(name, where=where, key=key)
+    return name
 
 
 def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | None:
     """Return the name of a rollout in column ``key``, empty for single turns; None for null. Raises PromptError."""
-    found = value_at(values, key, where=where, setting="data.rollout_key") if key else None
-    if found is None:
+    name = value_at(values, key, where=where, setting="data.rollout_key") if key else None
+    if name is None:
         return None
-    if not isinstance(found, str) or not RUN_NAME.fullmatch(found):
-        raise PromptError(where, f"the name of a rollout, {SINGLE_TURN}, or null, in {key!r}", repr(found)[:80])
-    return rollout_named(found)
+    if not isinstance(name, str) or not RUN_NAME.fullmatch(name):
+        raise PromptError(where, f"the name of a rollout, {SINGLE_TURN}, or null, in {key!r}", repr(name)[:80])
+    return rollout_named(name)
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
     """Return the tools in column ``key``: a list of maps, or such a list as JSON text; none for null. Raises PromptError."""
-    found = value_at(values, key, where=where, setting="data.tools_key") if key else None
-    if found is None:
+    tools = value_at(values, key, where=where, setting="data.tools_key") if key else None
+    if tools is None:
         return []
-    if isinstance(found, str):  # the usual form in Parquet and Arrow, where a map has the keys of all rows
+    if isinstance(tools, str):  # the usual form in Parquet and Arrow, where a map has the keys of all rows
         try:
-            found = json.loads(found)
+            tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise PromptError(where, f"a list of tools, or one as JSON text, in {key!r}", f"{found!r:.80} ({error})") from None
-    if not isinstance(found, list) or len(found) > MAX_TOOLS:
-        got = f"{len(found)} tools" if isinstance(found, list) else kind_of(found)
+            raise PromptError(where, f"a list of tools, or one as JSON text, in {key!r}", f"{tools!r:.80} ({error})") from None
+    if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
+        got = f"{len(tools)} tools" if isinstance(tools, list) else kind_of(tools)
         raise PromptError(where, f"a list of at most {MAX_TOOLS} tools, or one as JSON text, in {key!r}", got)
-    for tool in found:
+    for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
             raise PromptError(where, f"tools with a name, or with function.name, in {key!r}", f"{tool!r:.80}")
-    refuse_unsendable(found, where=where, key=key)
-    return found
+    refuse_unsendable(tools, where=where, key=key)
+    return tools
 
 
 def _listed(value: Any) -> tuple[Any, ...] | None:

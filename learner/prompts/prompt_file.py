@@ -36,15 +36,17 @@ def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> st
         digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
         _add_content(digest, files[0][0])
         return digest.hexdigest()[:16]
-    told: list[tuple[object, ...]] = [(one.template, one.system_prompt, one.start, one.stop, one.weight) for one in sources]
-    own = [(one.reward, one.reward_key, one.sampling_key, one.tools_key) for one in sources]
-    if any(map(any, own)):
-        told += own  # only then: checkpoints of earlier releases have the digest without
-    if any(one.responses_key for one in sources):
-        told += [(one.responses_key,) for one in sources]
-    if any(one.rollout_key for one in sources) or len({one.rollout for one in sources}) > 1:
-        told += [(one.rollout, one.rollout_key) for one in sources]
-    digest = hashlib.sha256(repr((told, shuffle, seed)).encode())
+    described: list[tuple[object, ...]] = [
+        (source.template, source.system_prompt, source.start, source.stop, source.weight) for source in sources
+    ]
+    columns = [(source.reward, source.reward_key, source.sampling_key, source.tools_key) for source in sources]
+    if any(map(any, columns)):
+        described += columns  # only then: checkpoints of earlier releases have the digest without
+    if any(source.responses_key for source in sources):
+        described += [(source.responses_key,) for source in sources]
+    if any(source.rollout_key for source in sources) or len({source.rollout for source in sources}) > 1:
+        described += [(source.rollout, source.rollout_key) for source in sources]
+    digest = hashlib.sha256(repr((described, shuffle, seed)).encode())
     for file in (file for of_source in files for file in [*of_source, None]):
         content = hashlib.sha256()
         if file is not None:
@@ -181,7 +183,7 @@ class PromptFile:
 
         Raises PromptError when no row can be used, and with the policy refuse for any bad row.
         """
-        first: PromptError | None = None
+        first_error: PromptError | None = None
         # The rest of this pass and all of the next, which has another order; more where a pass has only some of the rows.
         for _ in range((1 + max(share.passes for share in self.shares)) * len(self)):
             if offset >= len(self):
@@ -190,10 +192,10 @@ class PromptFile:
                 return self.at(epoch, offset)
             except PromptError as error:
                 self.bad_rows.add(int(self.order(epoch)[offset]), error)
-                first = first or error
+                first_error = first_error or error
             offset += 1
-        assert first is not None
-        raise all_bad(first, " + ".join(map(str, self.sources)), len(self._rows))
+        assert first_error is not None
+        raise all_bad(first_error, " + ".join(map(str, self.sources)), len(self._rows))
 
     def leave_out(self, epoch: int, offset: int, error: WireError) -> None:
         """Make the row at a position bad, because no task can carry it. Raises PromptError with the policy refuse."""

@@ -144,14 +144,14 @@ class RecordedRow:
 
 def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[RecordedResponse, ...]:
     """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null. Raises PromptError."""
-    found = value_at(values, key, where=where, setting="data.responses_key") if key else None
-    if found is None:
+    column = value_at(values, key, where=where, setting="data.responses_key") if key else None
+    if column is None:
         return ()
-    responses = listed(found)
+    responses = listed(column)
     refuse_unsendable(responses, where=where, key=key)
     if not 0 < len(responses) <= MAX_RESPONSES:
         raise PromptError(where, f"1 to {MAX_RESPONSES} responses in {key!r}", len(responses))
-    return tuple(_response(one, where=where, key=f"{key}[{number}]") for number, one in enumerate(responses))
+    return tuple(_response(entry, where=where, key=f"{key}[{number}]") for number, entry in enumerate(responses))
 
 
 def listed(found: object) -> list[Any]:
@@ -176,25 +176,25 @@ def _response(value: object, *, where: str, key: str) -> RecordedResponse:
         value = {"text": value}
     if not isinstance(value, Mapping):
         raise PromptError(where, f"text or a map with text, messages or tokens in {key}", kind_of(value))
-    said = {name: one for name, one in value.items() if one is not None}
-    if unknown := sorted(set(said) - set(KNOWN)):
+    fields = {name: entry for name, entry in value.items() if entry is not None}
+    if unknown := sorted(set(fields) - set(KNOWN)):
         raise PromptError(where, f"only {', '.join(KNOWN)} in {key}", unknown[0])
-    if len(kinds := [name for name in KNOWN[:3] if name in said]) != 1:
+    if len(kinds := [name for name in KNOWN[:3] if name in fields]) != 1:
         raise PromptError(where, f"one of text, messages and tokens in {key}", ", ".join(kinds) or "none")
-    if kinds != ["tokens"] and (only := [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in said]):
+    if kinds != ["tokens"] and (only := [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in fields]):
         raise PromptError(where, f"tokens with {only[0]} in {key}, one of each", f"{kinds[0]}, whose tokens are not known")
-    if "text" in said and not (isinstance(said["text"], str) and said["text"]):
-        raise PromptError(where, f"a text that is not empty in {key}.text", f"{said['text']!r:.80}")
+    if "text" in fields and not (isinstance(fields["text"], str) and fields["text"]):
+        raise PromptError(where, f"a text that is not empty in {key}.text", f"{fields['text']!r:.80}")
     response = RecordedResponse(
-        text=said.get("text"),
-        messages=_messages(said["messages"], where=where, key=f"{key}.messages") if "messages" in said else (),
-        tokens=_ids(said.get("tokens", ()), where=where, key=f"{key}.tokens"),
-        prompt_tokens=_ids(said.get("prompt_tokens", ()), where=where, key=f"{key}.prompt_tokens"),
-        log_probs=_numbers(said.get("log_probs", ()), where=where, key=f"{key}.log_probs"),
-        loss_mask=_ids(said.get("loss_mask", ()), where=where, key=f"{key}.loss_mask", most=2),
-        reward=_reward(said.get("reward", 0.0), where=where, key=f"{key}.reward"),
-        truncated=said.get("truncated", False) is True,
-        temperature=float(_number(said["temperature"], where=where, key=f"{key}.temperature")) if "temperature" in said else None,
+        text=fields.get("text"),
+        messages=_messages(fields["messages"], where=where, key=f"{key}.messages") if "messages" in fields else (),
+        tokens=_ids(fields.get("tokens", ()), where=where, key=f"{key}.tokens"),
+        prompt_tokens=_ids(fields.get("prompt_tokens", ()), where=where, key=f"{key}.prompt_tokens"),
+        log_probs=_numbers(fields.get("log_probs", ()), where=where, key=f"{key}.log_probs"),
+        loss_mask=_ids(fields.get("loss_mask", ()), where=where, key=f"{key}.loss_mask", most=2),
+        reward=_reward(fields.get("reward", 0.0), where=where, key=f"{key}.reward"),
+        truncated=fields.get("truncated", False) is True,
+        temperature=float(_number(fields["temperature"], where=where, key=f"{key}.temperature")) if "temperature" in fields else None,
     )
     if kinds == ["tokens"]:
         _check_tokens(response, where=where, key=key)
@@ -205,8 +205,8 @@ def _check_tokens(response: RecordedResponse, *, where: str, key: str) -> None:
     """Check the lengths, the mask and the log-probs of a response of token ids. Raises PromptError."""
     count = len(response.tokens)
     for name in ("log_probs", "loss_mask"):
-        if (found := len(getattr(response, name))) not in (0, count):
-            raise PromptError(where, f"a value for each of {count} tokens in {key}.{name}", found)
+        if (length := len(getattr(response, name))) not in (0, count):
+            raise PromptError(where, f"a value for each of {count} tokens in {key}.{name}", length)
     if not count or (response.loss_mask and not any(response.loss_mask)):
         raise PromptError(where, f"a token that is trained in {key}", "none")
     if response.log_probs:
@@ -230,7 +230,7 @@ def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
 
 
 def _ids(value: Any, *, where: str, key: str, most: int = 2**31) -> tuple[int, ...]:
-    if not isinstance(value, (list, tuple)) or not all(type(one) is int and 0 <= one < most for one in value):
+    if not isinstance(value, (list, tuple)) or not all(type(token) is int and 0 <= token < most for token in value):
         raise PromptError(where, f"a list of whole numbers from 0 to {most - 1} in {key}", f"{value!r:.80}")
     return tuple(value)
 
@@ -244,20 +244,20 @@ def _number(value: Any, *, where: str, key: str) -> float:
 def _numbers(value: Any, *, where: str, key: str) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)):
         raise PromptError(where, f"a list of numbers in {key}", kind_of(value))
-    return tuple(_number(0.0 if one is None else one, where=where, key=f"{key}[{at}]") for at, one in enumerate(value))
+    return tuple(_number(0.0 if number is None else number, where=where, key=f"{key}[{at}]") for at, number in enumerate(value))
 
 
 def _reward(value: Any, *, where: str, key: str) -> float | dict[str, float]:
-    found: float | dict[str, float]
+    reward: float | dict[str, float]
     if isinstance(value, Mapping):
-        found = {str(name): _number(one, where=where, key=f"{key}.{name}") for name, one in value.items() if one is not None}
+        reward = {str(name): _number(part, where=where, key=f"{key}.{name}") for name, part in value.items() if part is not None}
     else:
-        found = _number(value, where=where, key=key)
+        reward = _number(value, where=where, key=key)
     try:
-        check_reward(found)
+        check_reward(reward)
     except WireError as error:
         raise PromptError(where, f"{error.want} in {key}", error.got) from None
-    return found
+    return reward
 
 
 class Recordings:

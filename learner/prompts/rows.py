@@ -77,17 +77,17 @@ class RowTokens:
         Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many (RowTooLong).
         """
         recorded: tuple[RecordedSequence, ...] = ()
-        most = self._max_tokens
+        max_tokens = self._max_tokens
         with rejections(row.where):
             if row.responses and self.recordings is not None:
-                recorded, most = self.recordings.sequences(recorded_row(row)), self.recordings.max_tokens
+                recorded, max_tokens = self.recordings.sequences(recorded_row(row)), self.recordings.max_tokens
                 tokens = recorded[0].prompt_tokens
             else:
                 tokens = np.asarray(row_tokens(row, self._tokenize), np.int32)
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
-        if (longest := max((len(one.tokens) for one in recorded), default=len(tokens))) > most:
-            raise RowTooLong(row.where, f"<= {most} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})", longest)
+        if (longest := max((len(sequence.tokens) for sequence in recorded), default=len(tokens))) > max_tokens:
+            raise RowTooLong(row.where, f"<= {max_tokens} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})", longest)
         return tokens, recorded
 
 
@@ -126,11 +126,11 @@ def scan_rows(source: Source) -> Iterator[PromptRow | PromptError]:
 
     Raises PromptError when the rest of the file cannot be read.
     """
-    found = enumerate(read_values(source.path))
+    numbered = enumerate(read_values(source.path))
     if (source.start or 0) < 0 or (source.stop or 0) < 0:  # from the end, which is not known before
-        chosen: Iterator[tuple[int, tuple[str, JsonMapping | PromptError]]] = iter(list(found)[source.start : source.stop])
+        chosen: Iterator[tuple[int, tuple[str, JsonMapping | PromptError]]] = iter(list(numbered)[source.start : source.stop])
     else:
-        chosen = islice(found, source.start, source.stop)
+        chosen = islice(numbered, source.start, source.stop)
     for number, (where, values) in chosen:
         yield values if isinstance(values, PromptError) else _scanned(source, number, values, where)
 
@@ -195,10 +195,10 @@ def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[st
     )
     if keys[2] and not isinstance(metadata, dict):
         raise PromptError(where, f"a map in {keys[2]!r}", kind_of(metadata))
-    found = PromptRow(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
-    for key, value in zip(keys, (found.prompt, label, metadata), strict=True):
+    row = PromptRow(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
+    for key, value in zip(keys, (row.prompt, label, metadata), strict=True):
         refuse_unsendable(value, where=where, key=key)
-    return found
+    return row
 
 
 def _prompt(where: str, key: str, value: Any) -> Prompt:
