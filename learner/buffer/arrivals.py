@@ -57,20 +57,20 @@ class EarlyArrivals:
         """Keep a sample until its task is issued."""
         self._samples.setdefault(early.sample.task, []).append(early)
 
-    def add_dead(self, id: int) -> None:
+    def add_dead(self, task_id: int) -> None:
         """Note that a task was given up by its actor."""
-        self._dead.add(id)
+        self._dead.add(task_id)
 
     def take(self, issued: int) -> Iterator[tuple[int, EarlySample]]:
         """Remove and yield the samples of the task that was ``issued``, and of smaller ids, each with its id. Ids are issued in order."""
-        for id in [id for id in self._samples if id <= issued]:
-            for early in self._samples.pop(id):
-                yield id, early
+        for task_id in [task_id for task_id in self._samples if task_id <= issued]:
+            for early in self._samples.pop(task_id):
+                yield task_id, early
 
     def take_dead(self, issued: int) -> bool:
         """Return whether the task that was ``issued`` is dead; it and smaller ids are forgotten."""
         found = issued in self._dead
-        self._dead = {id for id in self._dead if id > issued}
+        self._dead = {task_id for task_id in self._dead if task_id > issued}
         return found
 
 
@@ -103,15 +103,15 @@ class EvalTasks:
     @property
     def num_early(self) -> int:
         """Number of samples of tasks that are not issued."""
-        return sum(len(seen) for id, seen in self._seen.items() if id not in self._sizes)
+        return sum(len(seen) for task_id, seen in self._seen.items() if task_id not in self._sizes)
 
     def issued(self, task: Task) -> None:
         """Open a task."""
         self._sizes[task.id] = task.group_size
 
-    def size(self, id: int) -> int | None:
+    def size(self, task_id: int) -> int | None:
         """Return the number of samples of an open task; None = it is not open."""
-        return self._sizes.get(id)
+        return self._sizes.get(task_id)
 
     def add(self, sample: Sample) -> None:
         """Note a sample."""
@@ -119,25 +119,25 @@ class EvalTasks:
 
     def forget_unissued(self, to: int) -> None:
         """Forget the samples of ids up to ``to`` that no evaluation task has: ids are issued in order."""
-        for id in [id for id in self._seen if id not in self._sizes and id <= to]:
-            del self._seen[id]
+        for task_id in [task_id for task_id in self._seen if task_id not in self._sizes and task_id <= to]:
+            del self._seen[task_id]
 
-    def close(self, id: int, *, dead: bool) -> bool:
+    def close(self, task_id: int, *, dead: bool) -> bool:
         """Close a task if all its samples were read, or it is dead. Returns whether it was closed."""
-        size = self._sizes.get(id)
-        if size is None or not (dead or len(self._seen.get(id, ())) >= size):
+        size = self._sizes.get(task_id)
+        if size is None or not (dead or len(self._seen.get(task_id, ())) >= size):
             return False
-        self._seen.pop(id, None)
-        del self._sizes[id]
+        self._seen.pop(task_id, None)
+        del self._sizes[task_id]
         return True
 
     def dump(self) -> list[tuple[int, list[int]]]:
         """Return the indices that were read, by task, for a snapshot."""
-        return sorted((id, sorted(seen)) for id, seen in self._seen.items())
+        return sorted((task_id, sorted(seen)) for task_id, seen in self._seen.items())
 
     def load(self, seen: Iterable[tuple[int, Iterable[int]]]) -> None:
         """Set the indices of a snapshot; a restart reads the tasks again."""
-        self._seen = {id: set(indices) for id, indices in seen}
+        self._seen = {task_id: set(indices) for task_id, indices in seen}
 
 
 class KnownVersions:

@@ -109,8 +109,8 @@ class DataSource:
 
     def _place_early(self, issued: Task, now: float) -> None:
         """Place the samples that came before the issue of this task. Samples of smaller ids name no task: ids are issued in order."""
-        for id, early in self._early.take(issued.id):
-            if id == issued.id and issued.kind is Kind.TRAIN:
+        for task_id, early in self._early.take(issued.id):
+            if task_id == issued.id and issued.kind is Kind.TRAIN:
                 self._place(early.seq, early.sample, now, early.actor)
             else:
                 self._invalid(early.seq, "task", early.actor)
@@ -198,10 +198,10 @@ class DataSource:
             return False
         return self._evals.num_early + len(self._early) < EARLY_SAMPLES
 
-    def _settle_eval(self, id: int, *, dead: bool = False) -> None:
+    def _settle_eval(self, task_id: int, *, dead: bool = False) -> None:
         """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
-        if self._evals.close(id, dead=dead):
-            self._tasks.settle(id)
+        if self._evals.close(task_id, dead=dead):
+            self._tasks.settle(task_id)
 
     def _invalid(self, seq: int, reason: str, actor: str) -> Arrival:
         self._counter.refuse(reason, actor)
@@ -215,18 +215,18 @@ class DataSource:
         self._samples.settle(seq)
         return arrival
 
-    def dead(self, id: int) -> bool:
+    def dead(self, task_id: int) -> bool:
         """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed.
 
         Returns whether an open group cannot be trained for it.
         """
-        if not self._tasks.knows(id) and id <= self._tasks.seen_to + EARLY_IDS:
-            self._early.add_dead(id)
-        return self._abandon(id, "dead") and not self._complete(self._groups[id])
+        if not self._tasks.knows(task_id) and task_id <= self._tasks.seen_to + EARLY_IDS:
+            self._early.add_dead(task_id)
+        return self._abandon(task_id, "dead") and not self._complete(self._groups[task_id])
 
-    def lost(self, id: int) -> None:
+    def lost(self, task_id: int) -> None:
         """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued again."""
-        self._abandon(id, "lost")
+        self._abandon(task_id, "lost")
 
     def requeue(self, dead: Dead) -> None:
         """Requeue the prompt of a dead task with the next records; repeated calls requeue it once."""
@@ -234,10 +234,10 @@ class DataSource:
             self._requeues.ask(dead)
             self.changes += 1
 
-    def _abandon(self, id: int, reason: str) -> bool:
+    def _abandon(self, task_id: int, reason: str) -> bool:
         """Mark an open group as one that gets no further samples. Returns whether there is such a group."""
-        self._settle_eval(id, dead=True)
-        group = self._groups.get(id)
+        self._settle_eval(task_id, dead=True)
+        group = self._groups.get(task_id)
         if group is None or group.abandoned:
             return False
         group.abandoned = reason
@@ -254,12 +254,12 @@ class DataSource:
         groups = [group for group in groups if not group.demonstrations]
         return [(group.task, group.seqs) for group in groups]
 
-    def judged(self, id: int, verdict: Verdict, seqs: Sequence[int] | None = None) -> None:
+    def judged(self, task_id: int, verdict: Verdict, seqs: Sequence[int] | None = None) -> None:
         """Register the filters' decision on a complete group of these samples, as ``unjudged`` returned them; None = those it has.
 
         Without effect for one that is settled or has another sample meanwhile.
         """
-        group = self._groups.get(id)
+        group = self._groups.get(task_id)
         if group is not None and self._complete(group) and (seqs is None or group.seqs == list(seqs)):
             group.judge(verdict)
             self.changes += 1
@@ -283,8 +283,8 @@ class DataSource:
 
         Without effect if it is not the next step any more, and for groups that are settled or have another sample meanwhile.
         """
-        for id, seqs, choice in choices if step == self.step + 1 else ():
-            group = self._groups.get(id)
+        for task_id, seqs, choice in choices if step == self.step + 1 else ():
+            group = self._groups.get(task_id)
             if group is not None and self._judged(group) and group.seqs == list(seqs):
                 group.choice = choice
                 self.changes += 1
@@ -478,7 +478,7 @@ class DataSource:
 
     def token_limits(self, plan: Plan) -> dict[int, int]:
         """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before ``apply``."""
-        tasks = [group.task for id in plan.tasks if (group := self._groups.get(int(id))) is not None]
+        tasks = [group.task for task_id in plan.tasks if (group := self._groups.get(int(task_id))) is not None]
         return {task.id: task.budget.tokens for task in tasks if task.budget is not None and task.budget.tokens}
 
     def _close(self, groups: list[SampleGroup], seqs: list[int], reason: str) -> None:
@@ -503,20 +503,20 @@ class DataSource:
 
     def incomplete(self) -> list[int]:
         """Return the open training tasks that lack samples."""
-        return [id for id in self._groups if self.lacks_samples(id)]
+        return [task_id for task_id in self._groups if self.lacks_samples(task_id)]
 
-    def lacks_samples(self, id: int) -> bool:
+    def lacks_samples(self, task_id: int) -> bool:
         """Return whether a task is open and lacks samples."""
-        group = self._groups.get(id)
+        group = self._groups.get(task_id)
         return group is not None and not group.full and not group.abandoned
 
-    def rollout_of(self, id: int) -> str:
+    def rollout_of(self, task_id: int) -> str:
         """Return the rollout of an open task, empty for a single turn. Raises KeyError for another task."""
-        return self._groups[id].task.rollout
+        return self._groups[task_id].task.rollout
 
-    def lack(self, id: int) -> str:
+    def lack(self, task_id: int) -> str:
         """Return a description of the samples that an open task lacks. Raises KeyError for another task."""
-        group = self._groups[id]
+        group = self._groups[task_id]
         return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
 
     def cursor(self) -> Cursor:

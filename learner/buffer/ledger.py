@@ -33,12 +33,12 @@ class SettledIds:
         self._open: set[int] = set()
         self._pass_earlier()
 
-    def see(self, id: int) -> bool:
+    def see(self, number: int) -> bool:
         """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled before."""
-        if id <= self.seen_to or id in self._earlier:
+        if number <= self.seen_to or number in self._earlier:
             return False
-        self.seen_to = id
-        self._open.add(id)
+        self.seen_to = number
+        self._open.add(number)
         self._pass_earlier()
         return True
 
@@ -47,13 +47,13 @@ class SettledIds:
         while self.seen_to + 1 in self._earlier:
             self.seen_to += 1
 
-    def settle(self, id: int) -> None:
+    def settle(self, number: int) -> None:
         """Settle an open id. Raises KeyError for another one."""
-        self._open.remove(id)
+        self._open.remove(number)
 
-    def knows(self, id: int) -> bool:
+    def knows(self, number: int) -> bool:
         """Return whether an id has been seen, now or before a restart."""
-        return id <= self.seen_to or id in self._earlier
+        return number <= self.seen_to or number in self._earlier
 
     @property
     def floor(self) -> int:
@@ -64,8 +64,8 @@ class SettledIds:
     def settled(self) -> tuple[int, ...]:
         """Settled ids above the floor."""
         floor = self.floor
-        here = (id for id in range(floor + 1, self.seen_to + 1) if id not in self._open)
-        return (*here, *sorted(id for id in self._earlier if id > self.seen_to))
+        here = (number for number in range(floor + 1, self.seen_to + 1) if number not in self._open)
+        return (*here, *sorted(number for number in self._earlier if number > self.seen_to))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,27 +51,27 @@ class LostTasks:
                 await self._acks.wait(LOOK_EVERY_S)
                 await asyncio.sleep(GRACE_S)
 
-    def _note_ack(self, id: int) -> None:
-        if self._source.lacks_samples(id):
-            self._acked.add(id)
+    def _note_ack(self, task_id: int) -> None:
+        if self._source.lacks_samples(task_id):
+            self._acked.add(task_id)
             self._acks.wake()
 
     async def _look(self) -> None:
         if time.monotonic() - self._looked_s >= LOOK_EVERY_S and (incomplete := self._source.incomplete()):
             by_rollout: dict[str, list[int]] = {}
-            for id in incomplete:
-                by_rollout.setdefault(self._source.rollout_of(id), []).append(id)
+            for task_id in incomplete:
+                by_rollout.setdefault(self._source.rollout_of(task_id), []).append(task_id)
             for rollout, ids in by_rollout.items():
                 floor = await self._bus.retry(partial(self._bus.tasks.acked_to, rollout))
                 # All tasks of a queue up to its floor are acknowledged, so it finds the acks that were missed. It is not enough alone: one
                 # task that is leased for long holds it back (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
-                self._acked.update(id for id in ids if id <= floor)
+                self._acked.update(task_id for task_id in ids if task_id <= floor)
             self._looked_s = time.monotonic()
-        acked, self._acked = sorted(id for id in self._acked if self._source.lacks_samples(id)), set()
+        acked, self._acked = sorted(task_id for task_id in self._acked if self._source.lacks_samples(task_id)), set()
         if acked:
             await self._read_everything()
-        for id in acked:
-            await self._check(id)
+        for task_id in acked:
+            await self._check(task_id)
 
     async def _read_everything(self) -> None:
         """Wait until the reader has passed the current end of SAMPLES, which includes everything that was stored before these acks."""
@@ -79,11 +79,11 @@ class LostTasks:
         while self._read_to < self._wanted:
             await self._read_on.wait(LOOK_EVERY_S)
 
-    async def _check(self, id: int) -> None:
+    async def _check(self, task_id: int) -> None:
         # An actor that stores a death acknowledges the task as well, and the feeder may not have read it yet.
-        dead = await self._bus.retry(partial(self._bus.dead.of, id))
-        if dead is not None or not self._source.lacks_samples(id):
+        dead = await self._bus.retry(partial(self._bus.dead.of, task_id))
+        if dead is not None or not self._source.lacks_samples(task_id):
             return
-        log.warning("task lost, its prompt is issued again task=%d: acknowledged, and %s", id, self._source.lack(id))
-        self._source.lost(id)
+        log.warning("task lost, its prompt is issued again task=%d: acknowledged, and %s", task_id, self._source.lack(task_id))
+        self._source.lost(task_id)
         self._on_lost()
