@@ -1,6 +1,6 @@
 """The error tree of the bus. Foreign errors (NATS, msgpack, sockets) are translated into these at the edge."""
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 
 class BusError(Exception):

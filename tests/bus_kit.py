@@ -7,10 +7,10 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from bus.streams.bus import Bus
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
-from bus.wire.parts import Joining, PartsManifest
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
+from tidemill.bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")
 

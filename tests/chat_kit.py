@@ -9,15 +9,15 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from actors.openai import openai_api
-from actors.router.exchange import Answer, Request
-from actors.router.token_history import ModelText, TokenHistory
-from bus.wire.json_object import JsonObject
-from learner.data.source import Source
-from learner.errors import PromptError
-from learner.prompts.responses import RecordedResponse, Recordings
-from learner.prompts.rows import PromptRow, recorded_row, row_in, row_tokens
-from learner.prompts.tokenizer import Tokenize, model_tokenizer
+from tidemill.actors.openai import openai_api
+from tidemill.actors.router.exchange import Answer, Request
+from tidemill.actors.router.token_history import ModelText, TokenHistory
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import RecordedResponse, Recordings
+from tidemill.learner.prompts.rows import PromptRow, recorded_row, row_in, row_tokens
+from tidemill.learner.prompts.tokenizer import Tokenize, model_tokenizer
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(max_size=12)
 WORDS = st.sampled_from(["What is 3 + 4?", "Œuvre: 八 😀", "go on"])

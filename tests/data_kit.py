@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
-from learner.buffer.rules import DataRules
+from tidemill.bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
+from tidemill.learner.buffer.rules import DataRules
 
 RUN = "r"
 

@@ -9,24 +9,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bus.config import BusConfig
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, connect
-from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
-from learner.batch.batch import StepBatch
-from learner.batch.frames import encode
-from learner.checkpoints import disk
-from learner.errors import LearnerError
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Last, Start
-from learner.feed.feeder import run_feeder
-from learner.feed.feeder_settings import FeederSettings, ModelFacts
-from learner.feed.places import FeederPlaces
-from learner.prompts.prompt_file import PromptFile
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import RUN, sample
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.frames import encode
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.errors import LearnerError
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import End, Last, Start
+from tidemill.learner.feed.feeder import run_feeder
+from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 WITHIN_S = 60.0
 """Longest wait for another part of the run."""

@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from actors.errors import EngineError, ServerFault, VersionUnavailable
-from bus.client.waiter import Waiter
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
+from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
 
 logger = logging.getLogger(__name__)
 

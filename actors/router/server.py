@@ -17,20 +17,20 @@ from dataclasses import replace
 import aiohttp
 from aiohttp import web
 
-from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool
-from actors.errors import BadRequest, EngineError
-from actors.http_api import BODIES_BYTES, body_of, translate
-from actors.router.config import RouterConfig, check_url
-from actors.router.discovery import WorkerDiscovery
-from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
-from actors.router.forward import Asker, Forwarder
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import RunKeys
-from bus.system.coroutines import first_of
-from weightstore.access import Route, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.errors import BadRequest, EngineError
+from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
+from tidemill.actors.router.config import RouterConfig, check_url
+from tidemill.actors.router.discovery import WorkerDiscovery
+from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
+from tidemill.actors.router.forward import Asker, Forwarder
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.system.coroutines import first_of
+from tidemill.weightstore.access import Route, RunAccess
+from tidemill.weightstore.bodies import BodyLimits, body_in
+from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 

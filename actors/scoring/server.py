@@ -16,18 +16,18 @@ from typing import Any
 
 from aiohttp import web
 
-from bus.client.waiter import Waiter
-from bus.system.coroutines import ended
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import MAX_THREADS, checked
-from rewards.request_json import to_request
-from rewards.scorers.groups import GroupScorer
-from weightstore.access import Access, Route, TokenAccess
-from weightstore.bodies import body_in, json_in
-from weightstore.listener import Listener
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.system.coroutines import ended
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import MAX_THREADS, checked
+from tidemill.rewards.request_json import to_request
+from tidemill.rewards.scorers.groups import GroupScorer
+from tidemill.weightstore.access import Access, Route, TokenAccess
+from tidemill.weightstore.bodies import body_in, json_in
+from tidemill.weightstore.listener import Listener
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096

@@ -5,13 +5,13 @@ import json
 import re
 import time
 
-from bus import exit_codes
-from bus.client.address import parse
-from bus.client.connection import Connection, open_connection
-from bus.client.outbox import answered
-from bus.config import RUN_NAME
-from bus.errors import BusError, BusUnavailable
-from bus.wire import subjects
+from tidemill.bus import exit_codes
+from tidemill.bus.client.address import parse
+from tidemill.bus.client.connection import Connection, open_connection
+from tidemill.bus.client.outbox import answered
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.errors import BusError, BusUnavailable
+from tidemill.bus.wire import subjects
 
 LOOK_EVERY_S = 1.0
 """Interval of looking for a run that is to start."""

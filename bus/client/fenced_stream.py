@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from bus.client.ids import nonce
-from bus.client.jetstream import JetStream, Message
-from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.pull import Delivered, OrderedPull, present
-from bus.client.retries import before_retry, retry
-from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
-from bus.wire import parts, subjects
-from bus.wire.codec import encode_record
-from bus.wire.messages import Fence
-from bus.wire.subjects import natural
+from tidemill.bus.client.ids import nonce
+from tidemill.bus.client.jetstream import JetStream, Message
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
+from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.client.retries import before_retry, retry
+from tidemill.bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.messages import Fence
+from tidemill.bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
 

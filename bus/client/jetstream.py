@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from bus.client.connection import Connection
-from bus.client.outbox import Outbox, answered
-from bus.client.refusals import Refusals
-from bus.client.retries import RETRY_S, retry
-from bus.config import BusConfig
-from bus.errors import BusUnavailable, NotFound, Refused
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
+from tidemill.bus.client.connection import Connection
+from tidemill.bus.client.outbox import Outbox, answered
+from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.client.retries import RETRY_S, retry
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable, NotFound, Refused
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
 

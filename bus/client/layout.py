@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from bus.client.jetstream import JetStream
-from bus.config import BusConfig
-from bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)

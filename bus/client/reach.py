@@ -5,8 +5,8 @@ import socket
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from bus.client.address import parse
-from bus.config import is_loopback
+from tidemill.bus.client.address import parse
+from tidemill.bus.config import is_loopback
 
 AUTO = "auto"
 LOOPBACK = "127.0.0.1"

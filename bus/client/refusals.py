@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from bus.client.repeated import Repeated
-from bus.errors import WireError
+from tidemill.bus.client.repeated import Repeated
+from tidemill.bus.errors import WireError
 
 _log = logging.getLogger(__name__)
 

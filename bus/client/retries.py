@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TypeVar
 
-from bus.client.connection import Connection
-from bus.errors import BusFull, BusUnavailable
+from tidemill.bus.client.connection import Connection
+from tidemill.bus.errors import BusFull, BusUnavailable
 
 RETRY_S = 0.1
 """Seconds between two tries of one request."""

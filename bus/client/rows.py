@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from bus.client.ids import new_id
-from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
-from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
-from bus.client.pull import Delivered, present
-from bus.client.repeated import Repeated
-from bus.client.retries import RETRY_S, retry
-from bus.client.waiter import Waiter
-from bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
-from bus.wire.row_shapes import read_row
+from tidemill.bus.client.ids import new_id
+from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from tidemill.bus.client.pull import Delivered, present
+from tidemill.bus.client.repeated import Repeated
+from tidemill.bus.client.retries import RETRY_S, retry
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.row_shapes import read_row
 
 _log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The learner's epoch: raised by compare-and-set, so that one learner at a time is the newest."""
 
-from bus.client.rows import Value
-from bus.streams.bus import Bus
-from bus.wire import subjects
+from tidemill.bus.client.rows import Value
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
 
 
 async def raise_epoch(bus: Bus) -> int:

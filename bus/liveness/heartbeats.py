@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any, Self
 
-from bus.client.rows import Value
-from bus.client.waiter import Waiter
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus
-from bus.wire.messages import Capabilities, LiveRow
-from bus.wire.subjects import token
+from tidemill.bus.client.rows import Value
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ import time
 from contextlib import AsyncExitStack
 from typing import Self
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
 
 _log = logging.getLogger(__name__)
 

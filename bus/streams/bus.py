@@ -10,22 +10,22 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from bus.client.connection import Connection, open_connection
-from bus.client.jetstream import JetStream
-from bus.client.layout import create_layout
-from bus.client.refusals import Refusals
-from bus.client.retries import retry
-from bus.client.rows import Rows
-from bus.config import BusConfig
-from bus.errors import BusUnavailable
-from bus.streams.dead import DeadLetters
-from bus.streams.episode_turns import TurnStream
-from bus.streams.partials import Partials
-from bus.streams.plans import PlanLog
-from bus.streams.samples import SampleStream
-from bus.streams.tasks import TaskQueue
-from bus.wire import subjects
-from bus.wire.subjects import check_run
+from tidemill.bus.client.connection import Connection, open_connection
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.layout import create_layout
+from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.client.retries import retry
+from tidemill.bus.client.rows import Rows
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.streams.dead import DeadLetters
+from tidemill.bus.streams.episode_turns import TurnStream
+from tidemill.bus.streams.partials import Partials
+from tidemill.bus.streams.plans import PlanLog
+from tidemill.bus.streams.samples import SampleStream
+from tidemill.bus.streams.tasks import TaskQueue
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.subjects import check_run
 
 _log = logging.getLogger(__name__)
 

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-from bus.client.ids import nonce
-from bus.client.rows import Rows, Value
-from bus.errors import BusError, NotFound, StreamReplaced
-from bus.streams.bus import Bus
-from bus.streams.samples import Received
-from bus.wire.messages import Cursor
-from bus.wire.subjects import token
+from tidemill.bus.client.ids import nonce
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.errors import BusError, NotFound, StreamReplaced
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received
+from tidemill.bus.wire.messages import Cursor
+from tidemill.bus.wire.subjects import token
 
 WAIT, LEAVE = "wait", "leave"
 """Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""

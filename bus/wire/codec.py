@@ -8,11 +8,11 @@ message of schema 1 has the same bytes in every release.
 
 import dataclasses
 
-from bus.wire.budget import Budget
-from bus.wire.compiled import pair
-from bus.wire.episode_invariants import check_plan, check_task
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.fields import (
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.compiled import pair
+from tidemill.bus.wire.episode_invariants import check_plan, check_task
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.fields import (
     ANY,
     BOOL,
     FLOAT,
@@ -28,8 +28,8 @@ from bus.wire.fields import (
     many,
     optional,
 )
-from bus.wire.invariants import check_sample
-from bus.wire.messages import (
+from tidemill.bus.wire.invariants import check_sample
+from tidemill.bus.wire.messages import (
     Dead,
     DeadLetterDecision,
     Done,
@@ -48,9 +48,9 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
-from bus.wire.routed_experts import ROUTED_EXPERTS
-from bus.wire.table import Table, unpack
-from bus.wire.turn_records import TurnKind, TurnRecord
+from tidemill.bus.wire.routed_experts import ROUTED_EXPERTS
+from tidemill.bus.wire.table import Table, unpack
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 __all__ = [
     "check_sample",

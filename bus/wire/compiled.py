@@ -1,7 +1,7 @@
 """A message compiled for msgspec, which checks, reads and writes it in C: several times as fast as field by field in Python.
 
 It handles the usual case: on the wire, every field and no unknown one; in memory, fields of the declared types, all of which msgpack
-can express. The table (``bus.wire.table``) handles the rest: it knows defaults and unknown fields and names the field that is wrong.
+can express. The table (``tidemill.bus.wire.table``) handles the rest: it knows defaults and unknown fields and names the field that is wrong.
 A test requires equal results of both.
 """
 
@@ -11,7 +11,7 @@ from typing import Literal
 import msgpack
 import msgspec
 
-from bus.wire.fields import FieldCodec
+from tidemill.bus.wire.fields import FieldCodec
 
 _UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors after which the table handles the message itself, and gives the reason if it cannot either."""

@@ -5,12 +5,12 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.config import RUN_NAME
-from bus.errors import WireError
-from bus.wire.budget import Budget
-from bus.wire.episodes import Turns
-from bus.wire.messages import Plan, Sample, Task
-from bus.wire.template_args import check_template_args
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episodes import Turns
+from tidemill.bus.wire.messages import Plan, Sample, Task
+from tidemill.bus.wire.template_args import check_template_args
 
 
 def check_sequences(sample: Sample) -> None:

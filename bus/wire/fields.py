@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 
 MOST_LEVELS = 64
 """Limit of nesting of maps and lists in a field that may hold anything."""
@@ -25,7 +25,7 @@ class FieldCodec:
     exact: type | None = None
     """A value of exactly this type is packed and unpacked as it is, without a call."""
     wire: Any = Any
-    """The type of the packed value, as msgspec checks it (``bus.wire.compiled``)."""
+    """The type of the packed value, as msgspec checks it (``tidemill.bus.wire.compiled``)."""
     by_hand: bool = False
     """True when msgspec cannot do all of it: ``unpack`` is called after it, ``plain`` (or else ``pack``) before it."""
     plain: Callable[[object], object] | None = None

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.episode_invariants import check_sequences, check_turns
-from bus.wire.messages import Partial, Sample, Span, Timings, score_of
-from bus.wire.routed_experts import RoutedShape, check_routed_experts
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.episode_invariants import check_sequences, check_turns
+from tidemill.bus.wire.messages import Partial, Sample, Span, Timings, score_of
+from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
 
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, of each of its parts and of the score made of them.

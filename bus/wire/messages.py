@@ -1,4 +1,4 @@
-"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns them into bytes.
 
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token sequences,
 G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.budget import Budget
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.json_object import JsonObject
-from bus.wire.routed_experts import RoutedExperts
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.routed_experts import RoutedExperts
 
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
@@ -176,7 +176,7 @@ class Sample:
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``bus.wire.routed_experts``);
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``tidemill.bus.wire.routed_experts``);
     None = not known."""
     extra: JsonObject = field(default_factory=dict)
     """Unknown fields, kept and passed on."""
@@ -289,7 +289,7 @@ class Plan:
     """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
     config_digest: str
     chain: str
-    """SHA-256 over the previous plan's chain and this plan's columns (see ``learner.buffer.plans``)."""
+    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.buffer.plans``)."""
     num_minibatches: int = 1
     """Number of optimizer steps that the plan is trained in."""
     rows: NDArray[np.int32] | None = None

@@ -9,9 +9,9 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bus.errors import WireError
-from bus.wire.fields import INT, TEXT, many
-from bus.wire.table import Table, unpack
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.fields import INT, TEXT, many
+from tidemill.bus.wire.table import Table, unpack
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""

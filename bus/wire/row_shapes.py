@@ -5,11 +5,11 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 
-from bus.errors import WireError
-from bus.wire import subjects
-from bus.wire.fields import MAP, FieldCodec, keyed
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.fields import MAP, FieldCodec, keyed
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import MOST_RANKS, Capabilities, LiveRow, VersionRow
 
 MAX_ROW_BYTES = 1 << 20
 """A larger row is refused unread: rows are read every second, by every process."""

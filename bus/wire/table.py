@@ -7,11 +7,11 @@ from typing import Any, Self
 
 import msgpack
 
-from bus.errors import UnknownSchema, WireError
-from bus.wire.compiled import Compiled, nested
-from bus.wire.fields import MOST_LEVELS, FieldCodec, shallow
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import DEMONSTRATIONS, EPISODES, MASKED_SAMPLES, SCHEMA
+from tidemill.bus.errors import UnknownSchema, WireError
+from tidemill.bus.wire.compiled import Compiled, nested
+from tidemill.bus.wire.fields import MOST_LEVELS, FieldCodec, shallow
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import DEMONSTRATIONS, EPISODES, MASKED_SAMPLES, SCHEMA
 
 _FIRST = ("schema", "type")
 _MISSING: object = object()

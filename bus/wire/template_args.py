@@ -2,8 +2,8 @@
 
 import json
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping
 
 OF_TEMPLATE = frozenset(
     ("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")

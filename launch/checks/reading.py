@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from launch.checks.findings import Report
-from learner.data.config import REFUSE
-from learner.data.source import Source
-from learner.errors import PromptError
-from learner.prompts.bad_rows import RowTooLong
-from learner.prompts.formats import count_rows
-from learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
+from tidemill.launch.checks.findings import Report
+from tidemill.learner.data.config import REFUSE
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.bad_rows import RowTooLong
+from tidemill.learner.prompts.formats import count_rows
+from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
 
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""

@@ -12,20 +12,20 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bus.client.retries import cancellable
-from bus.liveness.epoch import raise_epoch
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import first_of
-from bus.system.files import write_whole
-from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from launch.run import evaluated, learner_roles, roles
-from launch.run.supervisor import GaveUp, Supervisor
-from launch.settings import yaml_file
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.evaluation.evaluations import EvalPlan, Evaluations
-from learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.retries import cancellable
+from tidemill.bus.liveness.epoch import raise_epoch
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
+from tidemill.launch.run import evaluated, learner_roles, roles
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
+from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 

@@ -20,11 +20,11 @@ from typing import IO, Self
 import msgpack
 import numpy as np
 
-from bus.errors import WireError
-from bus.streams.history import StoredSample
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import SCHEMA
-from bus.wire.table import unpack
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import SCHEMA
+from tidemill.bus.wire.table import unpack
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Dead, Requeue, Task
-from learner.buffer.rules import DataRules
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Dead, Requeue, Task
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.errors import ReplayMismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bus.wire.messages import Sample, Task
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.messages import Sample, Task
+from tidemill.learner.errors import ReplayMismatch
 
 
 class Disposition(StrEnum):

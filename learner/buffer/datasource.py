@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 import msgpack
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
-from learner.buffer.admission import Admission, Requeues, TaskDemand
-from learner.buffer.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample, EvalTasks, KnownVersions
-from learner.buffer.groups import BufferedSample, SampleGroup, Verdict, mismatch
-from learner.buffer.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
-from learner.buffer.plans import GENESIS, chain_of
-from learner.buffer.rules import DataRules
-from learner.buffer.selection import (
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
+from tidemill.learner.buffer.admission import Admission, Requeues, TaskDemand
+from tidemill.learner.buffer.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample, EvalTasks, KnownVersions
+from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict, mismatch
+from tidemill.learner.buffer.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
+from tidemill.learner.buffer.plans import GENESIS, chain_of
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.selection import (
     Waits,
     drop_reason,
     in_order,
@@ -33,8 +33,8 @@ from learner.buffer.selection import (
     waits_for_groups,
     waits_for_old,
 )
-from learner.buffer.snapshot import SCHEMA, read_state, refuse_other_identity
-from learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.learner.buffer.snapshot import SCHEMA, read_state, refuse_other_identity
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})
 """Reasons to settle a task that are not caused by its prompt, which is issued again."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bus.client.waiter import Waiter
-from bus.streams.bus import Bus
-from learner.buffer.datasource import DataSource
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.streams.bus import Bus
+from tidemill.learner.buffer.datasource import DataSource
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.messages import Plan
+from tidemill.bus.wire.messages import Plan
 
 GENESIS = "0" * 64
 """Value of the chain before the first plan."""

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bus.wire.messages import Plan, Settle
-from learner.buffer.groups import SampleGroup
-from learner.buffer.plans import assign, chain_of, plan_bytes, settle_bytes
-from learner.buffer.rules import DataRules
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.learner.buffer.groups import SampleGroup
+from tidemill.learner.buffer.plans import assign, chain_of, plan_bytes, settle_bytes
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.errors import ReplayMismatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from bus.client.waiter import Waiter
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.streams.samples import Received
-from bus.wire.subjects import REFUSED_KEY, refused
-from learner.buffer.ledger import count_of
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received
+from tidemill.bus.wire.subjects import REFUSED_KEY, refused
+from tidemill.learner.buffer.ledger import count_of
 
 log = logging.getLogger(__name__)
 

@@ -2,14 +2,14 @@
 
 import msgpack
 
-from bus.wire.json_object import JsonObject
-from learner.buffer.rules import DataRules
-from learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 SCHEMA = 1
 """Version of the snapshot format."""
 ROWS = "rows"
-"""Key of the rows that were planned (``learner.prompts.planned_rows``); snapshots of earlier releases lack them."""
+"""Key of the rows that were planned (``tidemill.learner.prompts.planned_rows``); snapshots of earlier releases lack them."""
 
 
 def read_state(data: bytes) -> JsonObject:

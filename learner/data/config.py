@@ -3,10 +3,10 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from bus.wire.json_object import JsonObject
-from bus.wire.template_args import OF_TEMPLATE
-from learner.data.filter_settings import read_filters
-from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.template_args import OF_TEMPLATE
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
 SKIP, REFUSE = "skip", "refuse"
 POLICIES = (SKIP, REFUSE)

@@ -12,16 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.client.waiter import Waiter
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Dead, Evaluated, Sample, Task
-from learner.buffer.groups import mismatch
-from learner.errors import PromptError
-from learner.evaluation.prompts import EvalPrompts
-from learner.evaluation.rounds import Place, Result, Rounds
-from learner.evaluation.scores import BestScore
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Dead, Evaluated, Sample, Task
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.rounds import Place, Result, Rounds
+from tidemill.learner.evaluation.scores import BestScore
 
 log = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bus.wire.budget import Budget
-from bus.wire.messages import Kind, Sampling, Task
-from learner.errors import PromptError
-from learner.evaluation.rounds import MARK, Place, Rounds, SetSize
-from learner.prompts.bad_rows import all_bad
-from learner.prompts.prompt_file import PromptFile, sampler_seed
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.messages import Kind, Sampling, Task
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.rounds import MARK, Place, Rounds, SetSize
+from tidemill.learner.prompts.bad_rows import all_bad
+from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bus.wire.messages import Plan, Sample
-from learner.algorithms.alarms import AlarmConfig, Context, check
+from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.learner.algorithms.alarms import AlarmConfig, Context, check
 
 log = logging.getLogger(__name__)
 

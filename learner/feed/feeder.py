@@ -6,19 +6,19 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from bus.client.retries import cancellable
-from bus.errors import BusError
-from bus.liveness.epoch import current_epoch
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
-from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_loops import Feeder, refuse_newer
-from learner.feed.feeder_row import BEAT_S, FeederRow
-from learner.feed.feeder_settings import FeederSettings
-from learner.feed.feeder_start import copies_of, opened_ends, own_epoch, restore
-from learner.feed.filtering import OpenFilter, opened_filters
-from learner.prompts.prompt_file import PromptFile
+from tidemill.bus.client.retries import cancellable
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.epoch import current_epoch
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer
+from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.feeder_start import copies_of, opened_ends, own_epoch, restore
+from tidemill.learner.feed.filtering import OpenFilter, opened_filters
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 
 async def run_feeder(settings: FeederSettings, prompts: PromptFile, draining: asyncio.Event) -> None:

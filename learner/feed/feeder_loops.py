@@ -20,40 +20,40 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from bus.client.waiter import Waiter
-from bus.errors import Fenced, WireError
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
-from bus.wire.subjects import EPOCH_KEY
-from learner.algorithms.alarms import Context
-from learner.batch.batching import build_batches
-from learner.batch.frames import encode, encode_metadata
-from learner.buffer.admission import TaskDemand
-from learner.buffer.arrivals import SampleStore
-from learner.buffer.lost import LostTasks
-from learner.buffer.selection import Waits
-from learner.buffer.snapshot import ROWS
-from learner.evaluation.best import BestCheckpoint
-from learner.evaluation.evaluations import Evaluations
-from learner.feed.early_end import EarlyEnd
-from learner.feed.episode_metrics import EpisodeAge, episode_metrics
-from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
-from learner.feed.feeder_settings import FeederSettings
-from learner.feed.feeder_start import Restored, peers_of, verified
-from learner.feed.filtering import Filtering, OpenFilter
-from learner.feed.intake import Intake
-from learner.feed.new_task import prompt_for, task_of
-from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
-from learner.feed.recorded_responses import RecordedResponses
-from learner.feed.recorded_steps import save_step
-from learner.prompts.curriculum import Curriculum
-from learner.prompts.prompt_file import Drawn, PromptFile
-from learner.settings.checkpoint_store import MOST_PENDING
-from weightstore.store.registry import HEAD, VersionRegistry
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import Fenced, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
+from tidemill.bus.wire.subjects import EPOCH_KEY
+from tidemill.learner.algorithms.alarms import Context
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import encode, encode_metadata
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.arrivals import SampleStore
+from tidemill.learner.buffer.lost import LostTasks
+from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.buffer.snapshot import ROWS
+from tidemill.learner.evaluation.best import BestCheckpoint
+from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.feed.early_end import EarlyEnd
+from tidemill.learner.feed.episode_metrics import EpisodeAge, episode_metrics
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.feeder_start import Restored, peers_of, verified
+from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.learner.feed.intake import Intake
+from tidemill.learner.feed.new_task import prompt_for, task_of
+from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from tidemill.learner.feed.recorded_responses import RecordedResponses
+from tidemill.learner.feed.recorded_steps import save_step
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import Drawn, PromptFile
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
 

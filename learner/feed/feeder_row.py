@@ -8,21 +8,21 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from learner.buffer.datasource import DataSource
-from learner.buffer.selection import is_filtered
-from learner.buffer.senders import Senders
-from learner.errors import NoProgress
-from learner.evaluation.evaluations import Evaluations
-from learner.feed.copies import Copies
-from learner.feed.episode_metrics import EpisodeAge
-from learner.feed.failing_tasks import UNTRAINED_SHARE
-from learner.feed.feed_server import FeedServer
-from learner.feed.filtering import Filtering
-from learner.feed.intake import Intake
-from learner.prompts.curriculum import Curriculum
-from learner.prompts.prompt_file import PromptFile
-from learner.settings.config import LearnerConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.selection import is_filtered
+from tidemill.learner.buffer.senders import Senders
+from tidemill.learner.errors import NoProgress
+from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.episode_metrics import EpisodeAge
+from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.filtering import Filtering
+from tidemill.learner.feed.intake import Intake
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.config import LearnerConfig
 
 BEAT_S = 1.0
 """Interval of the heartbeats to ranks and on the bus."""

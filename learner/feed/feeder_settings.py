@@ -4,21 +4,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from bus.wire.budget import Budget
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling
-from bus.wire.routed_experts import RoutedShape
-from learner.buffer.rules import DataRules
-from learner.data.filter_settings import FilterConfig, identity_of
-from learner.debug.config import DebugConfig
-from learner.evaluation.evaluations import EvalPlan
-from learner.feed.places import FeederPlaces
-from learner.prompts.curriculum import CurriculumRules
-from learner.prompts.prompt_file import PromptFile
-from learner.settings.checkpoint_store import LOCAL
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.routing_replay import ROLLOUT
-from learner.settings.step_settings import record_of
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.data.filter_settings import FilterConfig, identity_of
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.evaluation.evaluations import EvalPlan
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.prompts.curriculum import CurriculumRules
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.checkpoint_store import LOCAL
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.step_settings import record_of
 
 _OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
 """Settings of the learner that the data depends on."""
@@ -91,7 +91,7 @@ class FeederSettings:
 
     @property
     def step_settings(self) -> JsonObject:
-        """Record of the settings that decide the result of a step (``learner.settings.step_settings``); empty = no step trains."""
+        """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty = no step trains."""
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
 
     def data_rules(self, prompts: PromptFile) -> DataRules:

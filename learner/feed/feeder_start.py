@@ -6,27 +6,27 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus import exit_codes
-from bus.errors import Fenced
-from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import first_error
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import VersionRow
-from bus.wire.subjects import EPOCH_KEY
-from learner.buffer.senders import Senders, refused_before
-from learner.checkpoints import disk
-from learner.checkpoints.object_store import ObjectStore
-from learner.evaluation.rounds import Rounds
-from learner.feed.copies import Copies
-from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_settings import FeederSettings
-from learner.feed.places import FeederPlaces
-from learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
-from learner.prompts.planned_rows import PlannedRows
-from learner.prompts.prompt_file import PromptFile
-from learner.settings.config import LearnerConfig
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import Fenced
+from tidemill.bus.liveness.epoch import current_epoch, raise_epoch
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.subjects import EPOCH_KEY
+from tidemill.learner.buffer.senders import Senders, refused_before
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.evaluation.rounds import Rounds
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
+from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 @asynccontextmanager

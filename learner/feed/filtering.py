@@ -16,19 +16,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bus.client.waiter import Waiter
-from bus.wire.messages import Sample, Task
-from learner.buffer.arrivals import SampleStore
-from learner.buffer.datasource import DataSource
-from learner.buffer.groups import Verdict
-from learner.buffer.selection import FILTERED
-from learner.data.filter_settings import BUILT_IN, FilterConfig
-from learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
-from learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
-from rewards.errors import RewardFailed
-from rewards.registry import bind
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.wire.messages import Sample, Task
+from tidemill.learner.buffer.arrivals import SampleStore
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.selection import FILTERED
+from tidemill.learner.data.filter_settings import BUILT_IN, FilterConfig
+from tidemill.learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
+from tidemill.learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.children.pool import Children
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.registry import bind
 
 log = logging.getLogger(__name__)
 

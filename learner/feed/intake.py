@@ -12,20 +12,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bus.streams.bus import Bus
-from bus.streams.dead import REQUEUE
-from bus.wire import subjects
-from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
-from bus.wire.routed_experts import RoutedShape
-from learner.buffer.arrivals import Disposition, SampleStore
-from learner.buffer.datasource import DataSource
-from learner.buffer.lost import LostTasks
-from learner.buffer.senders import Senders, invalid_words
-from learner.errors import PromptError
-from learner.evaluation.evaluations import Evaluations
-from learner.feed.failing_tasks import FailingTasks
-from learner.prompts.prompt_file import PromptFile
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.dead import REQUEUE
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.buffer.arrivals import Disposition, SampleStore
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.lost import LostTasks
+from tidemill.learner.buffer.senders import Senders, invalid_words
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.feed.failing_tasks import FailingTasks
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.weightstore.store.registry import VersionRegistry
 
 Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]
 

@@ -3,11 +3,11 @@
 import asyncio
 from dataclasses import replace
 
-from bus.wire.messages import Task
-from learner.buffer.admission import TaskDemand
-from learner.feed.feeder_settings import FeederSettings
-from learner.prompts.curriculum import Curriculum
-from learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
+from tidemill.bus.wire.messages import Task
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
 
 
 async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int) -> Drawn | None:

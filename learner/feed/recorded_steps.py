@@ -15,24 +15,24 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from bus.client.retries import cancellable
-from bus.errors import BusUnavailable
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
-from bus.wire.messages import Done, LiveRow, Plan, Sample
-from learner.batch.batching import build_batches
-from learner.batch.frames import encode, encode_metadata
-from learner.buffer.plans import GENESIS
-from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
-from learner.errors import FeedError
-from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer, Frames
-from learner.feed.feeder_row import BEAT_S
-from learner.feed.feeder_settings import FeederSettings
-from learner.feed.feeder_start import opened_ends, own_epoch, verified
-from learner.feed.outcomes import facts_of
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.retries import cancellable
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.messages import Done, LiveRow, Plan, Sample
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import encode, encode_metadata
+from tidemill.learner.buffer.plans import GENESIS
+from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_server import FeedServer, Frames
+from tidemill.learner.feed.feeder_row import BEAT_S
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.feeder_start import opened_ends, own_epoch, verified
+from tidemill.learner.feed.outcomes import facts_of
+from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 

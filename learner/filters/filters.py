@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.episodes import SequenceSize
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Sample, Status, Task
-from learner.data.filter_settings import BUILT_IN
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
+from tidemill.bus.wire.episodes import SequenceSize
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
+from tidemill.learner.data.filter_settings import BUILT_IN
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
 
 MAX_REASON = 40
 """Characters of a filter's reason for a drop that are kept."""
@@ -179,7 +179,7 @@ def _is_gibberish(sample: FilterSample, rare_from: int, bound: float) -> bool:
 
 
 # ---- contract
-TABLE = {name: f"learner.filters.filters:{name}" for name in BUILT_IN}
+TABLE = {name: f"tidemill.learner.filters.filters:{name}" for name in BUILT_IN}
 """Built-in filters."""
 
 
@@ -285,7 +285,7 @@ FILTER = Contract(
     word="filter",
     options="options",
     argument="FilterGroup",
-    path="learner.filters.filters:FILTER",
+    path="tidemill.learner.filters.filters:FILTER",
     table=TABLE,
     encode=_encode,
     decode=_decode,

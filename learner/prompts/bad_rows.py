@@ -4,9 +4,9 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bus.system.foreign import described, errors_as
-from learner.data.config import REFUSE, SKIP
-from learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.learner.data.config import REFUSE, SKIP
+from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks, TextTooLong
 
 log = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bus.errors import WireError
-from bus.system.foreign import described, errors_as
-from bus.wire.chat_messages import chat_messages
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.errors import PromptError
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.errors import PromptError
 
 _END = object()
 PREFIX = "python:"

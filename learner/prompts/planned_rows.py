@@ -7,11 +7,11 @@ that position, and rows that were skipped, may change.
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Task
-from learner.errors import NEW_RUN, ConfigRefused, PromptError
-from learner.prompts.mixing import Share, order_of
-from learner.prompts.prompt_file import PromptFile
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Task
+from tidemill.learner.errors import NEW_RUN, ConfigRefused, PromptError
+from tidemill.learner.prompts.mixing import Share, order_of
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 SETTING = "data.path"
 _MAX_NAMED = 5

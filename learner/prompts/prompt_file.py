@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping
-from learner.data.config import REFUSE
-from learner.data.source import Source
-from learner.errors import PromptError
-from learner.prompts.bad_rows import BadRows, all_bad
-from learner.prompts.formats import (
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.data.config import REFUSE
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.bad_rows import BadRows, all_bad
+from tidemill.learner.prompts.formats import (
     add_rows,
     data_files,
     is_function,
 )
-from learner.prompts.mixing import Share, order_of
-from learner.prompts.responses import RecordedSequence, Recordings
-from learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_digest, scan_rows
-from learner.prompts.tokenizer import Tokenize
+from tidemill.learner.prompts.mixing import Share, order_of
+from tidemill.learner.prompts.responses import RecordedSequence, Recordings
+from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_digest, scan_rows
+from tidemill.learner.prompts.tokenizer import Tokenize
 
 
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:

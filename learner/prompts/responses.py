@@ -18,14 +18,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.chat_messages import ASSISTANT
-from bus.wire.invariants import check_log_probs, check_reward
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Prompt
-from learner.errors import PromptError
-from learner.prompts.formats import kind_of, messages_in, refuse_unsendable, value_at
-from learner.prompts.tokenizer import Tokenize
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import ASSISTANT
+from tidemill.bus.wire.invariants import check_log_probs, check_reward
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.formats import kind_of, messages_in, refuse_unsendable, value_at
+from tidemill.learner.prompts.tokenizer import Tokenize
 
 _ANCHORS = ("", "\n", "a")
 """Texts before the one that is tokenized, whose tokens are removed: a tokenizer that puts a blank before every text puts it before them."""

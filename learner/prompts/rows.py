@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt
-from learner.data.config import SKIP
-from learner.data.source import Source, rollout_named
-from learner.errors import PromptError
-from learner.prompts.bad_rows import RowTooLong, rejections
-from learner.prompts.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
-from learner.prompts.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
-from learner.prompts.responses import RecordedResponse, RecordedRow, RecordedSequence, Recordings, in_conversation, responses_in
-from learner.prompts.tokenizer import Tokenize
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.config import SKIP
+from tidemill.learner.data.source import Source, rollout_named
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.bad_rows import RowTooLong, rejections
+from tidemill.learner.prompts.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
+from tidemill.learner.prompts.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
+from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, RecordedSequence, Recordings, in_conversation, responses_in
+from tidemill.learner.prompts.tokenizer import Tokenize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt
-from learner.errors import CannotRender, TemplateLacks, TextTooLong
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
+from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
 
 NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
 """The class that transformers 5 names in tokenizer_config.json, and a key under which it has a list, where version 4 wants a map."""

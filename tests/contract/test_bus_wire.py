@@ -19,12 +19,14 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.errors import WireError
-from bus.liveness.heartbeats import LiveView
-from bus.wire.budget import Budget
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import (
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
+from tidemill.bus.errors import WireError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.messages import (
     Capabilities,
     Dead,
     DeadLetterDecision,
@@ -43,8 +45,6 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
-from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 

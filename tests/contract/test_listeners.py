@@ -17,18 +17,18 @@ import psutil
 import pytest
 from aiohttp import web
 
-from actors.config import EngineConfig
-from bus.server.ports import KeptPort
-from launch.run.teacher import run_teacher
 from tests.contract.test_bad_input import HALF, ODD
 from tests.engine_serving import LIMIT_S
 from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
-from weightstore.access import Route, Rule, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener
+from tidemill.actors.config import EngineConfig
+from tidemill.bus.server.ports import KeptPort
+from tidemill.launch.run.teacher import run_teacher
+from tidemill.weightstore.access import Route, Rule, RunAccess
+from tidemill.weightstore.bodies import BodyLimits, body_in
+from tidemill.weightstore.listener import Listener
 
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""

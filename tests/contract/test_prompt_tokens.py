@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Prompt
-from launch.checks.findings import Report
-from launch.checks.model import check_model
-from launch.checks.tokens import check_tokenizer
-from launch.settings.config_loader import load
-from learner.errors import PromptError
-from learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
-from learner.prompts.rows import PromptRow, RowTokens
-from learner.prompts.tokenizer import model_tokenizer
 from tests.chat_kit import CALL, TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.tiny_models import FAMILIES, write_tiny_model, write_tiny_tokenizer
+from tidemill.bus.wire.messages import Prompt
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import check_model
+from tidemill.launch.checks.tokens import check_tokenizer
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
+from tidemill.learner.prompts.rows import PromptRow, RowTokens
+from tidemill.learner.prompts.tokenizer import model_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])
 

@@ -2,18 +2,18 @@
 
 import numpy as np
 
-from bus.streams.bus import Bus
-from bus.wire.budget import Budget
-from bus.wire.codec import check_sample, encode_task
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Cursor, Done, Plan, Sample, Task
-from learner.batch.batch import StepBatch
-from learner.batch.batching import build_batches
-from learner.buffer.datasource import DataSource
-from learner.buffer.rules import DataRules
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
 from tests.data_kit import rules, sample, task
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.codec import check_sample, encode_task
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, Task
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.rules import DataRules
 
 
 def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler: int = 0) -> Sample:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
-from learner.evaluation.evaluations import EvalPlan
-from learner.evaluation.prompts import EvalPrompts
-from learner.prompts.prompt_file import PromptFile
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
+from tidemill.learner.evaluation.evaluations import EvalPlan
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.weightstore.store.registry import VersionRegistry
 
 __all__ = ["open_world"]
 

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bus.liveness.keys import Keys, RunKeys
-from bus.server.ports import KeptPort
 from tests.unit.test_ground import PACKAGES, ROOT
-from weightstore.access import Route, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener, url_of
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.server.ports import KeptPort
+from tidemill.weightstore.access import Route, RunAccess
+from tidemill.weightstore.bodies import BodyLimits, body_in
+from tidemill.weightstore.listener import Listener, url_of
 
 LIMIT_S = 20.0
 

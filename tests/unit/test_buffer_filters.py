@@ -8,17 +8,25 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Plan, Settle, Status
-from learner.buffer.arrivals import SampleStore
-from learner.buffer.groups import Verdict
-from learner.buffer.selection import Waits
-from learner.data.filter_settings import read_filters
-from learner.feed.filtering import Filtering, OpenFilter
-from learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
-from learner.filters.filters import Decision
-from rewards.errors import RewardFailed
 from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond
+from tidemill.bus.wire.messages import Plan, Settle, Status
+from tidemill.learner.buffer.arrivals import SampleStore
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.learner.filters.buffer_filters import (
+    BUFFER_FILTER,
+    BufferGroup,
+    BufferSample,
+    FilterBuffer,
+    buffer_group,
+    decisions_in,
+    decisions_of,
+)
+from tidemill.learner.filters.filters import Decision
+from tidemill.rewards.errors import RewardFailed
 
 CHOOSING: dict[str, Any] = {"filters": "f", "buffer_filters": True}
 

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.errors import UnknownSchema, WireError
-from bus.streams.samples import header_fields, headers_of
-from bus.wire import codec, subjects
-from bus.wire.budget import Budget
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Dead, Kind, Plan, Sample, Span
 from tests.bus_kit import make_episode, make_sample, make_task, make_turns
 from tests.examples import examples
+from tidemill.bus.errors import UnknownSchema, WireError
+from tidemill.bus.streams.samples import header_fields, headers_of
+from tidemill.bus.wire import codec, subjects
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.messages import Dead, Kind, Plan, Sample, Span
 
 NAN = math.nan
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.client.connection import Connection
-from bus.client.retries import before_retry, retry
-from bus.errors import BusFull, BusUnavailable, NotFound
+from tidemill.bus.client.connection import Connection
+from tidemill.bus.client.retries import before_retry, retry
+from tidemill.bus.errors import BusFull, BusUnavailable, NotFound
 
 
 class FakeConnection(Connection):

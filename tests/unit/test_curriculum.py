@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from learner.data.config import DataConfig
-from learner.feed.new_task import next_prompt
-from learner.prompts.curriculum import Curriculum, CurriculumRules
-from learner.prompts.prompt_file import PromptFile
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.feed.new_task import next_prompt
+from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 
 def made(**changes: Any) -> Curriculum:

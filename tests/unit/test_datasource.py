@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.codec import encode_record
-from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from learner.buffer.arrivals import Arrival, Disposition
-from learner.buffer.datasource import EARLY_SAMPLES, DataSource
-from learner.buffer.groups import BufferedSample, SampleGroup, Verdict
-from learner.buffer.plans import plan_bytes, settle_bytes
-from learner.buffer.rules import DataRules
-from learner.buffer.selection import Waits, that_fit
-from learner.errors import ConfigRefused, ReplayMismatch
-from learner.settings.config import StalenessConfig
 from tests.data_kit import RUN, eval_task, rules, sample, task
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
+from tidemill.learner.buffer.arrivals import Arrival, Disposition
+from tidemill.learner.buffer.datasource import EARLY_SAMPLES, DataSource
+from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
+from tidemill.learner.buffer.plans import plan_bytes, settle_bytes
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.selection import Waits, that_fit
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.learner.settings.config import StalenessConfig
 
 
 class Pond:

@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bus.errors import WireError
-from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from learner.batch.batching import trainable_lags
-from learner.buffer.arrivals import Disposition
-from learner.buffer.datasource import DataSource
-from learner.buffer.groups import Verdict
-from learner.buffer.rules import DataRules
-from learner.buffer.selection import Waits
 from tests.data_kit import rules, sample, task
 from tests.examples import examples
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
+from tidemill.learner.batch.batching import trainable_lags
+from tidemill.learner.buffer.arrivals import Disposition
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.selection import Waits
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()

@@ -13,29 +13,29 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bus.wire.budget import Budget
-from bus.wire.codec import check_sample
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Plan, Sample, Span
-from learner.algorithms.advantages import ADVANTAGES
-from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.choices import AGGREGATIONS, OF_TURNS
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.credit import turn_advantages, turn_returns
-from learner.algorithms.objective import Objective, Tokens
-from learner.algorithms.objective import Turns as StepTurns
-from learner.batch.batch import StepBatch
-from learner.batch.batching import build_batches
-from learner.batch.frames import decode, encode
-from learner.buffer.datasource import DataSource
-from learner.buffer.groups import mismatch
-from learner.buffer.plans import GENESIS, chain_of
-from learner.errors import FeedError
-from learner.feed.feed_messages import unpack
-from learner.settings.config import LearnerConfig
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.messages import Plan, Sample, Span
+from tidemill.learner.algorithms.advantages import ADVANTAGES
+from tidemill.learner.algorithms.aggregation import Denominators, aggregate
+from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.credit import turn_advantages, turn_returns
+from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.objective import Turns as StepTurns
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import decode, encode
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.buffer.plans import GENESIS, chain_of
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.settings.config import LearnerConfig
 
 Turn = tuple[list[int], list[float], int]
 """Sampled ids, their log-probs, version."""

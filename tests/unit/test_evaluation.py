@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.wire.messages import Kind, Sample, Status, Task
-from learner.data.config import DataConfig
-from learner.evaluation.best import versions_of
-from learner.evaluation.config import EvalConfig, EvalSet
-from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
-from learner.evaluation.scores import BestScore, ScoredResponse, bootstrap, pass_at, powers, scores
 from tests import data_kit
 from tests.metric_names import undocumented
+from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.evaluation.best import versions_of
+from tidemill.learner.evaluation.config import EvalConfig, EvalSet
+from tidemill.learner.evaluation.rounds import MARK, Result, Rounds, SetSize
+from tidemill.learner.evaluation.scores import BestScore, ScoredResponse, bootstrap, pass_at, powers, scores
 
 
 def size(name: str, rows: int, samples: int) -> SetSize:

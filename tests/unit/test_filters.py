@@ -12,20 +12,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.codec import decode_record, encode_record
-from bus.wire.episodes import SequenceSize
-from bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
-from learner.batch.batching import build_batches
-from learner.buffer.groups import Verdict
-from learner.buffer.plans import chain_of
-from learner.buffer.selection import Waits
-from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
-from learner.filters.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.registry import bind
 from tests.data_kit import rules, sample, task
 from tests.unit.test_datasource import Pond
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import decode_record, encode_record
+from tidemill.bus.wire.episodes import SequenceSize
+from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.plans import chain_of
+from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.data.filter_settings import BUILT_IN, identity_of, read_filters
+from tidemill.learner.filters.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.registry import bind
 
 
 def one(index: int = 0, reward: float = 0.0, **values: Any) -> FilterSample:

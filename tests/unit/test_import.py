@@ -8,16 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.streams.history import StoredSample
-from bus.wire.codec import encode_sample
-from bus.wire.episodes import SequenceSize
-from bus.wire.messages import Sample, Sampling, Status
-from launch.cli.main import main
-from launch.samples.recording import Origin, Recorder
-from learner.data.config import DataConfig
-from learner.prompts.prompt_file import PromptFile
-from learner.prompts.responses import Recordings
 from tests import data_kit
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.episodes import SequenceSize
+from tidemill.bus.wire.messages import Sample, Sampling, Status
+from tidemill.launch.cli.main import main
+from tidemill.launch.samples.recording import Origin, Recorder
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.responses import Recordings
 
 WARM = Sampling(temperature=0.7, max_new_tokens=8)
 

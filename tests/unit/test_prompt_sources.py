@@ -12,12 +12,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.wire.messages import Prompt
-from learner.data.config import DataConfig
-from learner.data.source import Source
-from learner.errors import PromptError
-from learner.prompts.prompt_file import PromptFile
-from learner.prompts.rows import PromptRow, RowRules, scan_rows
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.rows import PromptRow, RowRules, scan_rows
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

@@ -11,12 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.wire.messages import Prompt
-from learner.data.source import Source
-from learner.errors import PromptError
-from learner.prompts.formats import value_at
-from learner.prompts.prompt_file import PromptFile, sampler_seed
-from learner.prompts.rows import RowRules
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.formats import value_at
+from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+from tidemill.learner.prompts.rows import RowRules
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

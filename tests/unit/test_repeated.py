@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from bus.client.repeated import Repeated
+from tidemill.bus.client.repeated import Repeated
 
 
 def test_the_first_has_its_traceback_and_the_rest_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -10,29 +10,29 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.config import BusConfig
-from bus.wire.budget import Budget
-from bus.wire.messages import Sampling
-from launch.checks.rows import row_check
-from launch.checks.run import Purpose, check
-from launch.run import learner_roles
-from launch.settings.config_loader import SettingsError, load
-from launch.settings.run_config import RunConfig
-from learner.buffer.admission import TaskDemand
-from learner.buffer.groups import mismatch
-from learner.data.config import DataConfig
-from learner.errors import PromptError
-from learner.evaluation.config import EvalConfig
-from learner.evaluation.prompts import EvalPrompts
-from learner.evaluation.rounds import Place, Rounds
-from learner.feed.new_task import task_of
-from learner.prompts.columns import RowSampling
-from learner.prompts.prompt_file import PromptFile, prompts_digest
-from learner.prompts.rows import scan_rows
-from learner.prompts.tokenizer import PromptTokenizer
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
 from tests.feeder_kit import task_settings
+from tidemill.bus.config import BusConfig
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.messages import Sampling
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.run import learner_roles
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.config import EvalConfig
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.rounds import Place, Rounds
+from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.prompts.columns import RowSampling
+from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
+from tidemill.learner.prompts.rows import scan_rows
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
 PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: {reward: words}}}"
@@ -359,7 +359,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     assert error.topic == "eval" and "own.jsonl:2: " in error.text and complaint in error.text
     # Without transformers, which this would load for the whole process as one that finds no torch.
     tokenizer = PromptTokenizer(lambda *_: [1], lambda ids: "a", None, chat=False, template_args={})
-    monkeypatch.setattr("learner.prompts.tokenizer.model_tokenizer", lambda *_, **__: tokenizer)
+    monkeypatch.setattr("tidemill.learner.prompts.tokenizer.model_tokenizer", lambda *_, **__: tokenizer)
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked

@@ -13,15 +13,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bus.client.reach import HERE, Reach
-from bus.liveness.keys import RunKeys
-from bus.wire.messages import VersionRow
-from weightstore.access import RunAccess
-from weightstore.errors import SnapshotBroken
-from weightstore.format.manifest import Manifest
-from weightstore.listener import Listener
-from weightstore.store import snapshot
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.wire.messages import VersionRow
+from tidemill.weightstore.access import RunAccess
+from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.listener import Listener
+from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store.registry import VersionRegistry
 
 _log = logging.getLogger(__name__)
 

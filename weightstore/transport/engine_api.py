@@ -14,8 +14,8 @@ from typing import Any
 
 import aiohttp
 
-from bus.client.http_answer import content_of
-from weightstore.errors import WeightstoreError
+from tidemill.bus.client.http_answer import content_of
+from tidemill.weightstore.errors import WeightstoreError
 
 CONNECT_S = 5.0
 """Deadline for a connection."""

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from actors.config import EngineConfig
-from actors.http_api import NONCE_HEADER
-from bus.client.ids import nonce
-from bus.wire.messages import Capabilities
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.http_api import NONCE_HEADER
+from tidemill.bus.client.ids import nonce
+from tidemill.bus.wire.messages import Capabilities
 
 
 class UniformEngine:
