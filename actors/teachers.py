@@ -105,9 +105,10 @@ LAST_S = 0.1
 class TeacherFailed(Exception):
     """No teacher has scored a sample."""
 
-    def __init__(self, teacher: str, reason: str) -> None:
+    def __init__(self, teacher: str, reason: str, *, outside: bool = False) -> None:
+        """``outside``: the cause lies outside of the row, so that samples of other rows fail, too."""
         super().__init__(teacher, reason)
-        self.teacher, self.reason = teacher, reason
+        self.teacher, self.reason, self.outside = teacher, reason, outside
 
     def __str__(self) -> str:
         return f"teacher {self.teacher!r}: {self.reason}" if self.teacher else f"teacher: {self.reason}"
@@ -130,7 +131,7 @@ class Teachers:
             raise TeacherFailed("", f"none applies to a row with metadata {dict(metadata)!r:.200}; add one without when")
         if not teacher.servers:
             cure = f"start `tidemill teacher {teacher.model}`, and set its address"
-            raise TeacherFailed(teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}")
+            raise TeacherFailed(teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}", outside=True)
         left = 0
         asked = []
         for size in sample.sizes if sample.response_length else ():
@@ -163,7 +164,7 @@ class Teachers:
                 last[url] = time.monotonic()
                 over = isinstance(error, BadRequest) or failures >= self._attempts or time.monotonic() + pause_s > deadline
                 if over:
-                    raise TeacherFailed(teacher.name, str(error)) from None
+                    raise TeacherFailed(teacher.name, str(error), outside=not isinstance(error, BadRequest)) from None
                 logger.info("teacher failed, asked again teacher=%s error=%s", teacher.name, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)

@@ -41,6 +41,17 @@ class CannotRender(LearnerError, ValueError):
     """The tokenizer or the chat template rejects a row."""
 
 
+class TextTooLong(LearnerError, ValueError):
+    """A text is too long for a number of tokens, by its length alone."""
+
+    def __init__(self, max_tokens: int, num_bytes: int) -> None:
+        super().__init__(max_tokens, num_bytes)
+        self.max_tokens, self.num_bytes = max_tokens, num_bytes
+
+    def __str__(self) -> str:
+        return f"want a text of at most {self.max_tokens} tokens, got one of {self.num_bytes} bytes"
+
+
 class TemplateLacks(LearnerError, ValueError):
     """The model has no chat template, or one that leaves out what rows have: no cause that is a row's own."""
 

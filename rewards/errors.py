@@ -40,9 +40,15 @@ class BadRewardOption(RewardError, ValueError):
 class RewardFailed(RewardError):
     """A reward, or another function of its kind, has no result: it returned something else than it may, or too many of its calls hang."""
 
-    def __init__(self, reward: str, reason: str, word: str = "reward") -> None:
+    def __init__(self, reward: str, reason: str, word: str = "reward", *, outside: bool = False) -> None:
+        """``outside``: the cause lies outside of the row (a server that cannot be reached), so that calls for other rows fail, too."""
         super().__init__(reward, reason, word)
-        self.reward, self.reason, self.word = reward, reason, word
+        self.reward, self.reason, self.word, self.outside = reward, reason, word, outside
 
     def __str__(self) -> str:
         return f"{self.word} {self.reward!r}: {self.reason}"
+
+
+def is_outside(error: BaseException) -> bool:
+    """Return whether the cause of a reward's error lies outside of its row: a server that it could not reach."""
+    return isinstance(error, ConnectionError) or (isinstance(error, RewardFailed) and error.outside)

@@ -16,7 +16,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.system.foreign import described, errors_as, repr_at
 from tidemill.bus.system.functions import Defect, FunctionRefused, find_function, nearest
 from tidemill.bus.wire.invariants import check_reward
-from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward, is_outside
 from tidemill.rewards.other_systems import AsyncPeerReward, PeerReward, path_in, system_of
 from tidemill.rewards.part_settings import BY_ROLLOUT
 from tidemill.rewards.port import Contract, Parts, RewardRequest, Scorer, from_request, to_request
@@ -92,7 +92,7 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        with errors_as(lambda error: RewardFailed(name, repr_at(error)), but=(RewardFailed, TimeoutError)):
+        with errors_as(lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)), but=(RewardFailed, TimeoutError)):
             result: object = call(request)
             if inspect.isawaitable(result):
                 result = await result
@@ -282,7 +282,7 @@ class _Threaded:
 
     async def __call__(self, request: RewardRequest) -> Parts:
         if self._running >= MAX_THREADS:
-            raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started")
+            raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started", outside=True)
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Parts] = loop.create_future()
 
@@ -305,7 +305,7 @@ class _Threaded:
             except (RewardFailed, TimeoutError) as raised:
                 error = raised
             except BaseException as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
-                error = RewardFailed(self._name, repr_at(raised))
+                error = RewardFailed(self._name, repr_at(raised), outside=is_outside(raised))
                 error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future
                 loop.call_soon_threadsafe(finish, result, error)

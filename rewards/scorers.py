@@ -89,7 +89,7 @@ async def _named(part: RewardPart, scorer: Scorer, request: RewardRequest) -> fl
     try:
         return await scorer(request)
     except RewardFailed as error:
-        raise RewardFailed(part.name, f"{part.name}: {error.reason}") from None
+        raise RewardFailed(part.name, f"{part.name}: {error.reason}", outside=error.outside) from None
     except TimeoutError:
         raise RewardFailed(part.name, f"{part.name}: no result in time") from None
 

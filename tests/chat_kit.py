@@ -13,10 +13,11 @@ from tidemill.actors.openai import openai_api
 from tidemill.actors.router.exchange import Answer, Request
 from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.prompts import Row, Tokenize, model_tokenizer, recorded_row, row_in, row_tokens
-from tidemill.learner.data.responses import Recordings, Response
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import RecordedResponse, Recordings
+from tidemill.learner.prompts.rows import PromptRow, recorded_row, row_in, row_tokens
+from tidemill.learner.prompts.tokenizer import Tokenize, model_tokenizer
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(max_size=12)
 WORDS = st.sampled_from(["What is 3 + 4?", "Œuvre: 八 😀", "go on"])
@@ -146,9 +147,9 @@ class Paths:
         made: JsonObject = json.loads(json.dumps(body))
         return made
 
-    def _before_an_answer(self, row: Row) -> list[int]:
+    def _before_an_answer(self, row: PromptRow) -> list[int]:
         """Return the prompt's ids of a written answer."""
-        answered = Row(number=0, prompt=row.prompt, tools=row.tools, where=row.where, responses=(Response(text="seven"),))
+        answered = PromptRow(number=0, prompt=row.prompt, tools=row.tools, where=row.where, responses=(RecordedResponse(text="seven"),))
         (sequence,) = self._recordings.sequences(recorded_row(answered))
         return [int(token) for token in sequence.prompt_tokens]
 

@@ -7,8 +7,8 @@ import os
 import time
 from typing import Any
 
-from tidemill.learner.data.buffer_filters import FilterBuffer
-from tidemill.learner.data.filters import Decision, FilterGroup
+from tidemill.learner.filters.buffer_filters import FilterBuffer
+from tidemill.learner.filters.filters import Decision, FilterGroup
 
 
 def by_label(group: FilterGroup, *, dropped: list[int]) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
-from tidemill.learner.data.rules import DataRules
+from tidemill.learner.buffer.rules import DataRules
 
 RUN = "r"
 

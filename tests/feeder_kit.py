@@ -9,21 +9,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.data_kit import sample
+from tests.data_kit import RUN, sample
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.frames import encode
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batch_frames import encode
-from tidemill.learner.data.prompts import PromptFile
 from tidemill.learner.errors import LearnerError
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import End, Last, Start
-from tidemill.learner.feed.feeder import ModelFacts, run_feeder
+from tidemill.learner.feed.feeder import run_feeder
+from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
 from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -31,6 +32,13 @@ WITHIN_S = 60.0
 """Longest wait for another part of the run."""
 KEYS = FeedKeys.new()
 """Keys of every feeder and rank of these tests."""
+
+
+def task_settings(*, group_size: int = 2, **changes: Any) -> FeederSettings:
+    """Return the settings of a feeder of which only the tasks are looked at."""
+    places = FeederPlaces(run=RUN, bus_url="", listen="", keys=KEYS, checkpoints=Path())
+    learner = LearnerConfig(steps=1, groups_per_step=1, group_size=group_size)
+    return FeederSettings(places=places, model=ModelFacts(vocab_size=256), learner=learner, **changes)
 
 
 @dataclass
@@ -71,15 +79,15 @@ class World:
             "learner": self.learner,
             "staleness": self.staleness,
             "sampling": Sampling(max_new_tokens=8),
-            "push_every": 1,
-            "draining": asyncio.Event(),
         }
+        draining = changes.pop("draining", None) or asyncio.Event()
         with KeptPort() as port:
             url = f"tcp://127.0.0.1:{port.number}"
             places = FeederPlaces(
                 run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root, num_nodes=self.num_nodes
             )
-            feeding = asyncio.create_task(run_feeder(places, self.prompts(), **(values | changes)), name="feeder")
+            settings = FeederSettings(places=places, **(values | changes))
+            feeding = asyncio.create_task(run_feeder(settings, self.prompts(), draining), name="feeder")
             try:
                 yield url, feeding
             finally:

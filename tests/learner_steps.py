@@ -13,9 +13,9 @@ from tests.forked import Forked
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.packing import assign
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.plans import assign
 
 
 def make_samples(

@@ -61,8 +61,8 @@ Queue = tuple[Kind, str]
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 FAILURES_IN_A_ROW = 8
-"""Tasks of a queue that failed with no success between them, after which an actor pauses before it leases more of that queue: something is
-wrong that is no single prompt's. The attempts at one task count once."""
+"""Tasks of a queue that failed for a cause outside of their rows (an engine, a server of rewards) with no success between them, after which
+an actor pauses before it leases more of that queue. The attempts at one task count once."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 """Bounds of that pause; it doubles with each further task that fails."""
 NAK_DELAY_S = 1.0
@@ -132,7 +132,7 @@ class Actor:
         self._changed = Waiter()
         self._draining = False
         self._failing: defaultdict[Queue, set[int]] = defaultdict(set)
-        """Tasks that failed since the last one that did not, by queue."""
+        """Tasks that failed for a cause outside of their rows since the last one that did not fail, by queue."""
         self._told_to_drain = asyncio.Event()
         self._idle_since_s = time.monotonic()
 
@@ -217,7 +217,7 @@ class Actor:
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _pause(self, failing: Collection[int]) -> None:
-        """Wait while every task of a queue fails, so that a broken reward or program does not use up all prompts at once."""
+        """Wait while every task of a queue fails for a cause outside of its row, so that an outage does not use up all prompts at once."""
         excess = len(failing) - FAILURES_IN_A_ROW
         if excess >= 0:
             with suppress(TimeoutError):
@@ -265,6 +265,7 @@ class Actor:
             logger.warning("task not finished, its lease expires task=%d error=%s", task.id, error)
         except Exception as error:
             logger.exception("task failed task=%d", task.id)
+            self._note_outage(task)
             await self._fail(lease, repr(error))
 
     async def _stored_partials(self, lease: Lease) -> dict[int, Partial]:
@@ -362,8 +363,11 @@ class Actor:
         except Superseded:
             return RolloutOutcome(superseded=True)
         except GenerationFailed as error:
+            if error.outside:
+                self._note_outage(task)
             made = Made(sample=failed_sample(task, index, lease.attempt, str(error)))
-        except WireError as error:
+        except WireError as error:  # of what the engine has returned
+            self._note_outage(task)
             made = Made(sample=self._invalid(lease.task, index, lease.attempt, error))
         return made
 
@@ -397,6 +401,8 @@ class Actor:
             reason = f"no result within {self._config.reward_timeout_s:g} s"
         except RewardFailed as error:
             reason = error.reason
+            if error.outside:
+                self._note_outage(task)
         else:
             return [replace(sample, reward=reward) for sample, reward in zip(samples, found, strict=True)]
         self._repeated("group reward failed", f"task={task.id} error={reason}")
@@ -429,6 +435,8 @@ class Actor:
             with self._activity:
                 return await teachers.score(sample, task.metadata)
         except TeacherFailed as error:
+            if error.outside:
+                self._note_outage(task)
             self._activity.counters.teacher_failures += 1
             self._repeated("teacher failed", f"task={sample.task} index={sample.index} error={error}")
             return failed(sample, str(error))
@@ -446,6 +454,8 @@ class Actor:
         except TimeoutError:
             return self._unscored(sample, f"no result within {self._config.reward_timeout_s:g} s")
         except RewardFailed as error:
+            if error.outside:
+                self._note_outage(task)
             return self._unscored(sample, error.reason, error.__cause__ or error)
         return replace(sample, reward=reward, timings=replace(sample.timings, reward_s=time.monotonic() - begin))
 
@@ -453,8 +463,13 @@ class Actor:
         self._repeated("reward failed", f"task={sample.task} index={sample.index} error={reason}", error=error)
         return failed(sample, f"reward {self._config.reward or 'reward_parts'!r}: {reason}")
 
+    def _note_outage(self, task: Task) -> None:
+        """Register a task that fails for a cause outside of its row."""
+        # A reward or a program that raises on a row is no reason to pause: rows of others are not to wait for it, and the learner ends a
+        # run in which all of them fail.
+        self._failing[task.kind, task.rollout].add(task.id)
+
     async def _fail(self, lease: Lease, reason: str) -> None:
-        self._failing[lease.task.kind, lease.task.rollout].add(lease.task.id)
         self._repeated("task failed", f"task={lease.task.id} deliveries={lease.deliveries} reason={reason}")
         try:
             await lease.fail(reason, actor=self.id)

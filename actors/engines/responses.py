@@ -60,9 +60,10 @@ class EngineResponse:
 class GenerationFailed(Exception):
     """A response could not be generated, and no further attempt is made."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, *, outside: bool = False) -> None:
+        """``outside``: the cause lies outside of the row, so that responses to other rows fail, too."""
         super().__init__(reason)
-        self.reason = reason
+        self.reason, self.outside = reason, outside
 
     def __str__(self) -> str:
         return f"generation: {self.reason}"
@@ -161,7 +162,7 @@ class Responses:
                 tries.last = str(error)
             logger.info("request broken off request=%s broken=%d error=%s", prompt.name, tries.broken, tries.last)
             if tries.broken >= self._retries:
-                raise GenerationFailed(f"{tries.broken} requests broken off, the last one: {tries.last}")
+                raise GenerationFailed(f"{tries.broken} requests broken off, the last one: {tries.last}", outside=True)
         raise tries.interrupted("the actor is draining")
 
     def waits_for(self) -> str:
@@ -191,7 +192,7 @@ class Responses:
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
-            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last attempt: {tries.last}")
+            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last attempt: {tries.last}", outside=True)
         async with AsyncExitStack() as held:
             acquired = self._engines.acquire(
                 min_version=prompt.min_version, timeout_s=left_s, avoid=tries.avoid, prefer="" if tries.last else prompt.prefer

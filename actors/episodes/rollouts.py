@@ -125,7 +125,7 @@ class ProgramRollout:
             if episode.handed_back:
                 raise Unfinished(episode.handed_back)
             if episode.failed:
-                raise GenerationFailed(episode.failed.removeprefix("generation: "))
+                raise GenerationFailed(episode.failed.removeprefix("generation: "), outside=True)
             if not running.done():
                 raise GenerationFailed(f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)")
             return running.result()
@@ -134,7 +134,7 @@ class ProgramRollout:
             if episode.spent and len(episode.recorder):  # a program may well end with the error that refuses a call
                 return EpisodeResult()
             refused = f"; its last model call was refused: {episode.refused}" if episode.refused else ""
-            raise GenerationFailed(error.reason + refused) from error
+            raise GenerationFailed(error.reason + refused, outside=error.ended) from error
         finally:
             for task in (running, *ends):
                 task.cancel()

@@ -70,7 +70,7 @@ class ScorerClient:
             raise (ScorerUnavailable if unsent else ScorerLost)(self._url, str(error) or type(error).__name__) from None
         shown = f"status {status}: {content[:_SHOWN]!r}"
         if status in _REFUSED:
-            raise RewardFailed("scorers", f"refused by the scorer at {self._url}: {shown}")
+            raise RewardFailed("scorers", f"refused by the scorer at {self._url}: {shown}", outside=True)
         if status == 500:
             raise ScorerLost(self._url, shown)
         if status != 200:
@@ -132,7 +132,8 @@ class RemoteScoring:
             except ScorerLost as error:
                 lost += 1
                 if lost >= MAX_LOST:
-                    raise RewardFailed("scorers", f"{lost} scorers were lost while they worked on it, the last: {error}") from None
+                    reason = f"{lost} scorers were lost while they worked on it, the last: {error}"
+                    raise RewardFailed("scorers", reason, outside=True) from None
             except ScorerUnavailable:  # the pool leaves it alone for a while
                 continue
 

@@ -45,9 +45,13 @@ class Text:
     def bounded(self, max_tokens: int) -> "Text":
         """Return this tokenizer, which refuses a text that cannot have at most ``max_tokens``, by its length alone."""
         bounded = Text(self._tokenizer, self.eos_ids)
-        longest = max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
-        bounded._max_tokens, bounded._max_bytes = max_tokens, max_tokens * longest
+        bounded._max_tokens, bounded._max_bytes = max_tokens, max_tokens * self.longest_token_bytes
         return bounded
+
+    @property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token, as the vocabulary has it."""
+        return max((len(token.encode()) for token in self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":

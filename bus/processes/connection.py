@@ -28,10 +28,10 @@ MAX_TEXT = 2000
 class ChildCallFailed(Exception):
     """A call has no result."""
 
-    def __init__(self, reason: str, *, ended: bool = False) -> None:
-        """``ended``: its process has ended, or takes no more calls."""
+    def __init__(self, reason: str, *, ended: bool = False, outside: bool = False) -> None:
+        """``ended``: its process has ended, or takes no more calls. ``outside``: the cause lies outside of the call, so that others fail, too."""
         super().__init__(reason)
-        self.reason, self.ended = reason, ended
+        self.reason, self.ended, self.outside = reason, ended, outside
 
     def __str__(self) -> str:
         return self.reason
@@ -155,7 +155,8 @@ class ChildConnection:
             if "result" in message:
                 future.set_result(message["result"])
             else:
-                future.set_exception(ChildCallFailed(str(message.get("failed", "a reply without a result"))[:MAX_TEXT]))
+                reason = str(message.get("failed", "a reply without a result"))[:MAX_TEXT]
+                future.set_exception(ChildCallFailed(reason, outside=message.get("outside") is True))
                 future.exception()
         self._freed()
         if "last" in message:

@@ -289,7 +289,7 @@ class Plan:
     """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
     config_digest: str
     chain: str
-    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.data.plans``)."""
+    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.buffer.plans``)."""
     num_minibatches: int = 1
     """Number of optimizer steps that the plan is trained in."""
     rows: NDArray[np.int32] | None = None

@@ -26,7 +26,7 @@ SETTINGS_KEY = "settings"
 """Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``tidemill.learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
 """Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples:
-``tidemill.learner.data.senders.Refusal``."""
+``tidemill.learner.buffer.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

@@ -15,16 +15,17 @@ from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.settings.datasets import prompts
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.bad_rows import REFUSE, RowTooLong
-from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.formats import count_rows
-from tidemill.learner.data.mixing import Share
-from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
-from tidemill.learner.data.responses import Recordings
+from tidemill.learner.data.config import REFUSE, DataConfig
 from tidemill.learner.data.source import Source
 from tidemill.learner.debug.prompts import read_prompts
 from tidemill.learner.debug.rollout_file import read_header
 from tidemill.learner.errors import DebugFileRefused, PromptError, TemplateLacks
+from tidemill.learner.prompts.bad_rows import RowTooLong
+from tidemill.learner.prompts.formats import count_rows
+from tidemill.learner.prompts.mixing import Share
+from tidemill.learner.prompts.responses import Recordings
+from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.part_settings import fits
 
@@ -47,7 +48,7 @@ class SourceReading:
     """The rows of a source that were read."""
 
     source: Source
-    rows: list[Row] = field(default_factory=list)
+    rows: list[PromptRow] = field(default_factory=list)
     """Those that can be used."""
     bad: list[PromptError] = field(default_factory=list)
     """Errors of rows that were read."""
@@ -144,15 +145,15 @@ class SourceReading:
 class Prompts:
     """Facts about the prompts that the other checks use."""
 
-    rows: Sequence[Row]
+    rows: Sequence[PromptRow]
     """The rows read, at least one."""
     longest: int = 0
     """Tokens of the longest prompt that is used; 0 = not all of them were counted."""
-    warm: Row | None = None
+    warm: PromptRow | None = None
     """The first row read with a temperature of its own other than 1."""
 
     @property
-    def first(self) -> Row:
+    def first(self) -> PromptRow:
         """The first row."""
         return self.rows[0]
 
@@ -199,7 +200,7 @@ def check_data(
 
 def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
     """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are read."""
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
         new = eval_set.max_new_tokens or config.sampling.max_new_tokens
@@ -246,14 +247,14 @@ def tokens_of(
     recordings = None
     if config.recorded_rollouts and model.directory is not None:
         recordings = Recordings(
-            tokenize,
+            tokenize.bounded(model.context),
             rollouts=config.recorded_rollouts,
             end_ids=EndTokens.read(model.directory).ids,
             max_tokens=model.context,
             chat=config.data.apply_chat_template,
             texts=tokenize,
         )
-    return RowTokens(tokenize, max_tokens=limit, recordings=recordings) if limit > 0 else None
+    return RowTokens(tokenize.bounded(limit), max_tokens=limit, recordings=recordings) if limit > 0 else None
 
 
 def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:
@@ -261,7 +262,7 @@ def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLa
     report.error(topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure)
 
 
-def _check_grouped(report: Report, config: RunConfig, rows: Sequence[Row], *, complete: bool) -> None:
+def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, complete: bool) -> None:
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):
@@ -359,7 +360,7 @@ def _size(source: Source) -> int | None:
     return None if count is None else len(range(count)[source.start : source.stop])
 
 
-def all_rows(readings: Collection[SourceReading]) -> Iterator[Row]:
+def all_rows(readings: Collection[SourceReading]) -> Iterator[PromptRow]:
     """Yield the rows of all sources that can be used."""
     for reading in readings:
         yield from reading.rows

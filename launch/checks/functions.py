@@ -22,8 +22,8 @@ from tidemill.bus.wire.messages import Status
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings.run_config import RunConfig
 from tidemill.learner.algorithms.choices import OFFERED
-from tidemill.learner.data.buffer_filters import contract_of
-from tidemill.learner.data.prompts import Row
+from tidemill.learner.filters.buffer_filters import contract_of
+from tidemill.learner.prompts.rows import PromptRow
 from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
 from tidemill.rewards.group import GROUP
 from tidemill.rewards.part_settings import BY_ROLLOUT
@@ -52,7 +52,7 @@ _FOLLOWED = 8
 """Imports that are followed from one module to the next."""
 
 
-def check_reward(report: Report, config: RunConfig, rows: Sequence[Row], *, here: bool, call: bool) -> None:
+def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, here: bool, call: bool) -> None:
     """Load the reward with its options, and score the first of ``rows`` that is for it, if the reward is built in or ``call`` is set.
 
     ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a warning: it may be
@@ -159,7 +159,7 @@ def check_filters(report: Report, config: RunConfig) -> None:
 
 
 def _check_one(
-    report: Report, name: str, options: JsonObject, row: Row | None, *, settings: tuple[str, str], here: bool, call: bool
+    report: Report, name: str, options: JsonObject, row: PromptRow | None, *, settings: tuple[str, str], here: bool, call: bool
 ) -> None:
     where = report.at(settings[0])
     if name == BY_ROLLOUT:
@@ -190,7 +190,7 @@ def _check_one(
         report.good("reward", f"{name} loaded, not called ({reason})")
 
 
-def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: Row, *, where: str) -> None:
+def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: PromptRow, *, where: str) -> None:
     """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its process."""
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)

@@ -24,8 +24,8 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import CheckedModel
 from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
 from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
+from tidemill.learner.buffer.plans import plan_bytes
 from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
-from tidemill.learner.data.plans import plan_bytes
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import MOST_PENDING, OF_THIS_MACHINE, protocol_of
 

@@ -12,13 +12,12 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import SettingsError, from_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.buffer.snapshot import ROWS, read_state
 from tidemill.learner.checkpoints import disk, torch_dist
-from tidemill.learner.data.digests import prompts_digest
-from tidemill.learner.data.formats import data_files
-from tidemill.learner.data.planned_rows import PlannedRows
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.snapshot import ROWS, read_state
 from tidemill.learner.errors import ConfigRefused, PromptError, ReplayMismatch
+from tidemill.learner.prompts.formats import data_files
+from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ SETTINGS = {
     "top_k": "sampling.top_k",
     "lora": "learner.lora",
 }
-"""Entry of ``tidemill.learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+"""Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can be resumed."""
 HASHED_MOST = 256_000_000

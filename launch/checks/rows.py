@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from tidemill.actors.rollout_settings import OF_VERIFIERS
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.prompts import Row
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.rows import PromptRow
 
 
-def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:
+def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[PromptRow], None]:
     """Return a function that raises PromptError for a row that the run cannot sample or score.
 
     ``max_new_tokens``: the longest response of the run or evaluation set. ``vocab_size``: None = not known.
@@ -17,7 +17,7 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
     tasksets = {name: rollout.taskset for name, rollout in config.rollouts.items() if rollout.taskset}
     parts, recorded = [*config.actor.reward_parts.values()], config.recorded_rollouts
 
-    def check(row: Row) -> None:
+    def check(row: PromptRow) -> None:
         if row.rollout in recorded:
             _refuse_responses(row, config, vocab_size)
             return
@@ -38,7 +38,7 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
     return check
 
 
-def _refuse_other_task(row: Row, taskset: str) -> None:
+def _refuse_other_task(row: PromptRow, taskset: str) -> None:
     """Raise PromptError for a row that has no task of its rollout's taskset."""
     task = row.metadata.get("verifiers")
     if isinstance(task, Mapping) and task.get("taskset") == taskset:
@@ -48,7 +48,7 @@ def _refuse_other_task(row: Row, taskset: str) -> None:
     raise PromptError(row.where, f"a task of {taskset} for its rollout {OF_VERIFIERS}{taskset} ({cure})", got)
 
 
-def _refuse_responses(row: Row, config: RunConfig, vocab_size: int | None) -> None:
+def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None) -> None:
     """Raise PromptError for recorded responses that the loss of the run cannot train."""
     algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
     temperature, place_of = (

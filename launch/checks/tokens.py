@@ -18,7 +18,7 @@ from tidemill.bus.wire.json_object import JsonObject
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import SETTING, CheckedModel
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.prompts import PromptTokenizer
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
@@ -56,6 +56,7 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
         template,
         chat=config.data.apply_chat_template,
         template_args=config.data.chat_template_args,
+        longest_token_bytes=text.longest_token_bytes,
     )
 
 

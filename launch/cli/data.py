@@ -23,14 +23,14 @@ from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.samples.imports import import_files
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError, TemplateLacks
+from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, scan_rows
 
 if TYPE_CHECKING:
     Words = argparse._SubParsersAction[argparse.ArgumentParser]
 
-Rendering = Callable[[Row], str]
+Rendering = Callable[[PromptRow], str]
 VERIFIERS_PROGRAM = VERIFIERS.rpartition(":")[0]
 """Program that prints the tasks, run by the interpreter that has verifiers."""
 SHOWN = 400
@@ -87,7 +87,7 @@ class RowReader:
     render: Rendering | None = None
     """Shows the tokens of a row; None without a model."""
 
-    def row(self, row: Row | PromptError) -> Row | PromptError:
+    def row(self, row: PromptRow | PromptError) -> PromptRow | PromptError:
         """Return the row as it is used, or its error."""
         row = self.rules.applied(row, self.recorded)
         if isinstance(row, PromptError) or self.tokens is None:
@@ -147,7 +147,7 @@ def _reader(args: argparse.Namespace) -> RowReader:
     return reader if tokens is None else replace(reader, tokens=tokens, render=partial(_rendered, tokens, text))
 
 
-def _rendered(tokens: RowTokens, text: Text, row: Row) -> str:
+def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     """Return the number of tokens of a row, and their text with special tokens."""
     prompt, recorded = tokens.of(row)
     if not recorded:
@@ -187,7 +187,7 @@ def _check(source: Source, reader: RowReader, *, most: int, preview: int) -> int
     return bad
 
 
-def _shown(row: Row, render: Rendering | None) -> str:
+def _shown(row: PromptRow, render: Rendering | None) -> str:
     line = f"{row.where}: prompt {row.prompt!a:.{SHOWN}} label {row.label!a:.{SHOWN}}"
     if row.metadata:
         line += f" metadata {row.metadata!a:.{SHOWN}}"

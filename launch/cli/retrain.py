@@ -21,8 +21,8 @@ from tidemill.launch.run.directory import directory_of_one
 from tidemill.launch.run.up import CONFIG_FILE, run_up
 from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.snapshot import read_state
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"

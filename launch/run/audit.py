@@ -17,8 +17,8 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
-from tidemill.learner.data.groups import mismatch
-from tidemill.learner.data.ledger import count_of, field_of
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.buffer.ledger import count_of, field_of
 
 EVERYTHING = 1 << 62
 """Number of newest samples to read; more than any stream has."""
@@ -394,8 +394,8 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
 
     ``stored``: a store has all files of checkpoints with only their metadata here.
     """
+    from tidemill.learner.buffer.snapshot import read_state
     from tidemill.learner.checkpoints import disk
-    from tidemill.learner.data.snapshot import read_state
 
     path, _ = disk.latest_valid((checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored)
     if path is None:

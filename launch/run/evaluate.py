@@ -2,7 +2,7 @@
 
     bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
 
-Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/feed/evaluations.py``), so a checkpoint
+Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/evaluation/evaluations.py``), so a checkpoint
 gets the scores here that its version got there, as far as engines give the same tokens.
 """
 
@@ -24,7 +24,7 @@ from tidemill.launch.settings import yaml_file
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
 from tidemill.launch.settings.run_paths import recorded
-from tidemill.learner.feed.evaluations import EvalPlan, Evaluations
+from tidemill.learner.evaluation.evaluations import EvalPlan, Evaluations
 from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
 from tidemill.weightstore.store.registry import VersionRegistry
 

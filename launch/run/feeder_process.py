@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
     from tidemill.learner.data.config import DataConfig
-    from tidemill.learner.data.prompts import PromptFile
-    from tidemill.learner.feed.evaluations import EvalPlan
+    from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.feed.feed_keys import FeedKeys
     from tidemill.learner.feed.places import FeederPlaces
+    from tidemill.learner.prompts.prompt_file import PromptFile
 
 
 async def run_feeder(
@@ -34,30 +34,34 @@ async def run_feeder(
     """
     from tidemill.bus.wire.messages import Sampling
     from tidemill.launch.checks.resume import model_identity
-    from tidemill.learner.data.curriculum import CurriculumRules
     from tidemill.learner.feed import feeder, recorded_steps
+    from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
+    from tidemill.learner.prompts.curriculum import CurriculumRules
 
     model, debug = Path(config.model.path), config.debug
     vocab_size, max_context = model_shape(model)
     sampling = Sampling(**dataclasses.asdict(config.sampling))
     places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
     if debug.trains_only:
-        await recorded_steps.run_recorded_feeder(
-            places, config.learner, draining, files=debug.load_rollout, eos_ids=eos_ids(model), routed=routed_of(model)
-        )
+        facts = ModelFacts(eos_ids=eos_ids(model), routed=routed_of(model))
+        await recorded_steps.run_recorded_feeder(FeederSettings(places=places, model=facts, learner=config.learner, debug=debug), draining)
         return
-    facts = {"identity": model_identity(model, config.model.megatron_checkpoint), "directory": str(await asyncio.to_thread(model.resolve))}
+    facts = ModelFacts(
+        vocab_size=vocab_size,
+        routed=routed_of(model),
+        max_context=max_context,
+        eos_ids=eos_ids(model),
+        identity=model_identity(model, config.model.megatron_checkpoint),
+        directory=str(await asyncio.to_thread(model.resolve)),
+    )
     # Without training there is one rank, and its batches are one part.
-    learner = config.learner.alone() if debug.rollout_only else config.learner
-    await feeder.run_feeder(
-        places,
-        open_prompts(config, config.data, max_context, config.sampling.max_new_tokens),
-        model=feeder.ModelFacts(vocab_size=vocab_size, routed=routed_of(model), max_context=max_context, eos_ids=eos_ids(model), **facts),
-        learner=learner,
+    settings = FeederSettings(
+        places=places,
+        model=facts,
+        learner=config.learner.alone() if debug.rollout_only else config.learner,
         staleness=config.staleness,
         sampling=sampling,
         push_every=config.weights.push_every,
-        draining=draining,
         evaluation=eval_plan(config, sampling, max_context),
         curriculum=CurriculumRules(
             skip_easy=config.data.skip_easy,
@@ -70,6 +74,8 @@ async def run_feeder(
         debug=debug,
         recorded=recorded_in(config.rollouts),
     )
+    prompts = open_prompts(config, config.data, max_context, config.sampling.max_new_tokens)
+    await feeder.run_feeder(settings, prompts, draining)
 
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
@@ -92,15 +98,15 @@ def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedK
 
 def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
-    from tidemill.learner.feed.feeder import within
+    from tidemill.learner.feed.feeder_settings import within
 
     return {name: within(rollout.limits, max_context) for name, rollout in config.rollouts.items() if not rollout.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
     """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
+    from tidemill.learner.evaluation.evaluations import EvalPlan
     from tidemill.learner.evaluation.prompts import EvalPrompts
-    from tidemill.learner.feed.evaluations import EvalPlan
 
     chosen = config.eval
     if not chosen.every:
@@ -150,20 +156,23 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tidemill.launch.checks.rows import row_check
-    from tidemill.learner.data.prompts import PromptFile, RowRules, model_tokenizer
-    from tidemill.learner.data.responses import Recordings
+    from tidemill.learner.prompts.prompt_file import PromptFile
+    from tidemill.learner.prompts.responses import Recordings
+    from tidemill.learner.prompts.rows import RowRules
+    from tidemill.learner.prompts.tokenizer import model_tokenizer
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
     vocab_size = model_shape(Path(config.model.path))[0]
+    max_tokens = data.max_prompt_tokens or max_context - max_new_tokens
     return PromptFile(
         data.used,
-        tokenize=tokenize,
-        max_tokens=data.max_prompt_tokens or max_context - max_new_tokens,
+        tokenize=tokenize.bounded(max_tokens),
+        max_tokens=max_tokens,
         shuffle=data.shuffle,
         seed=data.seed,
         recordings=Recordings(
-            tokenize,
+            tokenize.bounded(max_context),
             rollouts=recorded_in(config.rollouts),
             end_ids=EndTokens.read(Path(config.model.path)).ids,
             max_tokens=max_context,

@@ -30,11 +30,11 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
+    from tidemill.actors.engines.address_checks import AddressChecker
     from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from tidemill.actors.engines.address_checks import AddressChecker
-    from tidemill.learner.checkpoints.keeper import clean
+        from tidemill.learner.checkpoints.keeper import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())

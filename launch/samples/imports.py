@@ -17,10 +17,10 @@ from tidemill.bus.wire.codec import check_sample, decode_sample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Kind, Sample, Status
 from tidemill.launch.samples.recording import Recording
-from tidemill.learner.data.formats import read_values
-from tidemill.learner.data.prompts import row_of
-from tidemill.learner.data.responses import KNOWN, listed, responses_in
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.formats import read_values
+from tidemill.learner.prompts.responses import KNOWN, listed, responses_in
+from tidemill.learner.prompts.rows import row_of
 
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)

@@ -19,8 +19,8 @@ from tidemill.bus.section import BASIC, NotNegative, Positive, PositiveFloat, Se
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.launch.settings.contradictions import refuse_contradictions
 from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
-from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig

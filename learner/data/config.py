@@ -9,10 +9,12 @@ from pydantic import AfterValidator, Field, Strict
 from tidemill.bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.template_args import OF_TEMPLATE
-from tidemill.learner.data.bad_rows import POLICIES, SKIP
 from tidemill.learner.data.filter_settings import Filters
 from tidemill.learner.data.source import Source, SourceConfig, rollout_named
 
+SKIP, REFUSE = "skip", "refuse"
+POLICIES = (SKIP, REFUSE)
+"""Treatments of rows that cannot be used (``DataConfig.bad_rows``)."""
 MAX_STOPS = 16
 """Maximum number of strings, and of tokens, at which a response ends."""
 MAX_LETTERS = 200

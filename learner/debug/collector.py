@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.debug import train_file
 from tidemill.learner.debug.fields import Fields, with_old
 from tidemill.learner.layout.parallel import Parallel

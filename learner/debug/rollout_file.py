@@ -18,8 +18,7 @@ from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Plan, Sample
-from tidemill.learner.data.packing import assign
-from tidemill.learner.data.plans import chain_of
+from tidemill.learner.buffer.plans import assign, chain_of
 from tidemill.learner.errors import DebugFileRefused
 
 KIND, SCHEMA = "tidemill.rollout", 1

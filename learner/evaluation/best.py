@@ -1,49 +1,95 @@
-"""The best version by one score of one evaluation set, and whether later ones still improve on it. A pure state machine.
+"""The checkpoint of the best version (``eval.best``): ordered with its step, kept beside the newest ones, named in the row run/best.
 
-Its state is a function of the records of PLAN in their order, so a restart that reads them again has the same.
+plan of step k --> wants(k): version due? --> checkpoint k --> evaluated --> best --> spared from removal
 """
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from tidemill.bus.client.rows import Value
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.subjects import BEST_KEY
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.evaluation.evaluations import Evaluations
+from tidemill.learner.evaluation.scores import Scored
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A version with its score."""
+class BestCheckpoint:
+    """Knows which checkpoints have the best score, or may get it. Without ``eval.best`` there are none."""
 
-    version: int
-    step: int
-    value: float
-
-
-class BestScore:
-    """Scores of the evaluated versions, higher is better."""
-
-    def __init__(self, choice: str, *, stop_after: int = 0) -> None:
-        """``choice``: SET/METRIC. ``stop_after``: versions without a better score after which ``stopped`` has a text; 0 = never."""
-        self.set, _, self.metric = choice.partition("/")
-        self._stop_after = stop_after
-        self._scored: dict[int, Scored] = {}
-        self.stopped = ""
-        """The reason to end the run; empty = there is none. It stays: the last version, evaluated at the end, may have a better score."""
-
-    def note(self, dataset: str, version: int, step: int, metrics: Mapping[str, float]) -> bool:
-        """Register the scores of one set at one version, which may be repeated. Returns whether they have the score."""
-        value = metrics.get(self.metric, math.nan)
-        if dataset != self.set or not math.isfinite(value):
-            return False
-        self._scored[version] = Scored(version=version, step=step, value=value)
-        best = self.ranked[0]
-        later = sum(other > best.version for other in self._scored)
-        if self._stop_after and later >= self._stop_after and not self.stopped:
-            self.stopped = (
-                f"no {self.set}/{self.metric} above {best.value:.4g} (version {best.version}, step {best.step}) in the {later} "
-                "evaluations after it (eval.stop_after)"
-            )
-        return True
+    def __init__(self, bus: Bus, root: Path, evaluations: Evaluations, *, epoch: int, head: tuple[int, int] | None) -> None:
+        """``head``: version and step of the newest weights when this start began."""
+        self._bus, self._root, self._evaluations, self._epoch, self._first_head = bus, root, evaluations, epoch, head
+        self._row: Value = {}
 
     @property
-    def ranked(self) -> Sequence[Scored]:
-        """All of them, the best first; of equal ones the earliest."""
-        return sorted(self._scored.values(), key=lambda one: (-one.value, one.version))
+    def wanted(self) -> bool:
+        """True if the settings have a score by which versions are compared."""
+        return bool(self._evaluations.best.set)
+
+    async def begin(self) -> None:
+        """Write the row as of the scores of earlier starts; without ``eval.best``, remove it. Raises BusError."""
+        if self.wanted:
+            await self.note()
+        elif (await self._bus.rows("run").read(BEST_KEY))[1]:
+            await self._bus.rows("run").delete(BEST_KEY)
+
+    def due(self, step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int) -> bool:
+        """Return whether the weights of a planned step will be evaluated, as far as that is known before they have a version.
+
+        ``versions``: step of every version so far. ``head``: the newest of them, and its step.
+        """
+        found = versions_of(step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head)
+        return any(self._evaluations.due(version, step) for version in found)
+
+    async def spared(self) -> list[str]:
+        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be next."""
+        if not self.wanted:
+            return []
+        listed = await asyncio.to_thread(disk.listed, self._root)
+        found = {one.path.name for one in listed if one.step in self._evaluations.pending_steps}
+        best = self._best(listed)
+        return sorted(found if best is None else found | {best[1].path.name})
+
+    async def note(self) -> None:
+        """Write the row, if the best version has changed. Raises BusError."""
+        best = self._best(await asyncio.to_thread(disk.listed, self._root)) if self.wanted else None
+        if best is None:
+            return
+        scored, checkpoint = best
+        score = self._evaluations.best
+        row: Value = {"step": scored.step, "version": scored.version, "set": score.set, "metric": score.metric, "value": scored.value}
+        row |= {"directory": str(checkpoint.path), "epoch": self._epoch}
+        if row != self._row:
+            await self._bus.retry(lambda: self._bus.rows("run").put(BEST_KEY, row))
+            log.info("best checkpoint=%s version=%d %s/%s=%.4g", checkpoint.path, scored.version, score.set, score.metric, scored.value)
+            self._row = row
+
+    def _best(self, listed: Collection[Checkpoint]) -> tuple[Scored, Checkpoint] | None:
+        """Return the best version that has a checkpoint, with the newest one of its step."""
+        for scored in self._evaluations.best.ranked:
+            for one in listed:
+                if one.step == scored.step:
+                    return scored, one
+        return None
+
+
+def versions_of(
+    step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int, republished: bool
+) -> Collection[int]:
+    """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the next by count.
+
+    ``republished``: a start publishes once more the weights of its first step, or of the last step that it repeats, and it is not
+    known whether it has; later versions may then be one higher.
+    """
+    if known := [version for version, its in versions.items() if its == step]:
+        return known
+    if head is None or step % push_every:
+        return ()
+    version = head[0] + step // push_every - head[1] // push_every
+    return (version, version + 1) if republished else (version,)

@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import Field
 
 from tidemill.bus.section import NotNegative, Positive, PositiveFloat, ShortNamed, section
+from tidemill.learner.buffer.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.config import DataConfig, Stops, StopTokens
-from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
 from tidemill.learner.data.source import SourceConfig
 
 MAX_SAMPLES = 1024

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Kind, Sampling, Task
-from tidemill.learner.data.bad_rows import all_bad
-from tidemill.learner.data.prompts import PromptFile, sampler_seed
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.rounds import MARK, Place, Rounds, SetSize
+from tidemill.learner.prompts.bad_rows import all_bad
+from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class EvalPrompts:
         return SetSize(name=self.name, rows=rows, samples=self.samples, passes_at=self.passes_at, identity=identity)
 
     def _usable(self, number: int) -> list[int]:
-        """Return those of the first ``number`` rows that can be used. Raises PromptError if there is none."""
+        """Return the usable rows among the first ``number``. Raises PromptError if there is none."""
         usable: list[int] = []
         errors: list[PromptError] = []
         for row in range(number):
@@ -64,7 +64,7 @@ class EvalPrompts:
             label=drawn.row.label,
             metadata={**drawn.row.metadata, MARK: rounds.mark(place)},
             group_size=self.samples,
-            sampling=replace(  # a set has one temperature, also where its file is that of training
+            sampling=replace(  # a set has one temperature, also where its file is the file of training
                 drawn.row.sampling.of(self.sampling), temperature=self.sampling.temperature, seed=sampler_seed(seed, 0, place.row, 0)
             ),
             prompt_epoch=0,

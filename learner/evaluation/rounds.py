@@ -17,7 +17,7 @@ import numpy as np
 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sample, Status, Task
-from tidemill.learner.evaluation.scores import Response, scores
+from tidemill.learner.evaluation.scores import ScoredResponse, scores
 
 MARK = "evaluation"
 """Key in a task's metadata: the set, the prompt's number in it, and the digest of all sets."""
@@ -29,7 +29,7 @@ class SetSize:
 
     name: str
     rows: tuple[int, ...]
-    """Numbers of the prompts in their file; those that cannot be used are left out."""
+    """Numbers of the usable prompts in their file."""
     samples: int
     passes_at: float
     identity: str
@@ -60,12 +60,12 @@ class _Round:
     version: int
     step: int
     same: int
-    """Newest version with the same weights: a start publishes those that it begins with again."""
+    """Newest version with the same weights: a start publishes the weights that it begins with once more."""
     tasks: dict[int, tuple[str, int]] = field(default_factory=dict)
     """Set and row of each issued task that is open."""
     placed: set[tuple[str, int]] = field(default_factory=set)
     """Set and row of each issued task, open or not."""
-    responses: dict[tuple[str, int], dict[int, Response]] = field(default_factory=dict)
+    responses: dict[tuple[str, int], dict[int, ScoredResponse]] = field(default_factory=dict)
     """Responses by (set, row) and index."""
 
 
@@ -73,7 +73,7 @@ class Rounds:
     """State of the evaluation (see the module)."""
 
     def __init__(self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int) -> None:
-        """``last_step``: that of the run."""
+        """``last_step``: of the run."""
         self._sets = {one.name: one for one in sets}
         self._every, self._at_start, self._at_end, self._last_step = every, at_start, at_end, last_step
         self._max_open = max_open_tasks
@@ -95,7 +95,7 @@ class Rounds:
         """Return whether a version is to be evaluated."""
         if not self._every or not self._sets:
             return False
-        if step == 0:  # version 0, or 1 where the run begins with other weights than those of the model directory
+        if step == 0:  # version 0, or 1 where the run begins with other weights than the model directory has
             return self._at_start
         return version % self._every == 0 or (self._at_end and step == self._last_step)
 
@@ -194,7 +194,7 @@ class Rounds:
         there = self._open.responses.setdefault(place, {})
         if sample.index in there or not 0 <= sample.index < self._sets[place[0]].samples:
             return False
-        there[sample.index] = Response(
+        there[sample.index] = ScoredResponse(
             score=sample.score,
             num_tokens=int(np.count_nonzero(sample.loss_mask)),
             truncated=sample.status is Status.TRUNCATED,
@@ -277,5 +277,5 @@ class Rounds:
         self._open.tasks = {id: (name, row) for id, name, row in there["tasks"]}
         self._open.placed = {(name, row) for name, row in there["placed"]}
         for name, row, index, score, num_tokens, truncated, oldest, newest in there["responses"]:
-            response = Response(score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest)
+            response = ScoredResponse(score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest)
             self._open.responses.setdefault((name, row), {})[index] = response

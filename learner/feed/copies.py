@@ -57,7 +57,7 @@ Asked = dict[int, dict[str, list[str]]]
 
 
 class Copies:
-    """The checkpoints below ``root``, of which each node has its part."""
+    """The checkpoints below ``root``; each node has its part of them."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Copies:
         return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values()]
 
     async def claim(self, *, is_new: bool) -> None:
-        """Make the store that of this run, if there is one. Raises ConfigRefused for that of another run, StoreFailed for a new run's.
+        """Claim the store for this run, if there is one. Raises ConfigRefused for the store of another run, StoreFailed for a new run's.
 
         ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to begin; one that
         hangs is waited for for ``silence_s``.
@@ -284,7 +284,7 @@ def _has_all(directory: Path, files: Collection[str]) -> bool:
 
 
 def _asked(peers: list[Peer]) -> tuple[Asked, list[PeerFailed]]:
-    """Return the files that each node has, and the failures of those that do not answer."""
+    """Return the files that each node has, and the failures of nodes that do not answer."""
     found: Asked = {}
     failures = []
     client = PeerClient(peers)

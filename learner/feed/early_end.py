@@ -11,10 +11,10 @@ import logging
 
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.subjects import END_KEY
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.rules import DataRules
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.errors import NothingTrained
-from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.feed_messages import Last
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.outcomes import Outcomes
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class EarlyEnd:
-    """The last step of one start, if it is not that of the settings."""
+    """The last step of one start, if it is another than in the settings."""
 
     def __init__(self, bus: Bus, source: DataSource, evaluations: Evaluations, rules: DataRules, *, epoch: int) -> None:
         self._bus, self._source, self._evaluations, self._rules, self._epoch = bus, source, evaluations, rules, epoch

@@ -16,8 +16,8 @@ import zmq
 from tidemill.bus import exit_codes
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batch_frames import Frame, decode
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.frames import Frame, decode
 from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
 from tidemill.learner.feed.feed_gate import admit_by
 from tidemill.learner.feed.feed_keys import FeedKeys
@@ -40,7 +40,7 @@ class FeedClient:
         silence_s: float = 60.0,
         on_wait: Callable[[str], None] | None = None,
     ) -> None:
-        """``keys``: those of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
+        """``keys``: of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
 
         ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the reason of the wait.
         """

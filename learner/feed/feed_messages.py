@@ -38,7 +38,7 @@ class Start:
     checkpoint: str | None
     """Verified directory to load; None = start with the model's initial weights."""
     step: int
-    """Step of that checkpoint (0 without one); the first batch is that of ``step + 1``."""
+    """Step of that checkpoint (0 without one); the first batch is of ``step + 1``."""
     steps: int
     """Last step of the run."""
     head_version: int
@@ -46,11 +46,11 @@ class Start:
     head_step: int
     """Step of its weights; -1 = none yet."""
     initial: str | None = None
-    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = those of the model directory."""
+    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = as in the model directory."""
     recorded_until: int
     """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as head + 1."""
     settings: Sequence[tuple[int, JsonObject]] = field(default_factory=list)
-    """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = those of this start."""
+    """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = as of this start."""
     manifest: str = ""
     """SHA-256 of the manifest of ``checkpoint``, when it is spread over nodes."""
     peers: Mapping[str, str] = field(default_factory=dict)

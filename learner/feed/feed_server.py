@@ -16,7 +16,7 @@ import zmq.asyncio
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.exit_codes import CRASHED
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.learner.data.batch_frames import Frame
+from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
 from tidemill.learner.feed.feed_gate import Gate
 from tidemill.learner.feed.feed_keys import FeedKeys
@@ -35,7 +35,7 @@ _LOG_REFUSED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class RankReport:
     """A report of rank 0."""
 
     kind: str
@@ -87,7 +87,7 @@ class FeedServer:
         self._gate = Gate(self._context, self._socket, keys)
         self._socket.bind(listen)
         self.url = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        self.outcomes: asyncio.Queue[RankReport] = asyncio.Queue()
         self.waiter = Waiter()
         """Woken when ``asked`` has increased."""
         self.asked = 0
@@ -162,7 +162,7 @@ class FeedServer:
         return len(self._ranks) < self._world_size or any(rank.metadata for rank in self._ranks.values())
 
     async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
-        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: one more, for those that ask for it.
+        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: a further frame, for ranks that ask.
 
         A step behind the end of this start is left out: it was being planned when the end was decided.
         """
@@ -286,7 +286,7 @@ class FeedServer:
     def _reported(self, rank: _Rank, kind: str, header: Mapping[str, object]) -> None:
         if rank.rank != 0:
             raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
-        self.outcomes.put_nowait(Outcome(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
+        self.outcomes.put_nowait(RankReport(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
 
     async def _serve(self) -> None:
         """Send start, batch or end to every waiting rank for which it is available."""
@@ -321,7 +321,7 @@ class FeedServer:
 
     @staticmethod
     def _taken(rank: _Rank) -> int:
-        """Return the last step of which a rank has received the batch."""
+        """Return the last step whose batch a rank has received."""
         return rank.asked - (rank.waits not in (None, _HELLO))
 
     async def _send(self, identity: bytes, *frames: Frame) -> None:

@@ -1,150 +1,81 @@
 """The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+import os
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
 
 from tidemill.bus.client.retries import cancellable
-from tidemill.bus.wire.budget import Budget
-from tidemill.bus.wire.messages import Sampling
-from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.data.curriculum import CurriculumRules
-from tidemill.learner.data.filter_settings import FilterConfig, identity_of
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.debug.config import DebugConfig
-from tidemill.learner.feed.evaluations import EvalPlan
-from tidemill.learner.feed.feeder_loops import Feeder
-from tidemill.learner.feed.feeder_rules import FeederRules
-from tidemill.learner.feed.filtering import opened_filters
-from tidemill.learner.feed.opening import opened_ends
-from tidemill.learner.feed.places import FeederPlaces
-from tidemill.learner.settings.checkpoint_store import LOCAL
-from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
-from tidemill.learner.settings.step_settings import record_of
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.epoch import current_epoch
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import LiveRow
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer
+from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.feeder_start import copies_of, opened_ends, own_epoch, restore
+from tidemill.learner.feed.filtering import OpenFilter, opened_filters
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """The facts of the trained model that the data depends on."""
-
-    vocab_size: int | None = None
-    """Samples with other token ids are refused; None = not known."""
-    routed: RoutedShape | None = None
-    """Sizes of its routing; None = it has no experts."""
-    max_context: int = 0
-    """Length of the longest valid sample, see ``DataRules.max_context``."""
-    eos_ids: frozenset[int] = frozenset()
-    """Tokens that end a response; empty = not known."""
-    identity: str = ""
-    """Description of the model, see ``DataRules.model``."""
-    directory: str = ""
-    """Directory of the model."""
-
-
-_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
-"""Settings of the learner that the data depends on."""
-
-
-async def run_feeder(
-    places: FeederPlaces,
-    prompts: PromptFile,
-    *,
-    model: ModelFacts,
-    learner: LearnerConfig,
-    staleness: StalenessConfig,
-    sampling: Sampling,
-    push_every: int,
-    draining: asyncio.Event,
-    evaluation: EvalPlan | None = None,
-    curriculum: CurriculumRules | None = None,
-    filters: Sequence[FilterConfig] = (),
-    budgets: Mapping[str, Budget] | None = None,
-    debug: DebugConfig | None = None,
-    recorded: frozenset[str] = frozenset(),
-) -> None:
+async def run_feeder(settings: FeederSettings, prompts: PromptFile, draining: asyncio.Event) -> None:
     """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
-    ``filters``: those of complete groups. ``budgets``: limits of episodes, by rollout. ``recorded``: rollouts of recorded responses.
     Once ``draining`` is set, it ends when no rank is left and their reports are stored.
     Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, TasksFail, RankFailed, RankSilent, FeedError, PromptError,
     UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    debug = debug or DebugConfig()
-    rules = _data_rules(places, prompts, model, learner, staleness, sampling, push_every=push_every, filters=filters)
-    feeder_rules = _feeder_rules(places, model, learner, sampling, ahead=1 if learner.prefetch and staleness.max_lag >= 1 else 0)
-    if curriculum is not None:
-        feeder_rules = replace(feeder_rules, curriculum=curriculum)
-    feeder_rules = replace(feeder_rules, budgets=budgets or {}, save_rollout=debug.save_rollout, recorded=recorded)
-    if debug.rollout_only:
-        feeder_rules = replace(feeder_rules, initial_model=model.directory)
-    else:
-        feeder_rules = replace(feeder_rules, step_settings=record_of(learner, push_every=push_every))
-    rules = replace(rules, max_lag=rules.steps) if debug.rollout_only else rules  # version 0 makes all samples, and none is too old
-    async with opened_ends(places, learner) as (server, connected), opened_filters(filters) as opened:
-        await cancellable(Feeder(connected, feeder_rules, rules, prompts, server, evaluation or EvalPlan(), opened).run(draining))
+    async with opened_ends(settings.places, settings.learner) as (server, bus), opened_filters(settings.filters) as filters:
+        await cancellable(FeederRun(bus, settings, prompts, server, filters).run(draining))
 
 
-def within(budget: Budget, max_context: int) -> Budget:
-    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer ones."""
-    return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))
+class FeederRun:
+    """One start of the feeder, on an open bus."""
 
+    def __init__(self, bus: Bus, settings: FeederSettings, prompts: PromptFile, server: FeedServer, filters: Sequence[OpenFilter]) -> None:
+        self._bus, self._settings, self._prompts, self._server, self._filters = bus, settings, prompts, server, filters
+        self._row = FeederRow(server, settings.learner)
+        self._epoch = 0
 
-def _data_rules(
-    places: FeederPlaces,
-    prompts: PromptFile,
-    model: ModelFacts,
-    learner: LearnerConfig,
-    staleness: StalenessConfig,
-    sampling: Sampling,
-    *,
-    push_every: int,
-    filters: Sequence[FilterConfig],
-) -> DataRules:
-    return DataRules(
-        run=places.run,
-        max_context=model.max_context,
-        push_every=push_every,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        seed=prompts.seed,
-        prompts_digest=prompts.digest,
-        model=model.identity,
-        filters=identity_of(filters),
-        buffer_filters=any(one.scope == "buffer" for one in filters),
-        demonstrations=learner.algorithm.demonstration_coef > 0,
-        teacher=learner.algorithm.needs_teacher,
-        teacher_top_k=learner.algorithm.listed_by_engine,
-        **{name: getattr(learner, name) for name in _OF_THE_LEARNER},
-        **asdict(staleness),
-    )
+    async def run(self, draining: asyncio.Event) -> None:
+        """Restore, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may cause any of them."""
+        try:
+            await self._run(draining)
+        except BaseExceptionGroup:
+            newest = 0
+            with suppress(BusError):
+                newest = await current_epoch(self._bus)
+            refuse_newer(newest, self._epoch)
+            raise
 
+    async def _run(self, draining: asyncio.Event) -> None:
+        async with asyncio.TaskGroup() as group:
+            # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
+            loops = [group.create_task(self._server.run(), name="ranks")]
+            self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
+            row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
+            async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
+                loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
+                feeder = await self._open()
+                for loop in feeder.loops:
+                    loops.append(group.create_task(cancellable(loop()), name=loop.__name__))
+                await feeder.finish(draining)
+                for loop_task in loops:
+                    loop_task.cancel()
 
-def _feeder_rules(places: FeederPlaces, model: ModelFacts, learner: LearnerConfig, sampling: Sampling, *, ahead: int) -> FeederRules:
-    return FeederRules(
-        run=places.run,
-        root=places.checkpoints,
-        sampling=sampling,
-        group_size=learner.group_size,
-        checkpoint_every=learner.checkpoint_every,
-        keep_checkpoints=learner.keep_checkpoints,
-        copies=learner.checkpoint.copies if learner.checkpoint.store == LOCAL else 0,
-        store=learner.checkpoint.url,
-        num_nodes=places.num_nodes,
-        ahead=ahead,
-        batch_timeout_s=learner.batch_timeout_s,
-        failing_tasks=learner.failing_tasks,
-        failing_s=learner.failing_s,
-        vocab_size=model.vocab_size,
-        routed=model.routed if learner.routing_replay == ROLLOUT else None,
-        pad_to=learner.row_multiple,
-        eos_ids=model.eos_ids,
-        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
-        epoch=places.epoch,
-        metadata=learner.algorithm.may_need_metadata,
-        alarms=learner.algorithm.alarms,
-    )
+    async def _open(self) -> Feeder:
+        """Take over the streams, restore the state, and start the ranks."""
+        self._row.text = "the fences of PLAN and TASKS"
+        # The fences come before the state is read: an older learner that still runs writes nothing into these streams afterwards.
+        await self._bus.plans.fence(self._epoch)
+        await self._bus.tasks.fence(self._epoch)
+        self._row.text = "the checkpoint to be verified and the streams to be read"
+        self._row.copies = copies_of(self._bus, self._settings)
+        restored = await restore(self._bus, self._settings, self._prompts, epoch=self._epoch, copies=self._row.copies)
+        feeder = Feeder(self._bus, self._settings, self._prompts, self._server, restored, self._row, self._filters)
+        await feeder.start_ranks()
+        return feeder

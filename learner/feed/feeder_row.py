@@ -9,20 +9,20 @@ import time
 from dataclasses import dataclass
 
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.learner.data.curriculum import Curriculum
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.selection import is_filtered
-from tidemill.learner.data.senders import Senders
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.selection import is_filtered
+from tidemill.learner.buffer.senders import Senders
 from tidemill.learner.errors import NoProgress
+from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.copies import Copies
-from tidemill.learner.feed.episode_age import EpisodeAge
-from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.feed.episode_metrics import EpisodeAge
 from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
 from tidemill.learner.feed.feed_server import FeedServer
-from tidemill.learner.feed.feeder_rules import FeederRules
 from tidemill.learner.feed.filtering import Filtering
 from tidemill.learner.feed.intake import Intake
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.config import LearnerConfig
 
 BEAT_S = 1.0
 """Interval of the heartbeats to ranks and on the bus."""
@@ -47,8 +47,8 @@ class Parts:
 class FeederRow:
     """Phase and waits of the feeder, which its loops set."""
 
-    def __init__(self, server: FeedServer, rules: FeederRules) -> None:
-        self._server, self._rules = server, rules
+    def __init__(self, server: FeedServer, learner: LearnerConfig) -> None:
+        self._server, self._learner = server, learner
         self.phase = "starting"
         self.text = "the bus"
         """The event that the feeder waits for."""
@@ -69,7 +69,7 @@ class FeederRow:
             await self._server.beat(self._waits_for())
             if self.held and self.parts is not None:
                 self._evaluated_s = self.parts.evaluations.moved_s
-            if min(starved_s, now - self._evaluated_s) > self._rules.batch_timeout_s:
+            if min(starved_s, now - self._evaluated_s) > self._learner.batch_timeout_s:
                 raise NoProgress("feeder", starved_s, self._waits_for())
             self._refuse_failing()
             heartbeat.update(**self._fields(starved_s))
@@ -80,8 +80,8 @@ class FeederRow:
         if self.parts is None:
             return
         # A run that has trained may wait for a server of its reward; one that never has is more likely to have a defect.
-        within_s = self._rules.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
-        self.parts.intake.failing.refuse(self._rules.failing_tasks, within_s)
+        within_s = self._learner.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
+        self.parts.intake.failing.refuse(self._learner.failing_tasks, within_s)
 
     @property
     def copies_waited_for(self) -> str:

@@ -11,7 +11,7 @@ that a filter should have seen is not trained unseen.
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,12 +19,13 @@ from typing import Any
 from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.messages import Sample, Task
-from tidemill.learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
-from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.buffer.arrivals import SampleStore
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.selection import FILTERED
 from tidemill.learner.data.filter_settings import BUILT_IN, FilterConfig
-from tidemill.learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
-from tidemill.learner.data.groups import Verdict
-from tidemill.learner.data.selection import FILTERED
+from tidemill.learner.filters.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
+from tidemill.learner.filters.filters import FILTER, Decision, FilterGroup, decision_in, group_of
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.processes.pool import FunctionProcesses
 from tidemill.rewards.registry import bind
@@ -32,7 +33,7 @@ from tidemill.rewards.registry import bind
 log = logging.getLogger(__name__)
 
 Judge = Callable[[Any], Awaitable[Any]]
-"""Returns the map of a Decision for a FilterGroup (``decision_of``), or those of all groups for a FilterBuffer (``decisions_of``)."""
+"""Returns the map of a Decision for a FilterGroup (``decision_of``), or the maps of all groups for a FilterBuffer (``decisions_of``)."""
 FAILED = "failed"
 """Reason of a group that a filter could not decide on."""
 LOOK_AGAIN_S = 5.0
@@ -91,26 +92,26 @@ class Filtering:
         self,
         filters: Sequence[OpenFilter],
         source: DataSource,
-        samples: Callable[[], Mapping[int, Sample]],
+        buffered: SampleStore,
         *,
         may_plan: Callable[[], bool],
         decide: Callable[[], None],
     ) -> None:
-        """``samples``: the buffered samples by sequence. ``may_plan``: whether the next step would be planned if it had its groups.
+        """``buffered``: the samples of the groups. ``may_plan``: whether the next step would be planned if it had its groups.
         ``decide``: called after each verdict."""
         self._filters = [one for one in filters if one.config.scope == "group"]
         self._buffer_filters = [one for one in filters if one.config.scope == "buffer"]
-        self._source, self._samples, self._may_plan, self._decide = source, samples, may_plan, decide
+        self._source, self._buffered, self._may_plan, self._decide = source, buffered, may_plan, decide
         self.waiter = Waiter()
         """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
         """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked, ``NAME.failed`` = failed calls.
-        With ``count_only``: those that it would have dropped and masked."""
+        With ``count_only``: what it would have dropped and masked."""
         self.judged = 0
         """Groups judged in this start."""
         self._failure = ""
         self._last: deque[str] = deque(maxlen=MAX_AT_ONCE)
-        """Reasons of the last groups; empty for those that are kept."""
+        """Reasons of the last groups; empty for a group that is kept."""
         self._running: set[int] = set()
         self._choosing = False
 
@@ -129,7 +130,7 @@ class Filtering:
 
     async def _judge(self, task: Task, seqs: Sequence[int]) -> None:
         try:
-            verdict = await self.verdict(task, [self._samples()[seq] for seq in seqs])
+            verdict = await self.verdict(task, self._buffered.of(seqs))
         finally:
             self._running.discard(task.id)
         self._source.judged(task.id, verdict, seqs)
@@ -161,8 +162,8 @@ class Filtering:
         return Verdict(reason=reason, masked=frozenset(masked), priority=priority)
 
     async def _choose(self, found: Sequence[tuple[Task, Sequence[int], float]]) -> None:
-        step, samples, versions = self._source.step + 1, self._samples(), self._source.versions
-        groups = [buffer_group(task, [samples[seq] for seq in seqs], versions, step, priority) for task, seqs, priority in found]
+        step, versions = self._source.step + 1, self._source.versions
+        groups = [buffer_group(task, self._buffered.of(seqs), versions, step, priority) for task, seqs, priority in found]
         try:
             choices = await self.choices(FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups)))
         finally:
@@ -172,7 +173,7 @@ class Filtering:
         self.waiter.wake()  # another group may have become complete meanwhile
 
     async def choices(self, buffer: FilterBuffer) -> dict[int, Verdict]:
-        """Return the verdict of all buffer filters on each group, by task; priorities without those of the group's filters."""
+        """Return the verdict of all buffer filters on each group, by task; priorities without the priorities by the group's filters."""
         verdicts = {group.task: Verdict() for group in buffer.groups}
         for one in self._buffer_filters:
             name = one.config.name

@@ -6,8 +6,9 @@
 Waits for the bus. Wakes the loop that decides after each change.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -16,21 +17,21 @@ from tidemill.bus.streams.dead import REQUEUE
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.data.arrivals import Disposition
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.lost import LostTasks
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.senders import Senders, invalid_words
+from tidemill.learner.buffer.arrivals import Disposition, SampleStore
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.lost import LostTasks
+from tidemill.learner.buffer.senders import Senders, invalid_words
 from tidemill.learner.errors import PromptError
-from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.evaluation.evaluations import Evaluations
 from tidemill.learner.feed.failing_tasks import FailingTasks
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.weightstore.store.registry import VersionRegistry
 
 Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]
 
 
 class Intake:
-    """The samples that are read and not trained yet, and the loops that read."""
+    """The loops that read, and the numbers of what they have read."""
 
     def __init__(
         self,
@@ -42,23 +43,18 @@ class Intake:
         evaluations: Evaluations,
         senders: Senders,
         lost: LostTasks,
+        buffered: SampleStore,
         wake: Callable[[], None],
     ) -> None:
-        """``recorded``: the records that are repeated, of which those that are repeated already disappear."""
+        """``recorded``: the records that are to be repeated; a record disappears when it is."""
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
-        self._evaluations, self._senders, self._lost, self._wake = evaluations, senders, lost, wake
+        self._evaluations, self._senders, self._lost, self._buffered, self._wake = evaluations, senders, lost, buffered, wake
         plans = [record for _, record in recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
-        self.samples: dict[int, Sample] = {}
-        """Buffered samples by their sequence."""
         self.failing = FailingTasks()
         """Tasks that have died since the last complete group."""
         self.behind = 0
         """Samples of the stream that are not read yet."""
-
-    def keep_only(self, seqs: Collection[int]) -> None:
-        """Forget the samples that are buffered no longer."""
-        self.samples = {seq: sample for seq, sample in self.samples.items() if seq in seqs}
 
     async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
         """Background loop: read SAMPLES. ``vocab_size``: as that of the model, ``routed``: sizes of its routing; None = not known."""
@@ -76,7 +72,7 @@ class Intake:
             if arrival.name is Disposition.EVAL and isinstance(received.sample, Sample):
                 self._evaluations.arrived(received.sample)
             if arrival.name is Disposition.BUFFERED and isinstance(received.sample, Sample):
-                self.samples[received.seq] = received.sample
+                self._buffered.add(received.seq, received.sample)
                 self._senders.usable(received.actor)
             elif arrival.name is Disposition.INVALID:
                 self._senders.invalid(received.actor, invalid_words(received, arrival.reason))
@@ -105,14 +101,14 @@ class Intake:
                 if self._source.dead(told.task):
                     self.failing.died(told)
                 self._evaluations.gone(told)
-            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and self._has_prompt(letter, seq):
+            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and await self._has_prompt(letter, seq):
                 self._source.requeue(letter)
             self._wake()
 
-    def _has_prompt(self, dead: Dead, seq: int) -> bool:
+    async def _has_prompt(self, dead: Dead, seq: int) -> bool:
         """Return whether the position in a dead letter has a prompt, because later starts must be able to repeat a recorded requeue."""
         try:
-            self._prompts.at(dead.prompt_epoch, dead.offset)
+            await asyncio.to_thread(self._prompts.at, dead.prompt_epoch, dead.offset)  # in a thread: it may have megabytes
         except (PromptError, IndexError) as error:
             self._bus.refusals.refuse(subjects.DEAD, f"{seq} (requeue of task {dead.task})", error)
             return False

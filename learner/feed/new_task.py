@@ -1,43 +1,43 @@
 """A task from the demand of the DataSource: prompt, seed and position."""
 
+import asyncio
 from dataclasses import replace
 
 from tidemill.bus.wire.messages import Task
-from tidemill.learner.data.curriculum import Curriculum
-from tidemill.learner.data.prompts import Drawn, PromptFile, sampler_seed
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.data.staleness_admission import TaskDemand
-from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.prompts.curriculum import Curriculum
+from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
 
 
-def task_of(
-    wanted: TaskDemand, prompts: PromptFile, rules: FeederRules, data_rules: DataRules, curriculum: Curriculum, *, epoch: int
-) -> Task | None:
-    """Return the task, without an id; None for a new prompt when all passes of the run are issued. Raises PromptError."""
-    if wanted.reissue_of is None:
-        drawn = next_prompt(prompts, wanted.prompt_epoch, wanted.offset, curriculum, num_epochs=data_rules.num_epochs)
-    else:
-        drawn = prompts.at(wanted.prompt_epoch, wanted.offset)
-    if drawn is None:
-        return None
-    seed = sampler_seed(data_rules.seed, drawn.epoch, drawn.offset, wanted.reissues)
+async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int) -> Drawn | None:
+    """Return the prompt of a task; None for a new prompt when all passes of the run are issued. Raises PromptError."""
+    # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this one.
+    if demand.reissue_of is not None:
+        return await asyncio.to_thread(prompts.at, demand.prompt_epoch, demand.offset)
+    return await asyncio.to_thread(next_prompt, prompts, demand.prompt_epoch, demand.offset, curriculum, num_epochs=num_epochs)
+
+
+def task_of(demand: TaskDemand, drawn: Drawn, settings: FeederSettings, *, seed: int, epoch: int) -> Task:
+    """Return the task of a prompt, without an id. ``seed``: of the order of prompts."""
+    group_seed = sampler_seed(seed, drawn.epoch, drawn.offset, demand.reissues)
     return Task(
-        run=rules.run,
+        run=settings.places.run,
         epoch=epoch,
         prompt=drawn.row.prompt,
         prompt_tokens=drawn.tokens,
         label=drawn.row.label,
         metadata=drawn.row.metadata,
-        group_size=len(drawn.recorded) or rules.group_size,
-        sampling=replace(drawn.row.sampling.of(rules.sampling), seed=seed),
+        group_size=len(drawn.recorded) or settings.learner.group_size,
+        sampling=replace(drawn.row.sampling.of(settings.sampling), seed=group_seed),
         prompt_epoch=drawn.epoch,
         offset=drawn.offset,
-        reissue_of=wanted.reissue_of,
-        reissues=wanted.reissues,
-        min_version=wanted.min_version,
-        issue_step=wanted.issue_step,
+        reissue_of=demand.reissue_of,
+        reissues=demand.reissues,
+        min_version=demand.min_version,
+        issue_step=demand.issue_step,
         rollout=drawn.row.rollout,
-        budget=rules.budgets.get(drawn.row.rollout),
+        budget=settings.budgets.get(drawn.row.rollout),
         chat_template_args=dict(drawn.chat_template_args) or None,
         row_digest=drawn.digest,
     )

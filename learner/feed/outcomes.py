@@ -18,15 +18,15 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.keeper import kept_names
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.snapshot import read_state
 from tidemill.learner.errors import CheckpointCorrupt, FeedError
-from tidemill.learner.feed.best_checkpoint import BestCheckpoint
+from tidemill.learner.evaluation.best import BestCheckpoint
 from tidemill.learner.feed.copies import Copies
-from tidemill.learner.feed.episode_age import EpisodeAge
+from tidemill.learner.feed.episode_metrics import EpisodeAge
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
@@ -204,11 +204,11 @@ class Outcomes:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
-        """Write the row. Raises Fenced for a learner that was replaced: by the newest epoch, or by that of the row that stands there."""
+        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or by the epoch of the stored row."""
         await self._refuse_if_replaced()
 
         def committed(found: Value | None) -> Value:
-            """Return the row. Raises Fenced if the row is that of a newer learner."""
+            """Return the row. Raises Fenced if a newer learner has written the row."""
             _refuse_newer(int((found or {}).get("epoch", 0)), self._epoch)
             return row
 

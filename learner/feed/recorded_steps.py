@@ -12,7 +12,6 @@ import math
 import os
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,22 +21,17 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.wire.messages import Done, LiveRow, Plan, Sample
-from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.learner.data.batch_frames import encode, encode_metadata
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import encode, encode_metadata
+from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
 from tidemill.learner.errors import FeedError
-from tidemill.learner.feed.beginning import own_epoch, verified
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer, Frames
 from tidemill.learner.feed.feeder_row import BEAT_S
-from tidemill.learner.feed.feeder_rules import FeederRules
-from tidemill.learner.feed.opening import opened_ends
+from tidemill.learner.feed.feeder_settings import FeederSettings
+from tidemill.learner.feed.feeder_start import opened_ends, own_epoch, verified
 from tidemill.learner.feed.outcomes import facts_of
-from tidemill.learner.feed.places import FeederPlaces
-from tidemill.learner.settings.config import LearnerConfig
-from tidemill.learner.settings.routing_replay import ROLLOUT
 from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
@@ -46,81 +40,40 @@ END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedSteps:
-    """Files to train on."""
-
-    files: str
-    """Path pattern of the files, see ``debug.load_rollout``."""
-    steps: int
-    packing: Packing
-    pad_to: int
-    eos_ids: frozenset[int] = frozenset()
-    routed: RoutedShape | None = None
-    """Sizes of the routing, see ``FeederRules``."""
-    from_checkpoint: Path | None = None
-    """Checkpoint to begin from, see ``FeederRules``."""
-    metadata: bool = False
-    """True if ranks may ask for the metadata of samples, see ``FeederRules``."""
-
-    def load(self, step: int) -> Rollout:
-        """Return the rollout of a step. Raises DebugFileRefused."""
-        return load_rollout(Path(self.files.format(step=step)))
-
-
-async def save_step(rules: FeederRules, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]) -> None:
+async def save_step(settings: FeederSettings, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]) -> None:
     """Write the samples of a planned step, if the run saves them."""
-    if rules.save_rollout:
-        file = Path(rules.save_rollout.format(step=plan.step))
-        rollout = Rollout(run=rules.run, plan=plan, samples=samples, token_limits=token_limits)
+    if settings.debug.save_rollout:
+        file = Path(settings.debug.save_rollout.format(step=plan.step))
+        rollout = Rollout(run=settings.places.run, plan=plan, samples=samples, token_limits=token_limits)
         await asyncio.to_thread(save_rollout, file, rollout)
         log.info("rollout saved step=%d samples=%d path=%s", plan.step, len(samples), file)
 
 
-async def run_recorded_feeder(
-    places: FeederPlaces,
-    learner: LearnerConfig,
-    draining: asyncio.Event,
-    *,
-    files: str,
-    eos_ids: frozenset[int] = frozenset(),
-    routed: RoutedShape | None = None,
-) -> None:
-    """Feed the ranks with the steps in ``files`` until ``learner.steps`` are done. ``routed``: sizes of the model's routing.
+async def run_recorded_feeder(settings: FeederSettings, draining: asyncio.Event) -> None:
+    """Feed the ranks with the steps in the files of ``debug.load_rollout`` until ``learner.steps`` are done.
 
     Raises as ``run_feeder``, and DebugFileRefused, CheckpointCorrupt.
     """
-    steps = RecordedSteps(
-        files=files,
-        steps=learner.steps,
-        packing=Packing(
-            data_parallel=learner.data_parallel, max_tokens=learner.max_tokens_per_micro_batch, minibatches=learner.minibatches
-        ),
-        pad_to=learner.row_multiple,
-        eos_ids=eos_ids,
-        routed=routed if learner.routing_replay == ROLLOUT else None,
-        from_checkpoint=Path(learner.from_checkpoint) if learner.from_checkpoint else None,
-        metadata=learner.algorithm.may_need_metadata,
-    )
-    async with opened_ends(places, learner) as (server, bus):
-        await cancellable(RecordedFeeder(bus, steps, server, ahead=int(learner.prefetch)).run(draining, epoch=places.epoch))
+    async with opened_ends(settings.places, settings.learner) as (server, bus):
+        await cancellable(RecordedFeeder(bus, settings, server).run(draining))
 
 
 class RecordedFeeder:
     """One start of a feeder that reads no samples."""
 
-    def __init__(self, bus: Bus, recorded: RecordedSteps, server: FeedServer, *, ahead: int) -> None:
-        self._bus, self._recorded, self._server, self._ahead = bus, recorded, server, ahead
+    def __init__(self, bus: Bus, settings: FeederSettings, server: FeedServer) -> None:
+        self._bus, self._settings, self._server = bus, settings, server
+        self._num_steps = settings.learner.steps
         self._epoch, self._step, self._done, self._chain = 0, 0, 0, GENESIS
         self._facts: dict[int, dict[str, float]] = {}
         self._finished = asyncio.Event()
         self._text = "the bus"
 
-    async def run(self, draining: asyncio.Event, *, epoch: int = 0) -> None:
-        """Start, feed, end. ``epoch``: of this start, if it was raised already. Raises a group of errors."""
+    async def run(self, draining: asyncio.Event) -> None:
+        """Start, feed, end. Raises a group of errors."""
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._server.run(), name="ranks")]
-            self._epoch = await own_epoch(self._bus, epoch)
+            self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
             row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="working", epoch=self._epoch)
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 await self._bus.plans.fence(self._epoch)
@@ -130,25 +83,25 @@ class RecordedFeeder:
                     epoch=self._epoch,
                     checkpoint=None,
                     step=0,
-                    steps=self._recorded.steps,
+                    steps=self._num_steps,
                     head_version=version,
                     head_step=step,
-                    initial=await verified(self._recorded.from_checkpoint),
+                    initial=await verified(self._settings.initial_checkpoint),
                     recorded_until=0,
                 )
                 await self._server.start(start)
-                for loop in (partial(self._beat, heartbeat), self._feed, self._report):
+                for loop in (partial(self._beat, heartbeat), self._feed_steps, self._report_steps):
                     loops.append(group.create_task(cancellable(loop())))
-                await self._over(draining)
+                await self._finish(draining)
             for loop_task in loops:
                 loop_task.cancel()
 
-    async def _over(self, draining: asyncio.Event) -> None:
-        _, drained, _ = await first_of(self._finished.wait(), self._drained(draining), self._server.refuse_leave(draining))
-        if drained.cancelled() and not await self._server.end_run(self._recorded.steps, within_s=END_S):
+    async def _finish(self, draining: asyncio.Event) -> None:
+        _, drained, _ = await first_of(self._finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining))
+        if drained.cancelled() and not await self._server.end_run(self._num_steps, within_s=END_S):
             log.warning("not every rank requested the end of the run within %.0f s", END_S)
 
-    async def _drained(self, draining: asyncio.Event) -> None:
+    async def _wait_drained(self, draining: asyncio.Event) -> None:
         await first_of(draining.wait(), self._server.draining.wait())
         self._text = "the ranks to leave"
         await self._server.drain({})
@@ -162,9 +115,9 @@ class RecordedFeeder:
             heartbeat.update(waits_for=self._text, load={"step": float(self._step)})
             await asyncio.sleep(BEAT_S)
 
-    async def _feed(self) -> None:
-        while self._step < self._recorded.steps:
-            if self._step >= self._server.asked + self._ahead:
+    async def _feed_steps(self) -> None:
+        while self._step < self._num_steps:
+            if self._step >= self._server.asked + int(self._settings.learner.prefetch):
                 self._text = f"rank 0 to take step {self._server.asked}"
                 await self._server.waiter.wait(BEAT_S)
                 continue
@@ -175,24 +128,27 @@ class RecordedFeeder:
 
     def _next(self) -> tuple[list[Frames], bytes]:
         """Read and pack the next step. Returns the frames of each data-parallel rank and their metadata. Raises DebugFileRefused."""
-        step, recorded = self._step + 1, self._recorded
-        rollout = recorded.load(step)
-        plan = planned_again(rollout, step, recorded.packing, chain=self._chain)
+        step, learner = self._step + 1, self._settings.learner
+        rollout = load_rollout(Path(self._settings.debug.load_rollout.format(step=step)))
+        packing = Packing(
+            data_parallel=learner.data_parallel, max_tokens=learner.max_tokens_per_micro_batch, minibatches=learner.minibatches
+        )
+        plan = planned_again(rollout, step, packing, chain=self._chain)
         batches = build_batches(
             plan,
             rollout.samples,
-            pad_to=recorded.pad_to,
-            eos_ids=recorded.eos_ids,
+            pad_to=learner.row_multiple,
+            eos_ids=self._settings.model.eos_ids,
             token_limits=rollout.token_limits,
-            routed=recorded.routed,
+            routed=self._settings.replayed_routing,
         )
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
         log.info("loaded step=%d run=%s recorded_step=%d samples=%d", step, rollout.run, rollout.plan.step, len(rollout.samples))
-        wanted = recorded.metadata and self._server.wants_metadata
-        return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if wanted else b""
+        with_metadata = learner.algorithm.may_need_metadata and self._server.wants_metadata
+        return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
 
-    async def _report(self) -> None:
+    async def _report_steps(self) -> None:
         """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no checkpoints."""
         while True:
             outcome = await self._server.outcomes.get()
@@ -210,5 +166,5 @@ class RecordedFeeder:
             await self._bus.announce("learner", {"step": step, "epoch": self._epoch, "metrics": numbers})
         except BusUnavailable as error:
             log.info("metrics unsent error=%s", error)
-        if step == self._recorded.steps:
+        if step == self._num_steps:
             self._finished.set()

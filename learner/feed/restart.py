@@ -12,14 +12,14 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
 from tidemill.bus.wire.subjects import SETTINGS_KEY
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.snapshot import ROWS, read_state
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.planned_rows import PlannedRows
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.data.snapshot import ROWS, read_state
 from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
 from tidemill.learner.feed.copies import Copies
+from tidemill.learner.prompts.planned_rows import PlannedRows
 from tidemill.learner.settings.step_settings import refuse_built_in
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Resumed:
     recorded: deque[tuple[int, Plan | Settle | Requeue]]
     """(sequence in PLAN, record) after the checkpoint, in order; they must be applied again unchanged."""
     recorded_until: int
-    """Last recorded step; that of the checkpoint if there is none."""
+    """Last recorded step; the checkpoint's if there is none."""
     done: dict[int, Done]
     """Outcomes that earlier starts recorded for steps after the checkpoint (the last one of each)."""
     executed: dict[int, int]
@@ -191,9 +191,9 @@ async def _records(
 
 
 async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoch: int) -> list[tuple[int, JsonObject]]:
-    """Record the settings of this start, and return those of the steps that it executes again.
+    """Record the settings of this start, and return the settings of the steps that it executes again.
 
-    A pair is the last step with these settings, and their record; empty = those of this start. Raises ConfigRefused for a setting that
+    A pair is the last step with these settings, and their record; empty = as of this start. Raises ConfigRefused for a setting that
     cannot be changed between two steps.
     """
     rows = bus.rows("run")

@@ -11,7 +11,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from tidemill.bus.system.foreign import described, errors_as
 from tidemill.bus.system.functions import check_call, find_function
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.errors import HookFailed
 from tidemill.learner.settings.hooks import HooksConfig
 

@@ -14,7 +14,7 @@ import torch
 
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.routed_experts import num_experts, sparse_layers
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.megatron.model import Policy
 
 PER_PRODUCT = 2

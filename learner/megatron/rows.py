@@ -14,7 +14,7 @@ from torch import Tensor
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.objective import RewardParts, Tokens, Turns
-from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
 from tidemill.learner.megatron.layers.context import own_part

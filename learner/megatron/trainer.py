@@ -29,8 +29,7 @@ from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens, se
 from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
 from tidemill.learner.algorithms.shaping import Supervised
 from tidemill.learner.algorithms.token_advantages import with_token_advantages
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.truncation import without_truncated
+from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.debug import fields
 from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
 from tidemill.learner.errors import ConfigRefused

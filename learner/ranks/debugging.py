@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import CRITIC, Collector
 from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig, ProfileRequest, take_request
 from tidemill.learner.debug.profiler import Profiler

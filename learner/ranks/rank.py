@@ -27,7 +27,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.learner.algorithms.alarms import AlarmWatch, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig, ProfileRequest
 from tidemill.learner.errors import AlarmStop
 from tidemill.learner.feed.feed_client import FeedClient

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from tidemill.bus import exit_codes
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.errors import NoCheckpoint
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import End, Last

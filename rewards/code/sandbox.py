@@ -78,7 +78,7 @@ def run(
     can be started or confined.
     """
     if reason := obstacle():
-        raise RewardFailed("code", reason)
+        raise RewardFailed("code", reason, outside=True)
     word = secrets.token_hex(16)
     settings = {
         "program": program,
@@ -120,7 +120,7 @@ def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[byte
         )
     except OSError as error:
         os.close(result_at)
-        raise RewardFailed("code", f"no process could be started: {error}") from None
+        raise RewardFailed("code", f"no process could be started: {error}", outside=True) from None
     finally:
         os.close(settings_at)
         os.close(theirs)

@@ -15,6 +15,8 @@ from tidemill.rewards.errors import RewardFailed
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a call is repeated."""
+OF_THE_BODY = frozenset({400, 413, 422})
+"""Statuses that refuse the content of one call, not all calls."""
 MAX_ANSWER_BYTES = 4 << 20
 """Size of the largest answer that is read, unpacked."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 10.0
@@ -55,7 +57,7 @@ class Calls:
             try:
                 found = read(await self._permitted(body))
             except _CallRefused as error:
-                raise RewardFailed(self._name, str(error)) from None
+                raise RewardFailed(self._name, str(error), outside=error.status not in OF_THE_BODY) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
                 slow = isinstance(error, TimeoutError) and not str(error)
                 what = f"no answer within {self._timeout_s:g} s" if slow else str(error) or type(error).__name__
@@ -64,7 +66,7 @@ class Calls:
                 continue
             self._failures = 0
             return found
-        raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)")
+        raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)", outside=True)
 
     async def _permitted(self, body: object) -> Any:
         """Call at once, or, while the server is left alone, when its time is over and no other call is trying it."""
@@ -90,7 +92,7 @@ class Calls:
             if response.status in AGAIN:
                 raise ValueError(f"status {response.status}: {content[:200]!r}")
             if response.status >= 300:
-                raise _CallRefused(f"{self._url}: status {response.status}: {content[:200]!r}")
+                raise _CallRefused(f"{self._url}: status {response.status}: {content[:200]!r}", response.status)
         return json.loads(content)
 
     async def close(self) -> None:
@@ -101,3 +103,10 @@ class Calls:
 
 class _CallRefused(Exception):
     """An answer that refuses the call itself as wrong."""
+
+    def __init__(self, reason: str, status: int) -> None:
+        super().__init__(reason, status)
+        self.reason, self.status = reason, status
+
+    def __str__(self) -> str:
+        return self.reason

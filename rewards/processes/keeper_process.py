@@ -69,10 +69,10 @@ class KeeperProcess:
                 ready = await keeper._started
         except TimeoutError:
             await keeper.close()
-            raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word) from None
+            raise RewardFailed(name, f"not imported within {START_S:g} s", contract.word, outside=True) from None
         except ChildCallFailed as error:
             await keeper.close()
-            raise RewardFailed(name, error.reason, contract.word) from None
+            raise RewardFailed(name, error.reason, contract.word, outside=True) from None
         except BaseException:
             await keeper.close()
             raise
@@ -83,7 +83,7 @@ class KeeperProcess:
     async def worker(self) -> ChildConnection:
         """Start a worker. Raises ChildCallFailed."""
         if self.ended:
-            raise ChildCallFailed(self.ended, ended=True)
+            raise ChildCallFailed(self.ended, ended=True, outside=True)
         worker = ChildConnection(next(self._ids), self.kill)
         ours, theirs = socket.socketpair()
         self._workers[worker.number] = worker
@@ -171,7 +171,7 @@ class KeeperProcess:
             worker.end(reason)
         self._workers.clear()
         if not self._started.done():
-            self._started.set_exception(ChildCallFailed(reason, ended=True))
+            self._started.set_exception(ChildCallFailed(reason, ended=True, outside=True))
             self._started.exception()
 
     def _kill_self(self) -> None:

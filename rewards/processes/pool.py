@@ -66,11 +66,11 @@ class FunctionProcesses:
             keeper = await self._running_keeper()
             result = await (self._call_shared(keeper, message) if keeper.is_async else self._call_one(keeper, message))
         except ChildCallFailed as error:
-            raise self._failed(error.reason) from None
+            raise self._failed(error.reason, outside=error.outside) from None
         return self._contract.checked(self._name, result)
 
-    def _failed(self, reason: str) -> RewardFailed:
-        return RewardFailed(self._name, reason, self._contract.word)
+    def _failed(self, reason: str, *, outside: bool = False) -> RewardFailed:
+        return RewardFailed(self._name, reason, self._contract.word, outside=outside)
 
     async def _call_one(self, keeper: KeeperProcess, message: bytes) -> object:
         async with self._places:
@@ -105,7 +105,7 @@ class FunctionProcesses:
             if self._keeper is not None and not self._keeper.ended:
                 return self._keeper
             if self._refused and time.monotonic() < self._refused_s + RESTART_S:
-                raise self._failed(self._refused)
+                raise self._failed(self._refused, outside=True)
             if self._keeper is not None:
                 await self._keeper.close()
             self._idle.clear()

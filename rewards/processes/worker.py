@@ -19,7 +19,7 @@ from tidemill.bus.processes import frames, limits
 from tidemill.bus.system.foreign import repr_at
 from tidemill.bus.system.output import lossy_standard_files
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.errors import RewardFailed, is_outside
 from tidemill.rewards.port import contract_at
 from tidemill.rewards.registry import Bound, bind
 
@@ -97,7 +97,7 @@ def _reply(id: int, **fields: object) -> bytes:
 
 def _failed(id: int, error: BaseException, **fields: object) -> bytes:
     reason = error.reason if isinstance(error, RewardFailed) else repr_at(error)
-    return _reply(id, failed=str(reason)[:MAX_REASON], **fields)
+    return _reply(id, failed=str(reason)[:MAX_REASON], outside=is_outside(error), **fields)
 
 
 async def _serve_many(connection: socket.socket, function: Bound, limit: limits.ProcessLimits) -> None:

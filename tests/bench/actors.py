@@ -32,12 +32,13 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.messages import Sampling, Span
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.prompts import PromptFile
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.feed.feed_messages import End
-from tidemill.learner.feed.feeder import ModelFacts, run_feeder
+from tidemill.learner.feed.feeder import run_feeder
+from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
 from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.weightstore.store.registry import VersionRegistry
 
@@ -137,9 +138,9 @@ async def feeder(args: argparse.Namespace) -> None:
         url = f"tcp://127.0.0.1:{port.number}"
         (directory / "url.new").write_text(url)
         (directory / "url.new").rename(directory / "url")
-        await run_feeder(
-            FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=directory / "checkpoints"),
-            PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS),
+        checkpoints = directory / "checkpoints"
+        settings = FeederSettings(
+            places=FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=checkpoints),
             model=ModelFacts(vocab_size=150_000),
             learner=LearnerConfig(
                 steps=1_000_000,
@@ -150,9 +151,9 @@ async def feeder(args: argparse.Namespace) -> None:
             ),
             staleness=StalenessConfig(max_lag=steps_ahead + 1),
             sampling=Sampling(max_new_tokens=TOKENS),
-            push_every=1,
-            draining=asyncio.Event(),
         )
+        prompts = PromptFile(directory / "prompts.jsonl", tokenize=lambda prompt: tokens, max_tokens=PROMPT_TOKENS)
+        await run_feeder(settings, prompts, asyncio.Event())
 
 
 async def rank(args: argparse.Namespace) -> None:

@@ -37,7 +37,7 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.megatron.meter import StepFlops
 from tidemill.weightstore.transport.nccl import own_end
 

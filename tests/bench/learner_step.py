@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.server.ports import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
 

@@ -35,8 +35,8 @@ from tidemill.launch.run.access import BUS_URL_FILE
 from tidemill.launch.run.process import launched
 from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.prompts import model_tokenizer
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.prompts.tokenizer import model_tokenizer
 from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 600.0

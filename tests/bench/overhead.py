@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.bench.learner_step import SHAPES, make_batch, make_model
 from tidemill.bus.server.ports import KeptPort
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.settings.config import OptimizerConfig
 
 ROUNDS = 60

@@ -33,9 +33,9 @@ from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.packing import assign
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.plans import assign
 from tidemill.learner.settings.config import OptimizerConfig
 from tidemill.rewards.builtin.text import digits
 from tidemill.rewards.port import RewardRequest

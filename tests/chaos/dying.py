@@ -28,7 +28,7 @@ from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.ranks.process import Part, _rank_environment
 
 INSTANTS = {
-    "planned": ("feeder", "tidemill.learner.feed.feeder_loops:Feeder._take", 4),
+    "planned": ("feeder", "tidemill.learner.feed.feeder_loops:Feeder._apply", 4),
     "fetched": ("rank", "tidemill.learner.megatron.trainer:Trainer.train", 5),
     "stepping": ("rank", "tidemill.learner.megatron.optimizer:PolicyOptimizer.step", 4),
     "stepped": ("rank", "tidemill.learner.feed.feed_client:FeedClient.done", 5),

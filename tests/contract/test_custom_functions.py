@@ -28,9 +28,9 @@ from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.messages import Status, score_of
 from tidemill.launch.metrics.export import open_sink
 from tidemill.launch.metrics.port import SINK, StepMetrics
-from tidemill.learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
-from tidemill.learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
-from tidemill.learner.data.row_functions import PREFIX, add_rows, rows_of
+from tidemill.learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
+from tidemill.learner.filters.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
+from tidemill.learner.prompts.formats import PREFIX, add_rows, rows_of
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import Bound, bind

@@ -18,9 +18,10 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import check_model
 from tidemill.launch.checks.tokens import check_tokenizer
 from tidemill.launch.settings.config_loader import load
-from tidemill.learner.data.prompts import Row, RowTokens, model_tokenizer
-from tidemill.learner.data.responses import RecordedRow, Recordings, Response
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
+from tidemill.learner.prompts.rows import PromptRow, RowTokens
+from tidemill.learner.prompts.tokenizer import model_tokenizer
 
 PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])
 
@@ -174,7 +175,7 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
     assert tokenize is not None and not report.errors
     question = {"role": "user", "content": "What is three?"}
     for answer in ("\n\nThree", "  Three", "\n", "Three\n\n", "\tThree"):
-        response = Response(messages=({"role": "assistant", "content": answer}, question, {"role": "assistant", "content": answer}))
+        response = RecordedResponse(messages=({"role": "assistant", "content": answer}, question, {"role": "assistant", "content": answer}))
         row = RecordedRow(prompt=[question], responses=(response,), tools=(), where="a:1")
         made = [Recordings(one, rollouts={"a"}, end_ids=(), max_tokens=999, texts=one) for one in (tokenize, theirs)]
         (ours,), (learners,) = (one.sequences(row) for one in made)
@@ -182,7 +183,7 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
         assert ours.prompt_tokens.tolist() == list(theirs([question]))
         assert theirs.decode(ours.tokens.tolist()) == theirs.render([question, *response.messages], whole=True)
     for content, role in ((5, "user"), (True, "user"), ("a", "wizard"), ({"a": 1}, "user")):
-        row_of_file = Row(number=0, prompt=[{"role": role, "content": content}], where="a:1")
+        row_of_file = PromptRow(number=0, prompt=[{"role": role, "content": content}], where="a:1")
         for one in (tokenize, theirs):
             with pytest.raises(PromptError, match="a:1: want a prompt that tokenizer and chat template accept, got "):
                 RowTokens(one, max_tokens=99).of(row_of_file)

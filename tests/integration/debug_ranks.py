@@ -16,9 +16,9 @@ from tests.integration.expert_ranks import LAYOUTS, OF_FOUR
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.debug.config import ProfileRequest
 from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again

@@ -14,7 +14,7 @@ from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
 from tidemill.learner.algorithms.policy_losses import PolicyLoss
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.cpu_shim import megatron_device

@@ -14,7 +14,7 @@ from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import state
 from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy

@@ -19,7 +19,7 @@ from tests.learner_steps import make_batches, make_samples, with_random_experts
 from tests.megatron_world import joined
 from tidemill.bus.wire.routed_experts import RoutedShape
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.collector import Collector
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron.layers.mixture import Mixture

@@ -246,13 +246,32 @@ async def test_failures_of_one_queue_and_of_few_prompts_do_not_stop_the_others(
     monkeypatch.setattr(loop, "MAX_PAUSE_S", 1000.0)
     async with open_bus(max_attempts=4) as bus, engine(bus):
         epoch = await take_over(bus)
-        await issue(bus, epoch, 12, group_size=1, kind=Kind.EVAL, label="no number")
-        async with acting(bus, nats_server, reward="tests.child_rewards:of_label", max_samples_in_flight=2):
+        away, there = {"metadata": {"reward": "away"}}, {"metadata": {"reward": "there"}}
+        await issue(bus, epoch, 12, group_size=1, kind=Kind.EVAL, **away)
+        parts = {
+            "away": {"reward": "tests.child_rewards:raises", "when": away["metadata"]},
+            "there": {"reward": "tests.child_rewards:of_label", "when": there["metadata"]},
+        }
+        async with acting(bus, nats_server, reward="", reward_parts=parts, max_samples_in_flight=2):
             await row_until(bus.rows("live"), "actor.a1", lambda row: "tasks failed" in row["waits_for"])
-            few = await issue(bus, epoch, loop.FAILURES_IN_A_ROW - 1, group_size=1, label="no number")  # each of them is tried four times
-            good = await issue(bus, epoch, 2, group_size=1, label=1.0)
+            few = await issue(bus, epoch, loop.FAILURES_IN_A_ROW - 1, group_size=1, **away)  # each of them is tried four times
+            good = await issue(bus, epoch, 2, group_size=1, label=1.0, **there)
             found = await samples_until(bus, lambda found: {s.task for s in found if s.status is not Status.FAILED} >= set(good))
         assert {s.task for s in found if s.status is Status.FAILED} >= set(few)
+
+
+async def test_rows_that_a_reward_fails_on_do_not_slow_the_others(
+    open_bus: BusOpener, nats_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "FIRST_PAUSE_S", 1000.0)
+    monkeypatch.setattr(loop, "MAX_PAUSE_S", 1000.0)
+    async with open_bus(max_attempts=1) as bus, engine(bus):
+        epoch = await take_over(bus)
+        failing = await issue(bus, epoch, 3 * loop.FAILURES_IN_A_ROW, group_size=1, label="no number")
+        good = await issue(bus, epoch, 3, group_size=1, label=1.0)
+        async with acting(bus, nats_server, reward="tests.child_rewards:of_label", max_samples_in_flight=2):
+            found = await samples_until(bus, complete(good, 1))
+        assert {s.task for s in found if s.status is Status.FAILED} >= set(failing[:-2])
 
 
 async def test_a_request_no_engine_can_serve_is_dead_at_once(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

@@ -19,14 +19,14 @@ from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.messages import Done
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.batch import StepBatch
 from tidemill.learner.debug.config import DebugConfig
 from tidemill.learner.debug.rollout_file import load_rollout, save_rollout
 from tidemill.learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import End
-from tidemill.learner.feed.feeder import ModelFacts
+from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
 from tidemill.learner.feed.places import FeederPlaces, RankPlaces
 from tidemill.learner.feed.recorded_steps import run_recorded_feeder
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
@@ -65,7 +65,8 @@ async def recorded_feeder(
     with KeptPort() as port:
         url = f"tcp://127.0.0.1:{port.number}"
         places = FeederPlaces(run=world.run, bus_url=world.url, bus=world.config, listen=url, keys=KEYS, checkpoints=world.root)
-        feeding = asyncio.create_task(run_recorded_feeder(places, world.learner, draining or asyncio.Event(), files=files))
+        settings = FeederSettings(places=places, model=ModelFacts(), learner=world.learner, debug=DebugConfig(load_rollout=files))
+        feeding = asyncio.create_task(run_recorded_feeder(settings, draining or asyncio.Event()))
         try:
             yield url, feeding
         finally:

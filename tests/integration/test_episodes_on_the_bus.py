@@ -10,10 +10,10 @@ from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample, encode_task
 from tidemill.bus.wire.episodes import SequenceSize, Turns
 from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, Task
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.rules import DataRules
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.rules import DataRules
 
 
 def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler: int = 0) -> Sample:

@@ -14,9 +14,9 @@ from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
-from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.evaluation.evaluations import EvalPlan
 from tidemill.learner.evaluation.prompts import EvalPrompts
-from tidemill.learner.feed.evaluations import EvalPlan
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.weightstore.store.registry import VersionRegistry
 
 __all__ = ["open_world"]

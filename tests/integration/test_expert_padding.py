@@ -14,7 +14,7 @@ from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
 from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture

@@ -29,11 +29,9 @@ from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Req
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
 from tidemill.learner.algorithms.alarms import AlarmConfig, Context
 from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.snapshot import read_state
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.planned_rows import PlannedRows
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.snapshot import read_state
 from tidemill.learner.errors import (
     CheckpointCorrupt,
     ConfigRefused,
@@ -48,12 +46,14 @@ from tidemill.learner.errors import (
     TasksFail,
 )
 from tidemill.learner.feed import feed_server
-from tidemill.learner.feed.episode_age import SHARE, EpisodeAge
+from tidemill.learner.feed.episode_metrics import SHARE, EpisodeAge
 from tidemill.learner.feed.feed_client import FeedClient
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes
 from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
+from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
@@ -469,7 +469,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
 async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
     open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("tidemill.learner.data.senders.INVALID_IN_A_ROW", 8)
+    monkeypatch.setattr("tidemill.learner.buffer.senders.INVALID_IN_A_ROW", 8)
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

@@ -12,8 +12,8 @@ from tests.feeder_kit import World
 from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Settle
+from tidemill.learner.buffer.selection import is_filtered
 from tidemill.learner.data.filter_settings import Filters
-from tidemill.learner.data.selection import is_filtered
 from tidemill.rewards.errors import BadRewardOption, UnknownReward
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]

@@ -24,7 +24,7 @@ from tidemill.bus.wire.messages import Sample, Status
 from tidemill.learner.algorithms.advantages import grpo_no_std
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.presets import PRESETS
-from tidemill.learner.data.batch import MicroBatch
+from tidemill.learner.batch.batch import MicroBatch
 from tidemill.learner.errors import ConfigRefused, HookFailed
 from tidemill.learner.layout import parallel
 from tidemill.learner.megatron import logprobs, state

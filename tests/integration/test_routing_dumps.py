@@ -12,7 +12,7 @@ from tests.integration.routing_ranks import DUMPED, STEP, VOCAB, dumped
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
-from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.debug.comparison import compare_train
 from tidemill.learner.debug.train_file import ROUTING, TrainDump, read_train, record_path
 

@@ -1,9 +1,12 @@
 """Rows that cannot be used, of every cause: skipped in their place, counted, named; and changed files of a run that has begun."""
 
+import asyncio
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +20,17 @@ from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import SettingsError, load
-from tidemill.learner.data.bad_rows import MOST_LOGGED, BadRows
-from tidemill.learner.data.planned_rows import PlannedRows
-from tidemill.learner.data.prompts import PromptFile, RowRules, RowTokens
+from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import ConfigRefused, PromptError
 from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.feed.new_task import prompt_for
+from tidemill.learner.prompts.bad_rows import MAX_LOGGED, BadRows, RowTooLong
+from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.rows import RowRules, RowTokens
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.message_template import MessageTemplate
 
 TEMPLATE = MessageTemplate(
@@ -147,7 +155,7 @@ def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_others(tmp_path: Pa
 
 
 def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tidemill.learner.data.formats.LINE_BYTES", 64)
+    monkeypatch.setattr("tidemill.learner.prompts.formats.LINE_BYTES", 64)
     prompts = opened(write(tmp_path / "p.jsonl", [GOOD[0], row("x" * 200), GOOD[1]]), shuffle=False)
     assert drawn(prompts, 2) == [(0, 0, 0), (0, 2, 2)]
     assert "p.jsonl:2: want a line of at most 64 bytes" in prompts.trouble
@@ -158,6 +166,43 @@ def test_a_row_that_no_message_can_carry_is_bad_from_then_on(tmp_path: Path) -> 
     prompts.leave_out(0, 2, WireError("task", "at most 9 bytes", 10))
     assert drawn(prompts, 3) == [(0, 0, 0), (0, 1, 1), (0, 3, 3)]
     assert "p.jsonl:3: want a task with task of at most 9 bytes, got 10" in prompts.trouble
+
+
+def test_a_text_that_cannot_fit_is_too_long_without_being_tokenized(tmp_path: Path) -> None:
+    tokenized: list[str] = []
+
+    def encode(text: str, add_special: bool) -> Sequence[int]:
+        tokenized.append(text)
+        return [ord(letter) for letter in text]
+
+    whole = PromptTokenizer(encode, lambda ids: "".join(map(chr, ids)), TEMPLATE, chat=False, template_args={}, longest_token_bytes=3)
+    long = "ü" * 61  # 122 bytes are more than 40 tokens of 3 bytes
+    rows = [row("ä" * 40), row(long), row([user(long)]), row("x" * 99)]
+    prompts = opened(write(tmp_path / "p.jsonl", rows), tokenize=whole.bounded(40), shuffle=False)
+    assert [prompts.at(0, 0).row.number, prompts.after(0, 1).row.number] == [0, 0]
+    assert set(tokenized) == {"ä" * 40, "x" * 99} and len(prompts.bad_rows) == 3
+    with pytest.raises(RowTooLong) as refused:
+        prompts.at(0, 1)
+    assert (refused.value.want, refused.value.got) == ("<= 40 tokens", "a text of 122 bytes")
+
+
+async def test_a_prompt_is_tokenized_beside_the_event_loop(tmp_path: Path) -> None:
+    begun, seen = asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(prompt: Prompt) -> Sequence[int]:
+        loop.call_soon_threadsafe(begun.set)
+        assert seen.wait(10), "the loop does nothing while a prompt is tokenized"
+        return [1]
+
+    prompts = opened(write(tmp_path / "p.jsonl", GOOD), tokenize=slow)
+    demand = TaskDemand(prompt_epoch=0, offset=3, min_version=0, issue_step=0)
+    for again in (demand, replace(demand, reissue_of=1, reissues=1)):
+        begun.clear(), seen.clear()
+        drawing = asyncio.create_task(prompt_for(again, prompts, Curriculum(CurriculumRules()), num_epochs=0))
+        await begun.wait()
+        seen.set()
+        assert (drawn := await drawing) is not None and (drawn.epoch, drawn.offset) == (0, 3)
 
 
 def test_a_policy_is_one_of_two() -> None:
@@ -222,7 +267,7 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
     assert "the first 5 prompts read of 20 (25 %) (tidemill data check reads all)" in said
     (said,) = check(load(file, [f"data.path={tmp_path}/prompts.jsonl@[0:10]"]), Purpose()).on("data")
     assert "the first 5 prompts read of 10 (50 %)" in said
-    monkeypatch.setattr("tidemill.learner.data.formats.COUNTED_BYTES", 1)
+    monkeypatch.setattr("tidemill.learner.prompts.formats.COUNTED_BYTES", 1)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read (tidemill data check reads all)" in said
 
@@ -247,9 +292,9 @@ def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: py
 def test_a_file_of_bad_rows_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     bad = BadRows()
     with caplog.at_level(logging.WARNING):
-        for number in range(3 * MOST_LOGGED):
+        for number in range(3 * MAX_LOGGED):
             bad.add(number, PromptError(f"p.jsonl:{number}", "a", "b"))
-    assert len(caplog.records) == MOST_LOGGED + 1 and len(bad) == 3 * MOST_LOGGED
+    assert len(caplog.records) == MAX_LOGGED + 1 and len(bad) == 3 * MAX_LOGGED
     assert "further bad rows are counted alone" in caplog.records[-1].message
 
 

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from tests.data_kit import sample, task
 from tidemill.bus.wire.messages import Plan, Sample, Status
-from tidemill.learner.data.batch import MicroBatch, StepBatch
-from tidemill.learner.data.batch_frames import decode, encode, encode_metadata
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.packing import assign
+from tidemill.learner.batch.batch import MicroBatch, StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import decode, encode, encode_metadata
+from tidemill.learner.buffer.plans import assign
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.feed_messages import unpack
 from tidemill.learner.feed.outcomes import lags_of

@@ -12,7 +12,12 @@ from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond
 from tidemill.bus.section import read
 from tidemill.bus.wire.messages import Plan, Settle, Status
-from tidemill.learner.data.buffer_filters import (
+from tidemill.learner.buffer.arrivals import SampleStore
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.selection import Waits
+from tidemill.learner.data.filter_settings import Filters
+from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.learner.filters.buffer_filters import (
     BUFFER_FILTER,
     BufferGroup,
     BufferSample,
@@ -21,11 +26,7 @@ from tidemill.learner.data.buffer_filters import (
     decisions_in,
     decisions_of,
 )
-from tidemill.learner.data.filter_settings import Filters
-from tidemill.learner.data.filters import Decision
-from tidemill.learner.data.groups import Verdict
-from tidemill.learner.data.waits import Waits
-from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.learner.filters.filters import Decision
 from tidemill.rewards.errors import RewardFailed
 
 CHOOSING: dict[str, Any] = {"filters": "f", "buffer_filters": True}
@@ -264,7 +265,7 @@ async def verdicts(functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuf
 
         opened.append(OpenFilter(config, judge))
     pond = Pond(**CHOOSING)
-    filtering = Filtering(opened, pond.source, dict, may_plan=lambda: True, decide=lambda: None)
+    filtering = Filtering(opened, pond.source, SampleStore(), may_plan=lambda: True, decide=lambda: None)
     return filtering, await filtering.choices(buffer(1, 2, 3, 4))
 
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from tests.examples import examples
-from tidemill.learner.data.responses import RecordedRow, Recordings, Response
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Recordings
 from tidemill.rewards.model_text.message_template import MessageTemplate
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
@@ -76,7 +76,7 @@ def turns(*contents: str) -> list[dict[str, Any]]:
 
 def sequence_of(model: Model, messages: list[dict[str, Any]]) -> Any:
     made = Recordings(model, rollouts={"a"}, end_ids=(END,), max_tokens=10_000, texts=model)
-    response = Response(messages=tuple(messages[1:]))
+    response = RecordedResponse(messages=tuple(messages[1:]))
     (sequence,) = made.sequences(RecordedRow(prompt=messages[:1], responses=(response,), tools=(), where="a.jsonl:1"))
     return sequence
 

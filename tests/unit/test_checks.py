@@ -31,12 +31,12 @@ from tidemill.launch.cli import main as cli
 from tidemill.launch.settings.config_loader import load, to_map
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.run_config import CONFIG_FILE
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.plans import plan_bytes
+from tidemill.learner.buffer.rules import DataRules
 from tidemill.learner.checkpoints import disk
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.planned_rows import PlannedRows
-from tidemill.learner.data.plans import plan_bytes
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.rules import DataRules
+from tidemill.learner.prompts.planned_rows import PlannedRows
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (

@@ -15,7 +15,7 @@ WALL = {
 """Functions, by the module or class on which they are called."""
 READ_FOR = {
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
-    "learner/feed/recorded.py": "created_s of a sample that a row has recorded, as above",
+    "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
     "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
     "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text/message_template.py": "strftime_now of chat templates, as transformers has it",

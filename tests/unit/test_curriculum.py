@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
-from tidemill.learner.data.prompts import PromptFile
 from tidemill.learner.feed.new_task import next_prompt
+from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.prompts.prompt_file import PromptFile
 
 
 def made(**changes: Any) -> Curriculum:

@@ -13,13 +13,12 @@ from tests.data_kit import RUN, eval_task, rules, sample, task
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from tidemill.learner.data.arrivals import Arrival, Disposition
-from tidemill.learner.data.datasource import EARLY_SAMPLES, DataSource
-from tidemill.learner.data.groups import BufferedSample, Group, Verdict
-from tidemill.learner.data.plans import plan_bytes, settle_bytes
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.data.selection import that_fit
-from tidemill.learner.data.waits import Waits
+from tidemill.learner.buffer.arrivals import Arrival, Disposition
+from tidemill.learner.buffer.datasource import EARLY_SAMPLES, DataSource
+from tidemill.learner.buffer.groups import BufferedSample, SampleGroup, Verdict
+from tidemill.learner.buffer.plans import plan_bytes, settle_bytes
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.selection import Waits, that_fit
 from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 from tidemill.learner.settings.config import StalenessConfig
 
@@ -684,6 +683,12 @@ def test_more_passes_continue_a_run_that_was_exhausted() -> None:
 
 def test_plans_without_a_number_of_passes_have_the_digest_of_earlier_releases() -> None:
     assert rules().digest == "cc63f384be29a23e"
+    sizes = {"steps": 8, "groups_per_step": 2, "min_group_size": 1, "num_epochs": 2, "data_parallel": 2, "minibatches": 2}
+    ages = {"max_lag": 1, "gate": "drop", "max_reissues": 2, "order_deadline_s": 5.0, "over_sampling": 0.5, "max_refill": 3.0}
+    data = {"filters": "[]", "buffer_filters": True, "filter_zero_variance": True, "seed": 5, "prompts_digest": "abc", "model": "m"}
+    losses = {"demonstrations": True, "teacher": True, "teacher_top_k": 4, "temperature": 0.7, "push_every": 2, "max_context": 64}
+    every = rules(**sizes, **ages, **data, **losses, run="r", max_tokens_per_micro_batch=32, top_p=1.0, top_k=-1)
+    assert every.digest == "b56452e9f40f54c9"
     assert rules(num_epochs=1).digest != rules().digest
 
 
@@ -806,7 +811,7 @@ def test_a_step_is_planned_with_as_many_groups_as_fit_in_a_message() -> None:
 def test_sequences_and_masked_samples_count_for_the_room() -> None:
     def chosen(lengths: tuple[int, ...], masked: bool = False) -> int:
         """Return the number of groups of two samples that fit where three of a sequence each do."""
-        groups = [Group(task=task(id), touched_s=0.0) for id in range(1, 9)]
+        groups = [SampleGroup(task=task(id), touched_s=0.0) for id in range(1, 9)]
         for group in groups:
             for index in range(2):
                 group.add(replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths))

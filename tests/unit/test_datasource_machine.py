@@ -14,12 +14,12 @@ from tests.data_kit import rules, sample, task
 from tests.examples import examples
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from tidemill.learner.data.arrivals import Disposition
-from tidemill.learner.data.batching import trainable_lags
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.groups import Verdict
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.data.waits import Waits
+from tidemill.learner.batch.batching import trainable_lags
+from tidemill.learner.buffer.arrivals import Disposition
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.buffer.selection import Waits
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()

@@ -7,9 +7,9 @@ import pytest
 
 from tests.debug_kit import rollout
 from tidemill.bus.wire.codec import encode_record, encode_sample
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.plans import GENESIS
 from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, read_header, save_rollout
 from tidemill.learner.errors import DebugFileRefused
 

@@ -27,12 +27,12 @@ from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective, Tokens
 from tidemill.learner.algorithms.objective import Turns as StepTurns
 from tidemill.learner.algorithms.token_returns import turn_advantages, turn_returns
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.batch_frames import decode, encode
-from tidemill.learner.data.batching import build_batches
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.groups import mismatch
-from tidemill.learner.data.plans import GENESIS, chain_of
+from tidemill.learner.batch.batch import StepBatch
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import decode, encode
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.buffer.plans import GENESIS, chain_of
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.feed_messages import unpack
 from tidemill.learner.settings.config import LearnerConfig

@@ -15,11 +15,10 @@ from tests import data_kit
 from tests.metric_names import undocumented
 from tidemill.bus.wire.messages import Kind, Sample, Status, Task
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.evaluation.best import BestScore
+from tidemill.learner.evaluation.best import versions_of
 from tidemill.learner.evaluation.config import EvalConfig, EvalSet
 from tidemill.learner.evaluation.rounds import MARK, Result, Rounds, SetSize
-from tidemill.learner.evaluation.scores import Response, bootstrap, pass_at, powers, scores
-from tidemill.learner.feed.best_checkpoint import versions_of
+from tidemill.learner.evaluation.scores import BestScore, ScoredResponse, bootstrap, pass_at, powers, scores
 
 
 def size(name: str, rows: int, samples: int) -> SetSize:
@@ -275,8 +274,8 @@ def test_the_state_of_other_sets_is_passed_over() -> None:
 # ---- scores
 
 
-def response(score: float, **changes: Any) -> Response:
-    return Response(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
+def response(score: float, **changes: Any) -> ScoredResponse:
+    return ScoredResponse(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
 
 
 @given(st.integers(1, 12), st.data())

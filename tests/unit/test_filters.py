@@ -19,12 +19,12 @@ from tidemill.bus.section import read
 from tidemill.bus.wire.codec import decode_record, encode_record
 from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
-from tidemill.learner.data.batching import build_batches
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.buffer.groups import Verdict
+from tidemill.learner.buffer.plans import chain_of
+from tidemill.learner.buffer.selection import Waits
 from tidemill.learner.data.filter_settings import BUILT_IN, Filters, identity_of
-from tidemill.learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
-from tidemill.learner.data.groups import Verdict
-from tidemill.learner.data.plans import chain_of
-from tidemill.learner.data.waits import Waits
+from tidemill.learner.filters.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.registry import bind
 

@@ -16,8 +16,8 @@ from tidemill.bus.wire.messages import Sample, Sampling, Status
 from tidemill.launch.cli.main import main
 from tidemill.launch.samples.recording import Origin, RecordingWriter
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.prompts import PromptFile
-from tidemill.learner.data.responses import Recordings
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.responses import Recordings
 
 WARM = Sampling(temperature=0.7, max_new_tokens=8)
 

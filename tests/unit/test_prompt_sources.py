@@ -14,16 +14,17 @@ import pytest
 
 from tidemill.bus.wire.messages import Prompt
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.prompts import PromptFile, Row, RowRules, scan_rows
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.rows import PromptRow, RowRules, scan_rows
 
 
 def letters(prompt: Prompt) -> Sequence[int]:
     return [ord(letter) for letter in str(prompt)]
 
 
-def read_rows(source: Source) -> Iterator[Row]:
+def read_rows(source: Source) -> Iterator[PromptRow]:
     """Yield the rows of a source; raise the error of the first bad one."""
     for row in scan_rows(source):
         if isinstance(row, PromptError):

@@ -12,9 +12,11 @@ import pyarrow.parquet
 import pytest
 
 from tidemill.bus.wire.messages import Prompt
-from tidemill.learner.data.prompts import PromptFile, RowRules, sampler_seed, value_at
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.formats import value_at
+from tidemill.learner.prompts.prompt_file import PromptFile, sampler_seed
+from tidemill.learner.prompts.rows import RowRules
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
+from tests.feeder_kit import task_settings
 from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.bus.config import BusConfig
@@ -20,16 +21,15 @@ from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
 from tidemill.bus.wire.messages import Plan, Prompt, Sampling
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.prompts import PromptFile, RowRules
-from tidemill.learner.data.responses import RecordedRow, Recordings, in_conversation
-from tidemill.learner.data.staleness_admission import TaskDemand
 from tidemill.learner.errors import PromptError
-from tidemill.learner.feed.feeder_rules import FeederRules
 from tidemill.learner.feed.new_task import task_of
-from tidemill.learner.feed.recorded import samples_of
+from tidemill.learner.feed.recorded_responses import samples_of
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.prompts.responses import RecordedRow, Recordings, in_conversation
+from tidemill.learner.prompts.rows import RowRules
 
 BEGIN, END = 1, 2
 """Token ids around a turn of the chat template below; END is the model's end token."""
@@ -171,23 +171,9 @@ def test_sequences_longer_than_the_context_are_skipped(tmp_path: Path) -> None:
 
 
 def issued(prompts: PromptFile) -> Any:
-    rules = FeederRules(
-        run=data_kit.RUN,
-        root=Path(),
-        sampling=Sampling(max_new_tokens=8),
-        group_size=4,
-        checkpoint_every=1,
-        keep_checkpoints=1,
-        ahead=0,
-        batch_timeout_s=1,
-        vocab_size=256,
-        pad_to=1,
-        recorded=frozenset({"answers"}),
-    )
+    settings = task_settings(sampling=Sampling(max_new_tokens=8), group_size=4, recorded=frozenset({"answers"}))
     demand = TaskDemand(prompt_epoch=0, offset=0, min_version=3, issue_step=2)
-    task = task_of(demand, prompts, rules, data_kit.rules(), Curriculum(CurriculumRules()), epoch=1)
-    assert task is not None
-    return replace(task, id=5)
+    return replace(task_of(demand, prompts.at(0, 0), settings, seed=0, epoch=1), id=5)
 
 
 def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tmp_path: Path) -> None:

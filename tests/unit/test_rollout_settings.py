@@ -12,7 +12,7 @@ from tidemill.bus.wire.budget import Budget
 from tidemill.launch.cli.main import _parser
 from tidemill.launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.feed.feeder import within
+from tidemill.learner.feed.feeder_settings import within
 
 USE = "agent:mine:Agent"
 

@@ -26,8 +26,8 @@ from tidemill.bus.wire.codec import decode_sample, encode_sample
 from tidemill.bus.wire.invariants import check_sample
 from tidemill.bus.wire.messages import Sample, Sampling, Span
 from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
-from tidemill.learner.data.batch_frames import decode, encode
-from tidemill.learner.data.batching import build_batches
+from tidemill.learner.batch.batching import build_batches
+from tidemill.learner.batch.frames import decode, encode
 from tidemill.learner.errors import FeedError
 from tidemill.learner.feed.feed_messages import unpack
 

@@ -12,6 +12,7 @@ import pytest
 
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
+from tests.feeder_kit import task_settings
 from tidemill.bus.config import BusConfig
 from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.messages import Sampling
@@ -20,20 +21,18 @@ from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.run import feeder_process
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.data.columns import RowSampling
+from tidemill.learner.buffer.admission import TaskDemand
+from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.data.config import DataConfig
-from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
-from tidemill.learner.data.digests import prompts_digest
-from tidemill.learner.data.groups import mismatch
-from tidemill.learner.data.prompts import PromptFile, scan_rows
-from tidemill.learner.data.rules import DataRules
-from tidemill.learner.data.staleness_admission import TaskDemand
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
 from tidemill.learner.evaluation.prompts import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
-from tidemill.learner.feed.feeder_rules import FeederRules
 from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.prompts.columns import RowSampling
+from tidemill.learner.prompts.prompt_file import PromptFile, prompts_digest
+from tidemill.learner.prompts.rows import scan_rows
+from tidemill.learner.prompts.tokenizer import PromptTokenizer
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
 PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: {reward: words}}}"
@@ -66,22 +65,9 @@ def row(**columns: object) -> dict[str, object]:
 
 def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] | None = None, **again: Any) -> Any:
     """Return the task of a row, as the feeder issues it."""
-    rules = FeederRules(
-        run=data_kit.RUN,
-        root=Path(),
-        sampling=RUN,
-        group_size=2,
-        checkpoint_every=1,
-        keep_checkpoints=1,
-        ahead=0,
-        batch_timeout_s=1,
-        vocab_size=9,
-        pad_to=1,
-        budgets=budgets or {},
-    )
-    data_rules = DataRules(run=data_kit.RUN, steps=1, groups_per_step=1, temperature=0.7)
+    settings = task_settings(sampling=RUN, budgets=budgets or {})
     demand = TaskDemand(prompt_epoch=0, offset=offset, min_version=0, issue_step=0, **again)
-    return task_of(demand, prompts, rules, data_rules, Curriculum(CurriculumRules()), epoch=1)
+    return task_of(demand, prompts.at(0, offset) if again else prompts.after(0, offset), settings, seed=0, epoch=1)
 
 
 def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
@@ -426,7 +412,8 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     (error,) = check(loaded, Purpose()).errors
     assert error.topic == "eval" and "own.jsonl:2: " in error.text and complaint in error.text
     # Without transformers, which this would load for the whole process as one that finds no torch.
-    monkeypatch.setattr("tidemill.learner.data.prompts.model_tokenizer", lambda *_, **__: lambda prompt: [1])
+    tokenizer = PromptTokenizer(lambda *_: [1], lambda ids: "a", None, chat=False, template_args={})
+    monkeypatch.setattr("tidemill.learner.prompts.tokenizer.model_tokenizer", lambda *_, **__: tokenizer)
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked

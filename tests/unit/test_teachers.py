@@ -27,10 +27,10 @@ from tidemill.learner.algorithms.aggregation import Denominators
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Objective, Tokens
 from tidemill.learner.algorithms.shaping import top_k_divergence
-from tidemill.learner.data.batch import MicroBatch
-from tidemill.learner.data.batch_frames import decode, encode
-from tidemill.learner.data.datasource import DataSource
-from tidemill.learner.data.senders import invalid_words
+from tidemill.learner.batch.batch import MicroBatch
+from tidemill.learner.batch.frames import decode, encode
+from tidemill.learner.buffer.datasource import DataSource
+from tidemill.learner.buffer.senders import invalid_words
 from tidemill.learner.megatron import logprobs
 
 R = 8

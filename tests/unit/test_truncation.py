@@ -15,8 +15,7 @@ from tidemill.bus.wire.messages import Status
 from tidemill.learner.algorithms.choices import AGGREGATIONS
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.objective import Coupled, Objective
-from tidemill.learner.data.batch import StepBatch
-from tidemill.learner.data.truncation import without_truncated
+from tidemill.learner.batch.batch import StepBatch, without_truncated
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.megatron.rows import rows_of, step_of
 

@@ -12,8 +12,8 @@ from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 def test_a_checkpoint_that_is_left_out_is_logged(every: int, evaluated: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Also one that is wanted for its evaluation alone."""
     parts = SimpleNamespace(
-        _rules=SimpleNamespace(checkpoint_every=every),
-        _data_rules=SimpleNamespace(steps=100),
+        _settings=SimpleNamespace(learner=SimpleNamespace(checkpoint_every=every)),
+        _source=SimpleNamespace(rules=SimpleNamespace(steps=100)),
         _outcomes=SimpleNamespace(pending=MOST_PENDING),
         _row=SimpleNamespace(copies_waited_for="an upload"),
         _best=SimpleNamespace(wanted=True),

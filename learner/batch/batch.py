@@ -1,0 +1,206 @@
+"""Training batch of one step for one data-parallel rank: a StepBatch and its packed rows.
+
+Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
+Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples (episodes) of the step on all
+ranks, M = their token sequences, C = their turns, K = tokens that a teacher listed at each position. Knows numpy, no torch, no bus.
+``batching.py`` makes batches of samples, ``frames.py`` encodes them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.bus.wire.json_object import JsonMapping
+
+Array = NDArray[Any]
+"""One dimension, of the dtype in ``DTYPES``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MicroBatch:
+    """Token sequences packed into one row. One without any is a single masked sequence, so that all ranks run the same number of rows."""
+
+    tokens_T: NDArray[np.int64]
+    targets_T: NDArray[np.int64]
+    """The next token; 0 at the last token of a sequence and in padding (never trainable)."""
+    position_ids_T: NDArray[np.int64]
+    """Positions from 0 within each sequence."""
+    cu_seqlens: NDArray[np.int32]
+    """Starts of the sequences and the end of the last, [S + 1]; padding, if any, is the last sequence."""
+    sample_T: NDArray[np.int32]
+    """Index of the token's sample in the step, 0..N-1; -1 in padding."""
+    sequence_T: NDArray[np.int32]
+    """Index of the token's sequence in the step, 0..M-1; -1 in padding. Equal to ``sample_T`` if every sample has one."""
+    turn_T: NDArray[np.int32]
+    """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
+    loss_mask_T: NDArray[np.bool_]
+    """True where the target was sampled by the model and is not masked by the gate."""
+    rollout_log_probs_T: NDArray[np.float32]
+    """Log-prob (nats) of the target under the distribution it was sampled from; 0 where not trainable."""
+    lag_T: NDArray[np.int32]
+    """Step of the weights being trained less step of the version that made the target; -1 where not trainable."""
+    teacher_log_probs_T: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Log-prob (nats) of the target under the sample's teacher; 0 where not trainable. Empty = the step's samples have no teacher."""
+    teacher_top_ids_TK: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    """Token ids that the teacher listed as the next token, [T x K] in one dimension; empty = it listed none (K = 0)."""
+    teacher_top_log_probs_TK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Their log-probs (nats) under the teacher, [T x K] in one dimension."""
+    experts: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
+    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not known. Empty where a
+    step replays none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepBatch:
+    """The batch of one step for one data-parallel rank."""
+
+    step: int
+    """Step from 1; it trains the weights of step - 1."""
+    dp_rank: int
+    recorded: bool
+    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after the last."""
+    micro_batches: tuple[MicroBatch, ...]
+    """Rows of this rank, as many as on every other."""
+    num_tokens: int
+    """Trainable tokens of the step on all ranks, after the gate."""
+    num_minibatches: int
+    """Optimizer steps; each takes the same number of micro-batches, in order."""
+    max_new_tokens: int
+    """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else ``max_new_tokens``."""
+    num_sequences: int
+    """M."""
+    temperatures_N: NDArray[np.float64]
+    """Sampling temperature of each sample, at which its log-probs are computed."""
+    rewards_N: NDArray[np.float32]
+    groups_N: NDArray[np.int64]
+    """Task id of each sample; samples of one group are neighbours."""
+    response_lengths_N: NDArray[np.int32]
+    sampled_N: NDArray[np.int32]
+    """Sampled tokens of each sample, before the gate."""
+    truncated_N: NDArray[np.bool_]
+    unended_N: NDArray[np.bool_]
+    """True for a completed sample that does not end with an end token: the end token is lost (never True with stop strings)."""
+    trainable_N: NDArray[np.int32]
+    """Trainable tokens of each sample after the gate; the loss is normalised by them."""
+    minibatches_N: NDArray[np.int32]
+    """Minibatch that trains each sample."""
+    demonstration_N: NDArray[np.bool_]
+    """True for a demonstration, which only the cross-entropy trains: its log-probs are not known."""
+    turn_samples_C: NDArray[np.int32]
+    """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns is one turn."""
+    turn_rewards_C: NDArray[np.float32]
+    """Reward of each turn's own; 0 = none."""
+    turn_tokens_C: NDArray[np.int32]
+    """Trainable tokens of each turn, after the gate."""
+    teacher_top_k: int = 0
+    """K."""
+    part_names: tuple[str, ...] = ()
+    """Names of the parts that the rewards of the step have, K in all; empty if every reward is one number."""
+    parts_NK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Parts of the rewards, [N x K] in one dimension, sample by sample; NaN = the sample has no such part."""
+    routing: tuple[int, int] = (0, 0)
+    """Layers with experts and experts of a token in ``experts`` of the rows; (0, 0) = none are replayed."""
+    routing_known: float = 0.0
+    """Share of the tokens before a target, on all ranks, whose experts are known."""
+    metadata: tuple[JsonMapping, ...] = ()
+    """Metadata of each sample, N; empty unless the estimator asks for it."""
+    state: bytes
+    """State of the DataSource after this plan, for the checkpoint; empty = no checkpoint after this step."""
+
+    @property
+    def scored_N(self) -> NDArray[np.bool_]:
+        """True for the samples that count in reported rewards and lengths: samples of policies, or all in a step of demonstrations."""
+        return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
+
+    @property
+    def unended_share(self) -> float | None:
+        """Share of ``unended_N`` in the samples of policies; None = the step has none."""
+        return None if self.demonstration_N.all() else float(self.unended_N[~self.demonstration_N].mean())
+
+    @property
+    def engine_log_probs(self) -> NDArray[np.float32]:
+        """Log-probs that the engines reported for this rank's trainable tokens; demonstrations have none."""
+        rows = self.micro_batches
+        return np.concatenate([row.rollout_log_probs_T[row.loss_mask_T & ~self.demonstration_N[row.sample_T]] for row in rows])
+
+
+STEP_ARRAYS = (
+    "temperatures_N",
+    *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
+    "demonstration_N",
+    *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
+)
+"""Arrays of a StepBatch, in the order of its frames."""
+TOKEN_ARRAYS = tuple(one.name for one in fields(MicroBatch))
+"""Arrays of a MicroBatch, in the order of its frames."""
+TEACHER_ARRAYS = ("teacher_log_probs_T", "teacher_top_ids_TK", "teacher_top_log_probs_TK")
+"""Arrays that are empty unless a teacher has scored the samples."""
+DTYPES: Mapping[str, str] = {
+    "tokens_T": "<i8",
+    "targets_T": "<i8",
+    "position_ids_T": "<i8",
+    "cu_seqlens": "<i4",
+    "sample_T": "<i4",
+    "sequence_T": "<i4",
+    "turn_T": "<i4",
+    "loss_mask_T": "|b1",
+    "rollout_log_probs_T": "<f4",
+    "lag_T": "<i4",
+    "teacher_log_probs_T": "<f4",
+    "teacher_top_ids_TK": "<i4",
+    "teacher_top_log_probs_TK": "<f4",
+    "experts": "<i2",
+    "temperatures_N": "<f8",
+    "rewards_N": "<f4",
+    "groups_N": "<i8",
+    "response_lengths_N": "<i4",
+    "sampled_N": "<i4",
+    "truncated_N": "|b1",
+    "unended_N": "|b1",
+    "trainable_N": "<i4",
+    "minibatches_N": "<i4",
+    "demonstration_N": "|b1",
+    "turn_samples_C": "<i4",
+    "turn_rewards_C": "<f4",
+    "turn_tokens_C": "<i4",
+    "parts_NK": "<f4",
+}
+"""Dtype of each of these arrays, little-endian."""
+
+
+def without_truncated(batch: StepBatch) -> StepBatch:
+    """Return the batch with the tokens of truncated samples masked, and without them in every denominator.
+
+    Rewards and groups are unchanged, so a truncated sample still counts in the baseline of its group.
+    Source: overlong filtering, DAPO 2503.14476.
+    """
+    trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
+    rows = tuple(_masked(row, batch) for row in batch.micro_batches)
+    turn_tokens_C = np.where(batch.truncated_N[batch.turn_samples_C], 0, batch.turn_tokens_C).astype(batch.turn_tokens_C.dtype)
+    return replace(batch, micro_batches=rows, trainable_N=trainable_N, turn_tokens_C=turn_tokens_C, num_tokens=int(trainable_N.sum()))
+
+
+def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
+    kept_T = row.loss_mask_T & ~batch.truncated_N[np.maximum(row.sample_T, 0)]
+    return replace(
+        row,
+        loss_mask_T=kept_T,
+        rollout_log_probs_T=np.where(kept_T, row.rollout_log_probs_T, np.float32(0)),
+        lag_T=np.where(kept_T, row.lag_T, -1).astype(row.lag_T.dtype),
+        **_taught(row, kept_T, batch.teacher_top_k),
+        turn_T=np.where(kept_T, row.turn_T, -1).astype(row.turn_T.dtype),
+    )
+
+
+def _taught(row: MicroBatch, kept_T: NDArray[np.bool_], top_k: int) -> dict[str, NDArray[Any]]:
+    """Return the teacher's scores of a row where its tokens are kept, 0 elsewhere; nothing for a row without scores."""
+    if not len(row.teacher_log_probs_T):
+        return {}
+    listed = {name: getattr(row, name).reshape(-1, top_k) for name in ("teacher_top_ids_TK", "teacher_top_log_probs_TK") if top_k}
+    return {
+        "teacher_log_probs_T": np.where(kept_T, row.teacher_log_probs_T, np.float32(0)),
+        **{name: np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel() for name, value_TK in listed.items()},
+    }

@@ -1,0 +1,189 @@
+"""Open tasks with their buffered samples: the metadata that the DataSource decides on, without tensors."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.bus.wire.messages import Sample, Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BufferedSample:
+    """Metadata of a buffered sample: sequence, index, size, score and trainable tokens by version."""
+
+    seq: int
+    index: int
+    num_tokens: int
+    """Tokens of all its sequences."""
+    lengths: tuple[int, ...]
+    """Tokens of each sequence."""
+    score: float
+    by_version: tuple[tuple[int, int], ...]
+    """(version, trainable tokens) of each span, zeros included."""
+    demonstration: bool = False
+    """The sample's field ``demonstration``."""
+
+    @staticmethod
+    def of(seq: int, sample: Sample) -> "BufferedSample":
+        """Return the metadata of a sample in SAMPLES at ``seq``."""
+        # Cumulative sums: the trainable tokens of a span are the difference between its two ends.
+        ends = np.cumsum([0, *(span.num_tokens for span in sample.spans)])
+        trainable = np.concatenate([[0], np.cumsum(sample.loss_mask, dtype=np.int64)])
+        counts = trainable[ends[1:]] - trainable[ends[:-1]]
+        by_version = tuple((span.version, int(count)) for span, count in zip(sample.spans, counts, strict=True))
+        return BufferedSample(
+            seq=seq,
+            index=sample.index,
+            num_tokens=len(sample.tokens),
+            lengths=tuple(size.num_tokens for size in sample.sizes),
+            score=sample.score,
+            by_version=by_version,
+            demonstration=sample.demonstration,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The filters' decision on a complete group."""
+
+    reason: str = ""
+    """Reason to drop it; empty = it is trained."""
+    masked: frozenset[int] = frozenset()
+    """Indexes of samples that are not trained."""
+    priority: float = 0.0
+    """Complete groups of the highest priority are trained first."""
+
+
+@dataclass(slots=True, kw_only=True)
+class SampleGroup:
+    """An open task and its samples so far."""
+
+    task: Task
+    touched_s: float
+    """Time of its issue or of its last sample (monotonic clock)."""
+    samples: dict[int, BufferedSample] = field(default_factory=dict)
+    """Samples by index."""
+    abandoned: str = ""
+    """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty = none."""
+    verdict: Verdict | None = None
+    """None = not judged, and without filters always."""
+    choice: Verdict | None = None
+    """The buffer filters' decision for the next step; None = none."""
+    masked: frozenset[int] = frozenset()
+    """Sequences of the samples that are not trained."""
+    _by_step: dict[int, int] | None = None
+    _versions: set[int] | None = None
+
+    def add(self, sample: BufferedSample) -> None:
+        """Add a sample of this task."""
+        # To a group of a dead task that is trained with fewer samples one may still come: it is judged anew.
+        self.samples[sample.index], self._versions, self.verdict, self.choice = sample, None, None, None
+        self.mask(frozenset())
+
+    def keep(self, seqs: Collection[int]) -> list[BufferedSample]:
+        """Leave out the samples that are not in ``seqs``, and return them."""
+        others = [sample for sample in self.samples.values() if sample.seq not in seqs]
+        for sample in others:
+            del self.samples[sample.index]
+        if others:
+            self._versions = self._by_step = None
+        return others
+
+    def judge(self, verdict: Verdict) -> None:
+        """Register the filters' decision."""
+        self.verdict = verdict
+        self.mask(frozenset(sample.seq for sample in self.samples.values() if sample.index in verdict.masked))
+
+    def mask(self, seqs: frozenset[int]) -> None:
+        """Leave the tokens of these samples out of training."""
+        self.masked, self._by_step = seqs, None
+
+    @property
+    def priority(self) -> float:
+        """The sum of all filters."""
+        return sum(one.priority for one in (self.verdict, self.choice) if one is not None)
+
+    @property
+    def full(self) -> bool:
+        """True if every sample of the task is there."""
+        return len(self.samples) == self.task.group_size
+
+    @property
+    def demonstrations(self) -> bool:
+        """True if all its samples are demonstrations: filters do not judge them, because nothing is learnt from their rewards."""
+        return all(sample.demonstration for sample in self.samples.values())
+
+    @property
+    def rows(self) -> list[BufferedSample]:
+        """Samples in the order of their index."""
+        return [self.samples[index] for index in sorted(self.samples)]
+
+    @property
+    def seqs(self) -> list[int]:
+        """Sequences of the samples, in the order of their index."""
+        return [sample.seq for sample in self.rows]
+
+    @property
+    def versions(self) -> set[int]:
+        """Versions that made its tokens. Cached, because the feeder reads it for all groups at every wake."""
+        if self._versions is None:
+            self._versions = {version for sample in self.samples.values() for version, _ in sample.by_version}
+        return self._versions
+
+    @property
+    def scores(self) -> set[float]:
+        """Distinct scores; a single one means that a baseline within the group leaves no gradient."""
+        return {sample.score for sample in self.samples.values()}
+
+    def tokens_by_step(self, steps: Mapping[int, int]) -> dict[int, int]:
+        """Return trainable tokens (> 0) by the step of the weights that made them, without masked samples.
+
+        It is cached until a sample is added or masked.
+        """
+        if self._by_step is not None:
+            return self._by_step
+        counts: dict[int, int] = {}
+        for sample in self.samples.values():
+            for version, count in sample.by_version if sample.seq not in self.masked else ():
+                if count:
+                    counts[steps[version]] = counts.get(steps[version], 0) + count
+        self._by_step = counts
+        return counts
+
+
+def mismatch(task: Task, sample: Sample, max_context: int) -> str:
+    """Return the first field of a sample that contradicts its task; empty if none does."""
+    if sample.group_size != task.group_size:
+        return "group_size"
+    if not 0 <= sample.index < task.group_size:
+        return "index"
+    # Other sampling means another distribution: the importance weights would be wrong without any sign of it.
+    if sample.sampling != task.sampling:
+        return "sampling"
+    # The task, not the sample, decides whether the tokens may begin otherwise than with the task's prompt.
+    if sample.rollout != task.rollout:
+        return "rollout"
+    wrong = _episode_mismatch(task, sample) if task.rollout else _single_turn_mismatch(task, sample)
+    if wrong:
+        return wrong
+    if max_context and max(size.num_tokens for size in sample.sizes) > max_context:
+        return "length"
+    return ""
+
+
+def _single_turn_mismatch(task: Task, sample: Sample) -> str:
+    if len(sample.sequences) > 1:
+        return "sequences"
+    prompt = len(sample.tokens) - sample.response_length
+    return "" if np.array_equal(sample.tokens[:prompt], task.prompt_tokens) else "prompt"
+
+
+def _episode_mismatch(task: Task, sample: Sample) -> str:
+    if sample.prompt != task.prompt:
+        return "prompt"
+    if not sample.response_length:  # there may be no token at all, and so no row to train
+        return "response_length"
+    if task.budget is not None and 0 < task.budget.total_tokens < len(sample.tokens):
+        return "length"
+    return ""

@@ -1,0 +1,161 @@
+"""Accounting of samples and tasks: settled ids of a stream, and counts of samples by disposition."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tidemill.bus.errors import WireError
+
+MAX_NAMES = 64
+"""Most names from outside that have counters of their own; others share one, which bounds the memory."""
+OTHERS = "(others)"
+"""Name of the shared counter; no actor has parentheses in its name."""
+
+
+def count_of(counts: Counter[str], name: str) -> int:
+    """Increment the counter of a name that came from outside, and return the new count."""
+    name = name if name in counts or len(counts) < MAX_NAMES else OTHERS
+    counts[name] += 1
+    return counts[name]
+
+
+def field_of(error: WireError) -> str:
+    """Return the invalid field of a sample, by which invalid samples are counted."""
+    return error.field.split(".")[0].split("[")[0]
+
+
+class SettledIds:
+    """Settled ids of a stream. An id that was seen is open or settled; ids below the last one that were never seen count as settled."""
+
+    def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
+        self.seen_to = floor
+        self._earlier = set(settled)
+        self._open: set[int] = set()
+        self._pass_earlier()
+
+    def see(self, number: int) -> bool:
+        """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled before."""
+        if number <= self.seen_to or number in self._earlier:
+            return False
+        self.seen_to = number
+        self._open.add(number)
+        self._pass_earlier()
+        return True
+
+    def _pass_earlier(self) -> None:
+        # Ids that an earlier start has settled count as seen once all before them are seen, or the floor would stay below them.
+        while self.seen_to + 1 in self._earlier:
+            self.seen_to += 1
+
+    def settle(self, number: int) -> None:
+        """Settle an open id. Raises KeyError for another one."""
+        self._open.remove(number)
+
+    def knows(self, number: int) -> bool:
+        """Return whether an id has been seen, now or before a restart."""
+        return number <= self.seen_to or number in self._earlier
+
+    @property
+    def floor(self) -> int:
+        """Largest id up to which all ids are settled."""
+        return min(self._open) - 1 if self._open else self.seen_to
+
+    @property
+    def settled(self) -> tuple[int, ...]:
+        """Settled ids above the floor."""
+        floor = self.floor
+        here = (number for number in range(floor + 1, self.seen_to + 1) if number not in self._open)
+        return (*here, *sorted(number for number in self._earlier if number > self.seen_to))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleAccounting:
+    """Counts of training samples read from the stream by disposition (a chunked sample counts once), and of tasks."""
+
+    published: int
+    trained: int
+    dropped: dict[str, int]
+    """Dropped samples by reason: stale, filtered, filtered:NAME, empty, dead, lost, failed, aborted."""
+    duplicate: int
+    """Samples of an index that had one already, or of a settled task."""
+    invalid: dict[str, int]
+    """Invalid samples by field."""
+    invalid_of: dict[str, int]
+    """Invalid samples by actor, from their subjects."""
+    buffered: int
+    issued: int
+    """Training tasks issued."""
+    open: int
+    settled: dict[str, int]
+    """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
+    tokens: dict[str, int]
+    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older than max_lag)."""
+    given_up: int
+    """Prompts that were dropped after max_reissues further issues."""
+    eval: int
+    """Evaluation samples, which are in none of the counts above."""
+
+    @property
+    def balanced(self) -> bool:
+        """True if every sample has exactly one disposition and every issued task is open or settled."""
+        accounted = self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
+        return self.published == accounted and self.issued == self.open + sum(self.settled.values())
+
+
+@dataclass(slots=True)
+class SampleCounter:
+    """Running counts of settled samples and tasks. The DataSource counts open ones."""
+
+    published: int = 0
+    issued: int = 0
+    eval: int = 0
+    trained: int = 0
+    duplicate: int = 0
+    given_up: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)
+    invalid_of: Counter[str] = field(default_factory=Counter)
+    settled: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)
+
+    def count(self, disposition: str) -> None:
+        """Count a buffered sample as trained, or as dropped for the reason ``disposition``."""
+        if disposition == "trained":
+            self.trained += 1
+        else:
+            count_of(self.dropped, disposition)
+
+    def refuse(self, reason: str, actor: str) -> None:
+        """Count an invalid sample by its reason and its actor."""
+        count_of(self.invalid, reason)
+        count_of(self.invalid_of, actor)
+
+    def dump(self, *, buffered: int, open_tasks: int) -> dict[str, object]:
+        """Return the counts for a snapshot, without open tasks and buffered samples: a restart reads and counts them again."""
+        numbers = {name: getattr(self, name) for name in ("eval", "trained", "duplicate", "given_up")}
+        maps = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "invalid", "invalid_of", "settled", "tokens")}
+        return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}
+
+    @classmethod
+    def load(cls, data: dict[str, object]) -> "SampleCounter":
+        """Return the counter of a snapshot."""
+        values = {name: Counter(value) if isinstance(value, dict) else value for name, value in data.items()}
+        return cls(**values)  # type: ignore[arg-type]
+
+    def accounting(self, *, buffered: int, open_tasks: int) -> SampleAccounting:
+        """Return the counts, completed by the buffered samples and open tasks that the DataSource counts."""
+        return SampleAccounting(
+            published=self.published,
+            trained=self.trained,
+            dropped=dict(self.dropped),
+            duplicate=self.duplicate,
+            invalid=dict(self.invalid),
+            invalid_of=dict(self.invalid_of),
+            buffered=buffered,
+            issued=self.issued,
+            open=open_tasks,
+            settled=dict(self.settled),
+            tokens=dict(self.tokens),
+            given_up=self.given_up,
+            eval=self.eval,
+        )

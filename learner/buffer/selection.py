@@ -1,0 +1,186 @@
+"""Selection of complete groups for a step: gate, filter, order. Pure functions of groups, rules and the step."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.learner.buffer.groups import SampleGroup
+from tidemill.learner.buffer.plans import assign, chain_of, plan_bytes, settle_bytes
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.errors import ReplayMismatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Description of the event that the next plan waits for."""
+
+    text: str
+    """For status and logs: "13 more groups for step 7, for 42 s; 20 in flight, oldest 311 s"."""
+    missing: int
+    """Number of missing groups; 0 = there are enough, and they wait for the buffer filters."""
+    wake_in_s: float | None = None
+    """Seconds after which ``plan`` must be called again even without an event; None = only after an event."""
+
+
+def waits_for_groups(
+    in_flight: Sequence[SampleGroup], missing: int, *, step: int, now: float, since: float, judging: int, head: bool
+) -> Waits:
+    """Return the wait for ``missing`` groups of ``step``, which began at ``since``; 0 = for the buffer filters alone.
+
+    ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a version is published.
+    """
+    wanted = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
+    parts = [f"{wanted} for step {step}, for {now - since:.0f} s"]
+    if in_flight:
+        oldest, silent_s = min(group.task.id for group in in_flight), now - min(group.touched_s for group in in_flight)
+        parts.append(f"{len(in_flight)} in flight, oldest task {oldest}, silent for {silent_s:.0f} s")
+    else:
+        parts.append("none in flight")
+    if judging:
+        parts.append(f"{judging} wait for the filters")
+    if not head:
+        parts.append("no version is published yet")
+    return Waits(text="; ".join(parts), missing=missing)
+
+
+def waits_for_old(old: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
+    """Return the wait for groups in flight that ``step`` could train and the next one could not; it ends in ``left_s``."""
+    silent_s = now - min(group.touched_s for group in old)
+    text = (
+        f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent_s:.0f} s) that would be "
+        f"too old for step {step + 1}; step {step} goes without in {left_s:.0f} s"
+    )
+    return Waits(text=text, missing=len(old), wake_in_s=left_s)
+
+
+FILTERED = "filtered"
+"""Reason of groups that a filter dropped; the name of a filter follows a colon."""
+
+
+def is_filtered(reason: str) -> bool:
+    """Return whether a group was dropped for its content, by a filter."""
+    return reason == FILTERED or reason.startswith(f"{FILTERED}:")
+
+
+def oldest_step(rules: DataRules, step: int) -> int:
+    """Return the oldest step of weights with a lag of at most ``max_lag`` in step ``step``."""
+    return step - 1 - rules.max_lag
+
+
+def drop_reason(group: SampleGroup, steps: Mapping[int, int], rules: DataRules, step: int) -> str:
+    """Return the reason to drop a complete group when ``step`` is the next one; empty = the group may be trained."""
+    by_step, oldest = group.tokens_by_step(steps), oldest_step(rules, step)
+    verdict = "" if group.verdict is None else group.verdict.reason
+    if not by_step:
+        return verdict or "empty"
+    # mask: as long as one token is young enough, the others are masked, and the group is trained.
+    if rules.gate == "mask" and max(by_step) < oldest:
+        return "stale"
+    if rules.gate == "drop" and min(by_step) < oldest:
+        return "stale"
+    if rules.filter_zero_variance and len(group.scores) == 1 and not group.demonstrations:
+        return FILTERED
+    return verdict
+
+
+def age(group: SampleGroup, steps: Mapping[int, int]) -> tuple[int, int]:
+    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task id."""
+    return min(group.tokens_by_step(steps)), group.task.id
+
+
+def in_order(ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int) -> list[SampleGroup]:
+    """Return complete groups in the order in which they are trained: those that are too old afterwards, then by priority, then by age."""
+    oldest = oldest_step(rules, step)
+
+    def key(group: SampleGroup) -> tuple[bool, float, tuple[int, int]]:
+        """Return the sort key."""
+        its_age = age(group, steps)
+        return its_age[0] > oldest, -group.priority, its_age
+
+    return sorted(ready, key=key)
+
+
+def urgent(
+    in_flight: Iterable[SampleGroup], chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int
+) -> list[SampleGroup]:
+    """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
+    if step >= rules.steps:
+        return []
+    oldest = oldest_step(rules, step)
+    last = max(age(group, steps) for group in chosen) if len(chosen) >= rules.groups_per_step else None
+    return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
+
+
+def that_fit(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
+    """Return the first groups of these whose plan has at most ``max_bytes``, 0 = any number; one at least."""
+    sizes = {"groups": 0, "samples": 0, "sequences": 0, "masked": 0}
+    versions: set[int] = set()
+    for count, group in enumerate(chosen):
+        of_group = (1, len(group.samples), sum(len(sample.lengths) for sample in group.rows), len(group.masked))
+        sizes = {name: before + more for (name, before), more in zip(sizes.items(), of_group, strict=True)}
+        versions.update(group.versions)
+        if max_bytes and count and plan_bytes(**sizes, versions=len(versions)) > max_bytes:
+            return chosen[:count]
+    return chosen
+
+
+def settled_at_once(groups: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
+    """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at least."""
+    samples = 0
+    for count, group in enumerate(groups):
+        samples += len(group.samples)
+        if max_bytes and count and settle_bytes(groups=count + 1, samples=samples) > max_bytes:
+            return groups[:count]
+    return groups
+
+
+def make_settle(groups: Sequence[SampleGroup], reason: str, *, epoch: int, step: int) -> Settle:
+    """Return the record that settles these groups, before step ``step``, for ``reason``."""
+    return Settle(
+        epoch=epoch,
+        reason=reason,
+        tasks=np.array(sorted(group.task.id for group in groups), np.int64),
+        seqs=np.array(sorted(seq for group in groups for seq in group.seqs), np.int64),
+        step=step,
+    )
+
+
+def make_plan(chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
+    """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
+    samples = [sample for group in chosen for sample in group.rows]
+    lengths = [length for sample in samples for length in sample.lengths]
+    rows = np.array([len(sample.lengths) for sample in samples], np.int32)
+    sizes = [len(group.samples) for group in chosen]  # a dead task may have fewer than it asked for
+    packed = assign(
+        lengths,
+        data_parallel=rules.data_parallel,
+        max_tokens=rules.max_tokens_per_micro_batch,
+        minibatches=rules.minibatches,
+        group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
+    )
+    masked = [sample.seq for group in chosen for sample in group.rows if sample.seq in group.masked]
+    version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
+    # Tokens of weights that this step has yet to make: the registry and the plans belong to different histories.
+    if max(version_steps.values()) >= step:
+        raise ReplayMismatch(f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}")
+    plan = Plan(
+        epoch=epoch,
+        step=step,
+        tasks=np.array([group.task.id for group in chosen], np.int64),
+        seqs=np.array([sample.seq for sample in samples], np.int64),
+        group_sizes=np.array(sizes, np.int32),
+        ranks=packed.ranks,
+        micro_batches=packed.micro_batches,
+        version_steps=version_steps,
+        oldest_step=None if rules.gate == "train" else oldest_step(rules, step),
+        data_parallel=rules.data_parallel,
+        num_micro_batches=packed.num_micro_batches,
+        num_minibatches=packed.num_minibatches,
+        config_digest=rules.digest,
+        chain="",
+        rows=rows if (rows > 1).any() else None,
+        masked=np.array(masked, np.int64) if masked else None,
+    )
+    return replace(plan, chain=chain_of(chain, plan))

@@ -1,0 +1,125 @@
+"""Refusal of actors that send only invalid samples.
+
+An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the log and in the
+feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` requests it to end. Whether a sample is trained depends on the
+sample alone, so a refusal changes no plan, and one usable sample revokes it. While no usable sample arrives, tasks are issued slowly.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import partial
+
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received
+from tidemill.bus.wire.subjects import REFUSED_KEY, refused
+from tidemill.learner.buffer.ledger import count_of
+
+log = logging.getLogger(__name__)
+
+INVALID_IN_A_ROW = 64
+"""Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are larger than this."""
+MAX_ACTORS = 256
+"""Maximum number of actors with a counter; a new actor replaces the one with the shortest run of invalid samples."""
+MAX_WORDS = 300
+"""Maximum number of characters of a reason; parts of it come from outside."""
+SLOW_S = 1.0
+"""Seconds between two tasks while no usable sample arrives."""
+_IDLE_S = 60.0
+"""Longest sleep while there is nothing to write."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Content of the row of a refused actor."""
+
+    actor: str
+    invalid: int
+    """Number of invalid samples in a row."""
+    reason: str
+    """Reason for which the last one is invalid."""
+
+
+class Senders:
+    """Counts invalid samples by actor, and refuses actors. It is not part of the data's state: a restart starts with empty counters."""
+
+    def __init__(self, earlier: tuple[str, ...] = ()) -> None:
+        """``earlier``: actors that an earlier start has refused."""
+        self.refused = set(earlier)
+        self._in_a_row: dict[str, int] = {}
+        self._totals: Counter[str] = Counter()
+        self._fruitless = 0
+        self._news: dict[str, Refusal | None] = {}
+        self._woken = Waiter()
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next task is issued."""
+        return SLOW_S if self._fruitless >= INVALID_IN_A_ROW else 0.0
+
+    def usable(self, actor: str) -> None:
+        """Register a buffered sample of an actor."""
+        self._fruitless = 0
+        if self._in_a_row:
+            self._in_a_row.pop(actor, None)
+        if actor in self.refused:
+            self.refused.discard(actor)
+            self._schedule(actor, None)
+
+    def invalid(self, actor: str, reason: str) -> None:
+        """Register an invalid sample of an actor, and refuse the actor after ``INVALID_IN_A_ROW`` of them."""
+        self._fruitless += 1
+        if actor not in self._in_a_row and len(self._in_a_row) >= MAX_ACTORS:
+            del self._in_a_row[min(self._in_a_row, key=lambda name: self._in_a_row[name])]
+        self._in_a_row[actor] = count = self._in_a_row.get(actor, 0) + 1
+        total = count_of(self._totals, actor)
+        if total & (total - 1) == 0:  # at 1, 2, 4, 8 ... samples, so that a flood of them does not fill the log
+            log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)
+        if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):  # a known one updates its row
+            log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
+            self.refused.add(actor)
+            self._schedule(actor, Refusal(actor=actor, invalid=count, reason=reason))
+
+    def _schedule(self, actor: str, refusal: Refusal | None) -> None:
+        self._news[actor] = refusal
+        self._woken.wake()
+
+    async def publish(self, bus: Bus) -> None:
+        """Write and delete the rows of refused actors until cancelled. Each further ``INVALID_IN_A_ROW`` samples update the row."""
+        rows = bus.rows("run")
+        while True:
+            while self._news:
+                actor, refusal = self._news.popitem()
+                key = refused(actor)
+                write = partial(rows.delete, key) if refusal is None else partial(rows.put, key, asdict(refusal))
+                await bus.retry(write)
+            await self._woken.wait(_IDLE_S)
+
+    def load(self, by_reason: Mapping[str, int], by_actor: Mapping[str, int]) -> dict[str, int]:
+        """Return the counters for the live row that are not 0: ``invalid/<reason>``, ``invalid_of/<actor>``, ``refused/<actor>``."""
+        reasons = {f"invalid/{reason}": count for reason, count in by_reason.items()}
+        actors = {f"invalid_of/{actor}": count for actor, count in by_actor.items()}
+        return {**reasons, **actors, **{f"refused/{actor}": 1 for actor in sorted(self.refused)}}
+
+
+def invalid_words(received: Received, reason: str) -> str:
+    """Return the reason for which a sample is invalid, in one line."""
+    sample = received.sample
+    if isinstance(sample, WireError):
+        why = str(sample)
+    elif reason == "version":
+        why = f"spans: want versions that existed when it was stored, got {sorted({span.version for span in sample.spans})}"
+    elif reason == "teacher_log_probs":
+        listed = "no scores" if sample.teacher_log_probs is None else f"scores with {sample.teacher_top_k} tokens listed at each position"
+        why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {listed}"
+    else:
+        why = f"{reason}: want what task {sample.task} has"
+    return f"sequence {received.seq}: {why}"[:MAX_WORDS]
+
+
+async def refused_before(bus: Bus) -> tuple[str, ...]:
+    """Return the actors that an earlier start of the feeder has refused and that have sent no usable sample since."""
+    return tuple(str(row.get("actor", "")) for row, _ in (await bus.rows("run").all(REFUSED_KEY)).values())

@@ -1,0 +1,249 @@
+"""Evaluation beside training: issues the tasks of a round, reads their samples, records the scores.
+
+    versions --> Rounds --> TASKS (kind eval) --> actors --> SAMPLES (kind eval) --> Rounds --> PLAN: one Evaluated for each set
+
+Runs in the feeder, because only the learner writes TASKS and PLAN. It shares actors and engines with training; at most
+``eval.max_open_tasks`` prompts are out. It decides nothing that is trained.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Dead, Evaluated, Sample, Task
+from tidemill.learner.buffer.groups import mismatch
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.rounds import Place, Result, Rounds
+from tidemill.learner.evaluation.scores import BestScore
+
+log = logging.getLogger(__name__)
+
+LOOK_AGAIN_S = 5.0
+"""Longest sleep of the loop, which is woken normally: it also notices a round that stands still."""
+EARLY = 256
+"""Maximum number of samples that are kept for a task that is not confirmed as issued yet."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalPlan:
+    """The sets that are evaluated, and when."""
+
+    sets: Sequence[EvalPrompts] = ()
+    every: int = 0
+    best: str = ""
+    """SET/METRIC of the best checkpoint; empty = none is chosen."""
+    stop_after: int = 0
+    """Evaluations without a better one after which the run ends; 0 = never."""
+    at_start: bool = True
+    at_end: bool = True
+    last_step: int = 0
+    exact: bool = False
+    max_open_tasks: int = 8
+    stall_s: float = 600.0
+    seed: int = 0
+    max_context: int = 0
+    """Longer samples are invalid; 0 = any length."""
+
+    def rounds(self) -> Rounds:
+        """Return the state at the start of a run. Tokenizes every prompt. Raises PromptError."""
+        return Rounds(
+            [one.size() for one in self.sets] if self.every else [],
+            every=self.every,
+            at_start=self.at_start,
+            at_end=self.at_end,
+            last_step=self.last_step,
+            max_open_tasks=self.max_open_tasks,
+        )
+
+
+class Evaluations:
+    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples and for the bus."""
+
+    def __init__(self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]) -> None:
+        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its id."""
+        self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
+        self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
+        self.best = BestScore(plan.best, stop_after=plan.stop_after)
+        """The scores of the run so far; the records of PLAN are read into it (``restore``) before the run goes on."""
+        self.on_scores: Callable[[], Awaitable[None]] | None = None
+        """Called when a version has a score for ``best``."""
+        self._tasks: dict[int, Task] = {}
+        """The tasks that are out."""
+        self._early: list[Sample] = []
+        self._changed = Waiter()
+        self.moved_s = time.monotonic()
+        """Time of the last result, or of the begin of the round."""
+        self.sampled = True
+        """False until a run that begins has its first sample: engines are being started, which takes minutes for a large model."""
+        self._idle = asyncio.Event()
+        """Set while no round is open."""
+        self._note_idle()
+
+    def published(self, version: int, step: int) -> None:
+        """Register a published version."""
+        if self._rounds.idle:
+            self.moved_s = time.monotonic()
+        skipped = self._rounds.skipped
+        self._rounds.published(version, step)
+        self._note_idle()
+        if self._rounds.skipped != skipped:
+            log.warning("a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every)
+        self._changed.wake()
+
+    async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
+        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint is in the rounds."""
+        self.sampled = False
+        await self._read_scores()
+        for task in tasks:
+            self.issued(task)
+        if head is not None:
+            self.published(*head)
+
+    async def _read_scores(self) -> None:
+        if self._plan.best:
+            async for _, record in self._bus.plans.scan():
+                if isinstance(record, Evaluated):
+                    self.best.note(record.dataset, record.version, record.step, record.metrics)
+
+    @property
+    def num_bad_rows(self) -> int:
+        """Number of rows of all sets that cannot be used."""
+        return sum(len(one.prompts.bad_rows) for one in self._plan.sets)
+
+    @property
+    def troubles(self) -> list[str]:
+        """Descriptions of these rows, for status."""
+        return [f"evaluation set {one.name}: {one.prompts.trouble}" for one in self._plan.sets if one.prompts.trouble]
+
+    @property
+    def pending_steps(self) -> set[int]:
+        """Steps of the versions that are being evaluated or will be next."""
+        return self._rounds.pending_steps
+
+    def due(self, version: int, step: int) -> bool:
+        """Return whether a version will be evaluated, if there is time."""
+        return self._rounds.due(version, step)
+
+    def holds(self, step: int, head: tuple[int, int] | None, *, due: bool) -> bool:
+        """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this one.
+
+        ``head``: version and step of the newest published weights. ``due``: the weights of ``step`` may be evaluated.
+        """
+        if not (step == 0 or self._plan.exact) or not due:
+            return False
+        return head is None or head[1] < step or not self._rounds.idle
+
+    def ends_after(self, step: int, head: tuple[int, int] | None) -> None:
+        """Register that the run ends after ``step``. ``head``: version and step of the newest published weights."""
+        self._rounds.ends_after(step)
+        if head is not None:
+            self.published(*head)
+
+    def issued(self, task: Task) -> None:
+        """Register a task of kind eval: just issued, or read at a restart."""
+        if not self._rounds.issued(task) and task.id not in self._rounds.open_tasks:
+            return
+        self._tasks[task.id] = task
+        early, self._early = self._early, []
+        for sample in early:
+            self.arrived(sample)
+
+    def arrived(self, sample: Sample) -> None:
+        """Register a sample of kind eval."""
+        task = self._tasks.get(sample.task)
+        if task is None:
+            if len(self._early) < EARLY and not self._rounds.idle:
+                self._early.append(sample)
+            return
+        if wrong := mismatch(task, sample, self._plan.max_context):
+            log.warning("evaluation sample passed over task=%d index=%d: its %s is not the task's", sample.task, sample.index, wrong)
+            return
+        if self._rounds.arrived(sample):
+            self.moved_s = time.monotonic()
+            self._forget()
+            self._changed.wake()
+
+    def gone(self, letter: Dead) -> None:
+        """Register a dead task."""
+        if self._rounds.gone(letter.task):
+            log.warning("evaluation prompt given up task=%d reason=%s", letter.task, letter.reason)
+            self._forget()
+            self._changed.wake()
+
+    def _forget(self) -> None:
+        self._tasks = {id: task for id, task in self._tasks.items() if id in self._rounds.open_tasks}
+
+    def dump(self) -> JsonObject:
+        """Return the state for a checkpoint. Call it while no task is being issued."""
+        return self._rounds.dump()
+
+    @property
+    def waits_for(self) -> str:
+        """Description of the open round; empty without one."""
+        return self._rounds.open
+
+    async def run(self) -> None:
+        """Issue tasks and record scores, until cancelled."""
+        while True:
+            if results := self._rounds.results():
+                for result in results:
+                    await self._record(result)
+                self._close()
+            elif (place := self._rounds.wanted()) is not None:
+                await self._issue(place)
+            else:
+                self._end_stalled()
+                await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
+
+    async def _issue(self, place: Place) -> None:
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can carry."""
+        try:
+            await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
+        except WireError as error:
+            prompts = self._sets[place.set].prompts
+            bad = PromptError(prompts.place(place.row), f"a task with {error.field} of {error.want}", error.got)
+            prompts.bad_rows.add(place.row, bad)
+            self._rounds.leave_out(place)
+
+    def _close(self) -> None:
+        # Behind the records: a kill in between makes the same results again, from the state of the checkpoint.
+        self._rounds.close()
+        self.moved_s = time.monotonic()
+        self._early.clear()
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        self._idle.set() if self._rounds.idle else self._idle.clear()
+
+    async def over(self) -> None:
+        """Wait until every round that is due is recorded."""
+        await self._idle.wait()
+
+    def _task(self, place: Place) -> Task:
+        one = self._sets[place.set]
+        return one.task(place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step)
+
+    def _end_stalled(self) -> None:
+        silent_s = time.monotonic() - self.moved_s
+        if self._rounds.step == 0 and not self.sampled:  # steps wait, too, and learner.batch_timeout_s ends that
+            return
+        if not self._rounds.idle and silent_s > self._plan.stall_s:
+            log.error("%s: no result for %.0f s (eval.stall_s); it ends with what it has", self._rounds.open, silent_s)
+            self._rounds.end()
+            self._forget()
+            self._changed.wake()
+
+    async def _record(self, result: Result) -> None:
+        record = Evaluated(epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics)
+        await self._bus.plans.append(record)
+        scored = self._plan.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
+        if scored and self.on_scores is not None:
+            await self.on_scores()
+        log.info("evaluated version=%d set=%s %s", result.version, result.set, " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()))

@@ -1,0 +1,123 @@
+"""Settings of the feeder: the sections of the run's configuration as they are, and the values that follow from several of them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.buffer.rules import DataRules
+from tidemill.learner.data.filter_settings import FilterConfig, identity_of
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.evaluation.evaluations import EvalPlan
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.prompts.curriculum import CurriculumRules
+from tidemill.learner.prompts.prompt_file import PromptFile
+from tidemill.learner.settings.checkpoint_store import LOCAL
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.step_settings import record_of
+
+_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+"""Settings of the learner that the data depends on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """The facts of the trained model that the data depends on."""
+
+    vocab_size: int | None = None
+    """Samples with other token ids are refused; None = not known."""
+    routed: RoutedShape | None = None
+    """Sizes of its routing; None = it has no experts."""
+    max_context: int = 0
+    """Length of the longest valid sample, see ``DataRules.max_context``."""
+    eos_ids: frozenset[int] = frozenset()
+    """Tokens that end a response; empty = not known."""
+    identity: str = ""
+    """Description of the model, see ``DataRules.model``."""
+    directory: str = ""
+    """Directory of the model."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeederSettings:
+    """The sections of the run, and the places and the model of this start."""
+
+    places: FeederPlaces
+    model: ModelFacts
+    learner: LearnerConfig
+    staleness: StalenessConfig = field(default_factory=StalenessConfig)
+    sampling: Sampling = field(default_factory=lambda: Sampling(max_new_tokens=1))
+    push_every: int = 1
+    """``weights.push_every``."""
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    evaluation: EvalPlan = field(default_factory=EvalPlan)
+    curriculum: CurriculumRules = field(default_factory=CurriculumRules)
+    """Prompts that are left out for their pass rate."""
+    filters: Sequence[FilterConfig] = ()
+    """Filters of complete groups, and of the buffer."""
+    budgets: Mapping[str, Budget] = field(default_factory=dict)
+    """Limits of episodes, by rollout."""
+    recorded: frozenset[str] = frozenset()
+    """Rollouts that take the recorded responses of the rows as samples."""
+
+    @property
+    def ahead(self) -> int:
+        """Steps planned before a rank requests them: 0 or 1."""
+        return int(self.learner.prefetch and self.staleness.max_lag >= 1)
+
+    @property
+    def num_copies(self) -> int:
+        """Holders of each file of a checkpoint; 0 = all nodes share one directory, or there is a store."""
+        return self.learner.checkpoint.copies if self.learner.checkpoint.store == LOCAL else 0
+
+    @property
+    def replayed_routing(self) -> RoutedShape | None:
+        """Sizes of the model's routing, where the experts in samples are replayed; else None."""
+        return self.model.routed if self.learner.routing_replay == ROLLOUT else None
+
+    @property
+    def initial_checkpoint(self) -> Path | None:
+        """Checkpoint with the initial weights of the run; None = the run begins with the weights of the model directory."""
+        return Path(self.learner.from_checkpoint) if self.learner.from_checkpoint else None
+
+    @property
+    def initial_model(self) -> str:
+        """Directory that the feeder publishes as version 0, because no rank publishes any; empty = a rank does."""
+        return self.model.directory if self.debug.rollout_only else ""
+
+    @property
+    def step_settings(self) -> JsonObject:
+        """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty = no step trains."""
+        return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
+
+    def data_rules(self, prompts: PromptFile) -> DataRules:
+        """Return the rules of the DataSource, whose digest is recorded with every plan."""
+        values = {name: getattr(self.learner, name) for name in _OF_THE_LEARNER} | asdict(self.staleness)
+        if self.debug.rollout_only:  # version 0 makes all samples, and none is too old
+            values["max_lag"] = self.learner.steps
+        return DataRules(
+            run=self.places.run,
+            max_context=self.model.max_context,
+            push_every=self.push_every,
+            temperature=self.sampling.temperature,
+            top_p=self.sampling.top_p,
+            top_k=self.sampling.top_k,
+            seed=prompts.seed,
+            prompts_digest=prompts.digest,
+            model=self.model.identity,
+            filters=identity_of(self.filters),
+            buffer_filters=any(config.scope == "buffer" for config in self.filters),
+            demonstrations=self.learner.algorithm.demonstration_coef > 0,
+            teacher=self.learner.algorithm.needs_teacher,
+            teacher_top_k=self.learner.algorithm.listed_by_engine,
+            **values,
+        )
+
+
+def within(budget: Budget, max_context: int) -> Budget:
+    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer ones."""
+    return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))

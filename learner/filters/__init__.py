@@ -1,0 +1,1 @@
+"""Filters of groups and of the buffer."""

@@ -1,0 +1,1 @@
+"""Prompts of files: rows, columns, tokens, their order and curriculum."""

@@ -1,0 +1,210 @@
+"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.data.config import REFUSE
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
+from tidemill.learner.prompts.bad_rows import BadRows, all_bad
+from tidemill.learner.prompts.formats import (
+    add_rows,
+    data_files,
+    is_function,
+)
+from tidemill.learner.prompts.mixing import Share, order_of
+from tidemill.learner.prompts.responses import RecordedSequence, Recordings
+from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_digest, scan_rows
+from tidemill.learner.prompts.tokenizer import Tokenize
+
+
+def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
+    """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
+
+    The digest of one whole file is as in the releases that had nothing else: checkpoints have it.
+    """
+    files = [data_files(source.path) for source in sources]
+    if len(sources) == 1 and sources[0].plain and not sources[0].path.is_dir() and len(files[0]) == 1:
+        digest = hashlib.sha256(repr((sources[0].template, shuffle, seed)).encode())
+        _add_content(digest, files[0][0])
+        return digest.hexdigest()[:16]
+    described: list[tuple[object, ...]] = [
+        (source.template, source.system_prompt, source.start, source.stop, source.weight) for source in sources
+    ]
+    columns = [(source.reward, source.reward_key, source.sampling_key, source.tools_key) for source in sources]
+    if any(map(any, columns)):
+        described += columns  # only then: checkpoints of earlier releases have the digest without
+    if any(source.responses_key for source in sources):
+        described += [(source.responses_key,) for source in sources]
+    if any(source.rollout_key for source in sources) or len({source.rollout for source in sources}) > 1:
+        described += [(source.rollout, source.rollout_key) for source in sources]
+    digest = hashlib.sha256(repr((described, shuffle, seed)).encode())
+    for file in (file for of_source in files for file in [*of_source, None]):
+        content = hashlib.sha256()
+        if file is not None:
+            _add_content(content, file)
+        digest.update(content.digest())
+    return digest.hexdigest()[:16]
+
+
+def _add_content(digest: "hashlib._Hash", path: Path) -> None:
+    if is_function(path):
+        add_rows(digest, path)
+        return
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """A prompt at a position of the order."""
+
+    epoch: int
+    offset: int
+    row: PromptRow
+    tokens: NDArray[np.int32]
+    recorded: tuple[RecordedSequence, ...] = ()
+    """Recorded responses of the row, for a rollout that has them."""
+    chat_template_args: JsonMapping = field(default_factory=dict)
+    """Variables of the chat template in the chats of its rollout."""
+    digest: int = 0
+    """Digest of the row."""
+
+
+class PromptFile:
+    """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone.
+
+    A row that cannot be used keeps its place in the order and is skipped there (``bad_rows``). Whether it can be used depends on the row
+    and the settings alone, so a later start skips the same rows.
+    """
+
+    def __init__(
+        self,
+        path: Path | Sequence[Source],
+        *,
+        tokenize: Tokenize,
+        max_tokens: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        recordings: Recordings | None = None,
+        chat_template_args: JsonMapping | None = None,
+        rules: RowRules | None = None,
+    ) -> None:
+        """``path``: one file, with the defaults of ``Source``; or sources.
+        ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for the chats of rollouts.
+
+        Raises PromptError, which names file and line, for a source that cannot be read, or of which no row can be used; with the policy
+        refuse for any bad row.
+        """
+        self.sources = [Source(path=path)] if isinstance(path, Path) else list(path)
+        self.shuffle, self.seed, self._rules = shuffle, seed, rules or RowRules()
+        self._row_tokens = RowTokens(tokenize, max_tokens=max_tokens, recordings=recordings)
+        self.chat_template_args = dict(chat_template_args or {})
+        # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
+        self.digest = prompts_digest(self.sources, shuffle=shuffle, seed=seed)
+        self.bad_rows = BadRows(self._rules.policy)
+        self._rows: list[PromptRow | PromptError] = []
+        digests: list[int] = []
+        self.shares = [self._read(source, number, digests) for number, source in enumerate(self.sources)]
+        self.digests = np.array(digests, np.uint32)
+        """Digest of each row as it is used, before it has tokens."""
+        # Two passes: at the end of one, reissued prompts of it and new prompts of the next are drawn in turn.
+        self._order = lru_cache(maxsize=2)(self._permutation)
+        if self._rules.policy == REFUSE:
+            for number in range(len(self._rows)):
+                self._row_tokens.of(self.row(number))
+
+    def _read(self, source: Source, number: int, digests: list[int]) -> Share:
+        """Append the rows of a source, and their digests. Raises PromptError."""
+        refuse_template(source.template)
+        first = len(self._rows)
+        recordings = self._row_tokens.recordings
+        for row in scan_rows(source):
+            digests.append(row_digest(row))
+            self._rows.append(self._rules.applied(row, None if recordings is None else recordings.rollouts))
+        rows = self._rows[first:]
+        share = Share(first=first, size=len(rows), weight=source.weight, name=f"{number}")
+        if not rows:
+            raise PromptError(str(source), "at least one prompt", "none")
+        if isinstance(rows[0], PromptError) and not any(isinstance(row, PromptRow) for row in rows):
+            raise all_bad(rows[0], str(source), len(rows))
+        if not share.in_pass:
+            want = f"a weight with at least one of its {share.size} prompts in a pass"
+            raise PromptError(str(source), want, f"{source.weight}; raise it, or remove the source")
+        return share
+
+    def __len__(self) -> int:
+        """Return the number of prompts in a pass: the number of rows, unless sources have weights."""
+        return sum(share.in_pass for share in self.shares)
+
+    @property
+    def trouble(self) -> str:
+        """Description of the rows skipped so far, for status; empty while there are none."""
+        return self.bad_rows.trouble(len(self._rows))
+
+    def row(self, number: int) -> PromptRow:
+        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad row."""
+        row = self._rows[number]
+        if isinstance(row, PromptError):
+            raise row
+        return row
+
+    def place(self, number: int) -> str:
+        """Return the file and line of a row, as in messages."""
+        return self._rows[number].where
+
+    def order(self, epoch: int) -> NDArray[np.int64]:
+        """Return the row numbers of one pass, [len]; they count through the sources in their order."""
+        return self._order(epoch)
+
+    def _permutation(self, epoch: int) -> NDArray[np.int64]:
+        return order_of(self.shares, shuffle=self.shuffle, seed=self.seed, epoch=epoch)
+
+    def at(self, epoch: int, offset: int) -> Drawn:
+        """Return the prompt at a position. Raises PromptError for a row that cannot be used."""
+        number = int(self.order(epoch)[offset])
+        row = self.row(number)
+        tokens, recorded = self._row_tokens.of(row)
+        args = self.chat_template_args if row.rollout and not recorded else {}
+        digest = int(self.digests[number])
+        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens, recorded=recorded, chat_template_args=args, digest=digest)
+
+    def after(self, epoch: int, offset: int) -> Drawn:
+        """Return the first prompt at or after a position that can be used. Skipped rows are added to ``bad_rows``.
+
+        Raises PromptError when no row can be used, and with the policy refuse for any bad row.
+        """
+        first_error: PromptError | None = None
+        # The rest of this pass and all of the next, which has another order; more where a pass has only some of the rows.
+        for _ in range((1 + max(share.passes for share in self.shares)) * len(self)):
+            if offset >= len(self):
+                epoch, offset = epoch + 1, 0
+            try:
+                return self.at(epoch, offset)
+            except PromptError as error:
+                self.bad_rows.add(int(self.order(epoch)[offset]), error)
+                first_error = first_error or error
+            offset += 1
+        assert first_error is not None
+        raise all_bad(first_error, " + ".join(map(str, self.sources)), len(self._rows))
+
+    def leave_out(self, epoch: int, offset: int, error: WireError) -> None:
+        """Make the row at a position bad, because no task can carry it. Raises PromptError with the policy refuse."""
+        number = int(self.order(epoch)[offset])
+        self._rows[number] = bad = PromptError(self.place(number), f"a task with {error.field} of {error.want}", error.got)
+        self.bad_rows.add(number, bad)
+
+
+def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
+    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
+    digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31

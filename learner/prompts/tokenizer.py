@@ -1,0 +1,138 @@
+"""Tokenizer and chat template of a model directory, for prompts and for recorded responses. Knows no row."""
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
+from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
+
+NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
+"""The class that transformers 5 names in tokenizer_config.json, and a key under which it has a list, where version 4 wants a map."""
+
+
+def saved_tokenizer(directory: Path) -> Any:
+    """Return the tokenizer. Raises OSError or ValueError for a directory without one.
+
+    Version 4 lacks the class that version 5 names. Both classes only wrap tokenizer.json, which has the tokens and the rules.
+    """
+    import transformers
+
+    if int(transformers.__version__.split(".")[0]) >= 5:
+        return transformers.AutoTokenizer.from_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    values = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    extra = values.get(EXTRA)
+    more: dict[str, Any] = {EXTRA: {}, "additional_special_tokens": extra} if isinstance(extra, list) else {}
+    if values.get("tokenizer_class") != NEW_CLASS:
+        return transformers.AutoTokenizer.from_pretrained(directory, **more)
+    with _without_a_warning():
+        return transformers.PreTrainedTokenizerFast.from_pretrained(directory, **more)
+
+
+@contextmanager
+def _without_a_warning() -> Iterator[None]:
+    """Silence the warning that the class is another one."""
+    log = logging.getLogger("transformers.tokenization_utils_base")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+Tokenize = Callable[..., Sequence[int]]
+"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
+``whole=True`` it gives the ids of a whole conversation without a generation prompt, or of a response's text without special tokens."""
+
+
+class PromptTokenizer:
+    """Tokenizer and chat template of a model. A ``Tokenize`` and ``ChatTexts``."""
+
+    def __init__(
+        self,
+        encode: Callable[[str, bool], Sequence[int]],
+        decode: Callable[[list[int]], str],
+        template: MessageTemplate | None,
+        *,
+        chat: bool,
+        template_args: JsonMapping,
+        longest_token_bytes: int = 0,
+    ) -> None:
+        """``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``decode``: back, special tokens included.
+
+        ``chat``: prompts of text go through the chat template, too. ``longest_token_bytes``: 0 = not known, then no text is too long.
+        """
+        self._encode, self._decode, self._template = encode, decode, template
+        self._chat, self._template_args = chat, dict(template_args)
+        self._longest_token_bytes, self._max_tokens = longest_token_bytes, 0
+
+    def bounded(self, max_tokens: int) -> "PromptTokenizer":
+        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its length alone."""
+        tokenizer = copy(self)
+        tokenizer._max_tokens = max_tokens
+        return tokenizer
+
+    def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools.
+
+        Raises CannotRender, TemplateLacks.
+        """
+        if isinstance(prompt, str) and whole:
+            return self.encode(prompt)
+        if isinstance(prompt, str) and not self._chat and not tools:
+            return self._encoded(prompt, add_special=True)
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return self.encode(self.render(messages, tools, whole=whole))
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
+        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender, TemplateLacks."""
+        if self._template is None:
+            raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
+        try:
+            return self._template.render(messages, tools=list(tools), add_generation_prompt=not whole, **self._template_args)
+        except ToolsLeftOut as error:
+            raise TemplateLacks(str(error)) from None
+        except ValueError as error:
+            raise CannotRender(str(error)) from None
+
+    def encode(self, text: str) -> Sequence[int]:
+        """Return the tokens of a text, without special tokens before or behind it. Raises CannotRender."""
+        return self._encoded(text, add_special=False)
+
+    def _encoded(self, text: str, *, add_special: bool) -> Sequence[int]:
+        max_bytes = self._max_tokens * self._longest_token_bytes
+        # A character has at most four bytes: most texts need not be encoded to be counted.
+        if max_bytes and 4 * len(text) > max_bytes and (num_bytes := len(text.encode(errors="replace"))) > max_bytes:
+            raise TextTooLong(self._max_tokens, num_bytes)
+        try:
+            return self._encode(text, add_special)
+        except ValueError as error:
+            raise CannotRender(f"rejected by the tokenizer: {error}") from None
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, special ones included."""
+        return self._decode(list(ids))
+
+
+def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> PromptTokenizer:
+    """Return the tokenizer of a Hugging Face model directory; chat messages always go through its template.
+
+    ``template_args``: further variables of the template, such as ``enable_thinking``.
+    """
+    tokenizer = saved_tokenizer(Path(model))
+    return PromptTokenizer(
+        lambda text, add_special: list(tokenizer.encode(text, add_special_tokens=add_special)),
+        lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)),
+        MessageTemplate.read(Path(model)),
+        chat=apply_chat_template,
+        template_args=template_args or {},
+        longest_token_bytes=max((len(token.encode(errors="replace")) for token in tokenizer.get_vocab()), default=0),
+    )
