@@ -260,7 +260,7 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
-        return UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+        return UnreadableRow(f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision)
 
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None) when there is none.

@@ -11,7 +11,7 @@ from typing import Any
 
 from bus.client.ids import nonce
 from bus.client.rows import Rows, Value
-from bus.errors import BusError, NotFound, StreamReplaced
+from bus.errors import BusError, DetailedError, NotFound, StreamReplaced
 from bus.streams.bus import Bus
 from bus.streams.samples import Received
 from bus.wire.messages import Cursor
@@ -23,11 +23,11 @@ _PREFIX = "cursor"
 _FIELDS = ("created", "floor", "policy", "owner", "given_up")
 
 
-class CursorTaken(BusError):
+class CursorTaken(DetailedError, BusError):
     """Another process has taken over this name."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"cursor {name}: taken over by another reader of this name; this one ends")
+    name: str
+    template = "cursor {name}: taken over by another reader of this name; this one ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,7 +142,7 @@ def test_any_bytes_are_a_row_or_a_wire_error(data: bytes) -> None:
 
 
 def test_an_unreadable_row_names_its_place_and_the_cure() -> None:
-    error = pickle.loads(pickle.dumps(UnreadableRow("weights.head", 812, "step: an integer >= 0", "nothing")))
+    error = pickle.loads(pickle.dumps(UnreadableRow("weights.head", "step: an integer >= 0", "nothing", 812)))
     assert isinstance(error, WireError)
     cure = "store a readable row in its place (docs/recovery.md)"
     assert str(error) == f"row weights.head, revision 812: want step: an integer >= 0, got 'nothing'; cure: {cure}"
