@@ -24,7 +24,8 @@ from bus.client.rows import Rows
 from bus.liveness.epoch import raise_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
+from bus.wire.messages import Sample, Sampling, Status, Task
+from bus.wire.rows import LiveRow
 from launch.settings.prepare import prepare
 from launch.settings.prepare_config import PrepareConfig
 from tests import actor_child

@@ -12,8 +12,8 @@ import msgpack
 from bus.errors import WireError
 from bus.wire import parts
 from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task, encode_turn_record
-from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence, LiveRow
-from bus.wire.row_shapes import read_row
+from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
+from bus.wire.rows import LiveRow, read_row
 from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_partial, make_sample, make_task
 

@@ -24,7 +24,7 @@ from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import connect
 from bus.system.loop import new_event_loop
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import Forked, piped
 from weightstore.errors import BadManifest
 from weightstore.format.checksums import ChecksumReport, report_checksums

@@ -21,7 +21,7 @@ from bus.errors import BusError, BusUnavailable, NotFound
 from bus.liveness.waiting import Waiting
 from bus.streams.bus import Bus, connect
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from actors.http_api import NONCE_HEADER
 from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 
 log = logging.getLogger(__name__)
 

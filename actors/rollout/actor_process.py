@@ -29,7 +29,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from bus.wire.subjects import refused
 
 UPDATE_EVERY_S = 1.0

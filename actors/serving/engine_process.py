@@ -30,7 +30,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import admin_keys
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of, to_the_end
-from bus.wire.messages import Capabilities
+from bus.wire.rows import Capabilities
 from weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from weightstore.errors import CatchUpTimeout
 from weightstore.push.accelerator_turns import AcceleratorLease

@@ -10,7 +10,7 @@ from actors.request import Limits
 from actors.serving.authority import Authority
 from actors.text.text import Text
 from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Capabilities
+from bus.wire.rows import Capabilities
 from weightstore.access import Route
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket

@@ -1,7 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
 A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have the shape of its
-key (``bus/wire/row_shapes.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
+key (``bus/wire/rows.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from bus.client.waiter import Waiter
 from bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
-from bus.wire.row_shapes import read_row
+from bus.wire.rows import read_row
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from bus.client.rows import Value
 from bus.client.waiter import Waiter
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import LiveRow, row_of
 from bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
@@ -21,8 +21,6 @@ _log = logging.getLogger(__name__)
 _BUCKET = "live"
 _PERIODS = 5
 """Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
-_FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
-_CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
 
 class HeartbeatPublisher:
@@ -145,16 +143,9 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
-def _tuple(item: object) -> Any:
-    """Return a list as a tuple, which JSON has not."""
-    return tuple(item) if isinstance(item, list) else item
-
-
 def _parse(key: str, value: Value) -> LiveRow:
     """Return the row. Raises WireError for a row that names another process than its key."""
-    known = {name: _tuple(item) for name, item in value.items() if name in _FIELDS}
-    stated = {name: _tuple(item) for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
-    row = LiveRow(**known, capabilities=Capabilities(**stated))
+    row = row_of(LiveRow, value)
     if _key(row) != key:
         raise WireError("role, id", f"those of the key {key}", _key(row))
     return row

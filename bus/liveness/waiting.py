@@ -8,7 +8,7 @@ from typing import Self
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 
 _log = logging.getLogger(__name__)
 

@@ -23,7 +23,8 @@ from bus.streams.bus import Bus
 from bus.streams.cursors import Cursors
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
+from bus.wire.messages import Done, Evaluated, Plan, Settle
+from bus.wire.rows import LiveRow
 from launch.run import evaluated
 from launch.run.summary import SKIPPED
 from launch.samples.text import plain

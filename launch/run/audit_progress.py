@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 
 ROLE = "up"
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0

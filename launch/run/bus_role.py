@@ -18,7 +18,7 @@ from bus.server.store_disk import StoreKeeper, lacking, needed_bytes
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.run.access import auth_dir
 from launch.run.roles import BUS_URL_FILE, own_address
 from launch.settings.run_config import RunConfig

@@ -13,7 +13,7 @@ from dataclasses import replace
 from actors.engines.membership import CONFIG_KEY
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.checks.model import size_here
 from launch.devices.errors import DeviceError, Refused
 from launch.devices.placement import engine_place

@@ -21,7 +21,7 @@ from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.devices.errors import DeviceError
 from launch.run import desired
 from launch.run.desired import ROLES, LiveHost

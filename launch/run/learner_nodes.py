@@ -22,7 +22,7 @@ from bus.liveness.keys import keep_keys, make_keys
 from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside
 from bus.system.files import write_whole
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from launch.devices.errors import Refused
 from launch.devices.nccl import nccl_of
 from launch.devices.placement import place

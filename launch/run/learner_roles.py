@@ -21,8 +21,9 @@ from rewards.end_tokens import EndTokens
 if TYPE_CHECKING:
     from bus.streams.bus import Bus
     from bus.wire.budget import Budget
-    from bus.wire.messages import Capabilities, Sampling
+    from bus.wire.messages import Sampling
     from bus.wire.routed_experts import RoutedShape
+    from bus.wire.rows import Capabilities
     from learner.data.config import DataConfig
     from learner.data.prompts import PromptFile
     from learner.feed.evaluations import EvalPlan
@@ -41,7 +42,7 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
     from bus.liveness.heartbeats import HeartbeatPublisher
     from bus.liveness.keys import keep_keys, make_keys
     from bus.streams.bus import connect
-    from bus.wire.messages import Capabilities, LiveRow
+    from bus.wire.rows import Capabilities, LiveRow
     from launch.run.access import last_key, write_keys
     from launch.run.learner_row import LearnerRow
     from launch.settings.config_loader import to_map
@@ -100,7 +101,7 @@ def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]
 
     Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from bus.wire.messages import Capabilities
+    from bus.wire.rows import Capabilities
     from launch.devices.nccl import nccl_of
     from launch.devices.placement import place
     from launch.devices.visible import this_node

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from bus.system.files import write_whole
 from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Done, VersionRow
+from bus.wire.messages import Done
+from bus.wire.rows import VersionRow
 from launch.run.audit import RunAccounting, mean
 
 LAST_STEPS = 10

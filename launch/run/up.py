@@ -32,7 +32,8 @@ from bus.streams.bus import Bus, connect
 from bus.system.coroutines import beside, first_of
 from bus.system.files import write_whole
 from bus.system.output import STANDARD_OUTPUT, lossy
-from bus.wire.messages import Done, VersionRow
+from bus.wire.messages import Done
+from bus.wire.rows import VersionRow
 from bus.wire.subjects import BEST_KEY, END_KEY
 from launch.checks.findings import CheckFailed
 from launch.checks.prepared import made_before

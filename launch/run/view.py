@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bus.wire.messages import LiveRow, Sample
+from bus.wire.messages import Sample
+from bus.wire.rows import LiveRow
 from launch.run.evaluated import in_words, lines_of, newest_in_words
 from launch.run.watch import SILENT_S, RunWatch
 

@@ -18,7 +18,8 @@ from bus.client.jetstream import StreamState
 from bus.errors import BusError
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import Done, Evaluated, LiveRow, Sample
+from bus.wire.messages import Done, Evaluated, Sample
+from bus.wire.rows import LiveRow
 from launch.run import evaluated
 from launch.run.growing_file import GrowingFile
 from launch.run.summary import count_in

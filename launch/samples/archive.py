@@ -18,8 +18,9 @@ from typing import IO
 
 from bus.errors import StreamTrimmed, WireError
 from bus.streams.bus import Bus, connect
-from bus.streams.cursors import LEAVE, Reader, ReaderRow
+from bus.streams.cursors import LEAVE, Reader
 from bus.streams.history import History, StoredSample
+from bus.wire.rows import ReaderRow
 from launch.samples.filter_arguments import positive
 from launch.samples.recording import Origin, Recorder, repair
 

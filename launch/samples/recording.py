@@ -23,8 +23,8 @@ import numpy as np
 from bus.errors import WireError
 from bus.streams.history import StoredSample
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.message_format import unpack
 from bus.wire.messages import SCHEMA
-from bus.wire.table import unpack
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

@@ -8,7 +8,8 @@ from bus.errors import Fenced
 from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Task, VersionRow
+from bus.wire.messages import Task
+from bus.wire.rows import VersionRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.checkpoints import disk
 from learner.checkpoints.object_store import ObjectStore

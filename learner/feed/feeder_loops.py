@@ -29,7 +29,8 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Kind, LiveRow, Plan, Requeue, Sample, Settle, Task
+from bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
+from bus.wire.rows import LiveRow
 from bus.wire.subjects import EPOCH_KEY
 from learner.algorithms.alarms import Context
 from learner.data.batch_frames import encode, encode_metadata

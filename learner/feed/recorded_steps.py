@@ -21,8 +21,9 @@ from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.system.coroutines import first_of
-from bus.wire.messages import Done, LiveRow, Plan, Sample
+from bus.wire.messages import Done, Plan, Sample
 from bus.wire.routed_experts import RoutedShape
+from bus.wire.rows import LiveRow
 from learner.data.batch_frames import encode, encode_metadata
 from learner.data.batching import build_batches
 from learner.data.plans import GENESIS

@@ -11,7 +11,7 @@ from pathlib import Path
 from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps

@@ -28,7 +28,7 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
 from bus.streams.cursors import Cursors
 from bus.streams.history import History
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.run import desired
 from launch.run.audit import audit
 from launch.run.watch import RunWatch

@@ -14,7 +14,8 @@ from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire import subjects
-from bus.wire.messages import Done, LiveRow
+from bus.wire.messages import Done
+from bus.wire.rows import LiveRow
 from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts

@@ -12,7 +12,8 @@ import pytest
 from actors.errors import BadRequest, EngineUnavailable
 from actors.serving.sglang.proxy import HOLD_S
 from bus.client.reach import HERE
-from bus.wire.messages import LiveRow, Sampling
+from bus.wire.messages import Sampling
+from bus.wire.rows import LiveRow
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import LIMIT_S, Served, commands_of, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs

@@ -26,7 +26,8 @@ from bus.server.auth import credentials_file, make_users, read_credentials
 from bus.server.cluster import EmbeddedBus
 from bus.streams.bus import Bus, connect
 from bus.wire import subjects
-from bus.wire.messages import DeadLetterDecision, Done, LiveRow
+from bus.wire.messages import DeadLetterDecision, Done
+from bus.wire.rows import LiveRow
 from launch.run import desired
 from tests.bus_kit import make_sample, make_task, take
 

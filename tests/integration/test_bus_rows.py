@@ -12,7 +12,7 @@ from bus.liveness.epoch import raise_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus, connect
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
 

@@ -20,7 +20,7 @@ from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import make_keys
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_engine_process import greedy

@@ -19,7 +19,7 @@ from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.cli.main import main
 from learner.checkpoints import disk
 from learner.errors import ConfigRefused

@@ -19,7 +19,7 @@ import pytest
 
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.nats_server import EmbeddedServer
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of

@@ -3,7 +3,7 @@
 import asyncio
 
 from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.run.learner_row import LearnerRow
 from learner.nodes.node_rows import NodeRow
 from tests.actor_kit import row_until

@@ -17,7 +17,7 @@ from bus.liveness.heartbeats import LiveView
 from bus.server.auth import credentials_file
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.cli.main import main
 from launch.run import desired, host
 from launch.run.host import SETTLE_S

@@ -10,7 +10,8 @@ from nats.aio.msg import Msg
 
 from bus.streams.bus import Bus
 from bus.wire import parts
-from bus.wire.messages import Dead, LiveRow, Plan, Sample, Settle, Status, Task
+from bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
+from bus.wire.rows import LiveRow
 from launch.cli.status import read_status
 from launch.run import audit_progress
 from launch.run.audit import CheckpointCursor, RunAccounting, audit

@@ -17,7 +17,8 @@ from rich.console import Console
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
 from bus.wire.budget import Budget
-from bus.wire.messages import Done, LiveRow, Plan, Settle, Status
+from bus.wire.messages import Done, Plan, Settle, Status
+from bus.wire.rows import LiveRow
 from launch.cli.find_run import find_run
 from launch.cli.status import print_status, read_status, unserved
 from launch.run.roles import BUS_URL_FILE

@@ -13,7 +13,7 @@ from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from launch.cli.weights import show_weights
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model

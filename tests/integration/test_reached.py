@@ -13,7 +13,7 @@ from actors.engines.witness import CURE, OwnAddress, Witness, call
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.tiny_models import write_tiny_model
 

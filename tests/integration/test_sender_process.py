@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from bus.client.reach import HERE
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from bus.server.nats_server import EmbeddedServer
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow
 from launch.run import roles
 from launch.settings.run_config import ModelConfig, RunConfig
 from tests.actor_kit import row_until

@@ -20,7 +20,7 @@ from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing

@@ -19,7 +19,7 @@ from bus.config import BusConfig
 from bus.errors import Fenced
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from weightstore.catchup.catch_up import Joiner, keep_up
 from weightstore.catchup.catch_up import catch_up as catch_up_to_head

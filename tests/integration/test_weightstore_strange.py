@@ -15,7 +15,7 @@ from aiohttp.test_utils import TestServer
 from bus.config import BusConfig
 from bus.errors import Fenced
 from bus.streams.bus import connect
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from weightstore.errors import PartLost, ReceiverFailed

@@ -13,7 +13,7 @@ from bus.client.reach import HERE
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from tests.engine_serving import Served, serving
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors

@@ -21,7 +21,8 @@ from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import Done, LiveRow
+from bus.wire.messages import Done
+from bus.wire.rows import LiveRow
 from launch.cli.status import ProcessStatus, RunStatus, read_status
 from tests.net.lab import TRAP, why_not
 from tests.net.site import NO_END, SITE, Site, site

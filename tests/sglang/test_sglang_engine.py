@@ -15,7 +15,8 @@ import torch
 from actors.serving.sglang.api import Api
 from actors.serving.sglang.pauses import Pauses
 from bus.client.reach import HERE
-from bus.wire.messages import LiveRow, Sampling
+from bus.wire.messages import Sampling
+from bus.wire.rows import LiveRow
 from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from bus.client.refusals import Refusals
 from bus.errors import UnreadableRow, WireError
-from bus.wire.messages import LiveRow, VersionRow
-from bus.wire.row_shapes import MAX_ROW_BYTES, json_map, read_row
+from bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
 
 LIVE = json.loads(
     json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from actors.config import EngineConfig, SglangConfig
-from bus.wire.messages import Capabilities
+from bus.wire.rows import Capabilities
 from launch.checks.devices import PLACEMENT
 from launch.checks.findings import Report
 from launch.checks.model import size_here

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bus.wire.messages import Done, Evaluated, LiveRow
+from bus.wire.messages import Done, Evaluated
+from bus.wire.rows import LiveRow
 from launch.run import view
 from launch.run.curves import draw, reward_limits, scores_of, smooth
 from launch.run.evaluated import lines_of

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from bus.errors import WireError
 from bus.wire.json_object import JsonObject
-from bus.wire.row_shapes import read_row
+from bus.wire.rows import read_row
 from learner.feed.feed_keys import FeedKeys
 from learner.nodes.agreement import refuse_public, refuse_unlike
 from learner.nodes.errors import NodeRefused

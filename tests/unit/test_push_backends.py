@@ -7,7 +7,7 @@ import pytest
 
 from bus.client.reach import HERE
 from bus.liveness.heartbeats import LiveView
-from bus.wire.messages import Capabilities, LiveRow
+from bus.wire.rows import Capabilities, LiveRow
 from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
 from weightstore.push.eviction import PushGroups
 from weightstore.push.handle_receiver import HandleReceivers

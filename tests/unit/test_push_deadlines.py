@@ -8,7 +8,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.push.member import Member

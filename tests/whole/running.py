@@ -18,7 +18,8 @@ from bus.errors import BusUnavailable, NotFound
 from bus.liveness.heartbeats import LiveView
 from bus.streams.bus import Bus, connect
 from bus.wire import subjects
-from bus.wire.messages import Done, LiveRow, Plan
+from bus.wire.messages import Done, Plan
+from bus.wire.rows import LiveRow
 from tests.forked import Forked
 from tests.launched import tidemill
 from tests.whole.prepared import put_prepared

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from bus.errors import BusError
 from bus.streams.bus import Bus
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow
 from weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
 from weightstore.errors import CatchUpTimeout
 from weightstore.store.registry import HEAD, VersionRegistry

@@ -18,7 +18,7 @@ from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.system.foreign import errors_as
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow
 from weightstore.catchup.download import fetch
 from weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from weightstore.store.registry import SNAPSHOT, VersionRegistry

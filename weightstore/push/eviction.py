@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bus.liveness.heartbeats import LiveView
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from weightstore.push.member import Member, identity
 from weightstore.push.push_group import GroupRules, PushGroup
 from weightstore.transport.port import WeightReceiver

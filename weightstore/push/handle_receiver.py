@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bus.errors import Fenced
 from bus.system.coroutines import first_of
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, TensorSpec

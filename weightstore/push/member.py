@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 from bus.errors import Fenced
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.transport.deadlines import Deadlines

@@ -29,7 +29,7 @@ from bus.errors import Fenced
 from bus.streams.bus import connect
 from bus.system.coroutines import first_error
 from bus.system.loop import new_event_loop
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed
 from weightstore.format.manifest import Manifest

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from bus.client.reach import Reach
-from bus.wire.messages import LiveRow
+from bus.wire.rows import LiveRow
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.push.channels import Channel, GroupChannel, HandleChannel
 from weightstore.push.member import Check, Member, Updated

@@ -22,7 +22,7 @@ from bus.errors import BusError, Fenced
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import admin_keys, make_keys
 from bus.streams.bus import Bus
-from bus.wire.messages import LiveRow, VersionRow
+from bus.wire.rows import LiveRow, VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PartLost, PushFailed, ReceiverFailed
 from weightstore.push.accelerator_turns import AcceleratorLease

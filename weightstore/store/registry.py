@@ -22,7 +22,7 @@ from bus.errors import Fenced, NotFound, RowConflict, WireError
 from bus.liveness.epoch import current_epoch
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonObject
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow, row_of
 from bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
@@ -30,7 +30,6 @@ _log = logging.getLogger(__name__)
 HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
 UNUSED_AFTER_LOSS = 1000
 """Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record."""
-_FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
 class VersionRegistry:
@@ -339,6 +338,6 @@ def _parse(key: str, value: JsonObject) -> VersionRow | None:
     if "version" not in value:
         return None
     try:
-        return VersionRow(**{name: item for name, item in value.items() if name in _FIELDS})
-    except TypeError as error:
-        raise WireError(f"weights.{key}", "a version's row", str(error)) from None
+        return row_of(VersionRow, value)
+    except WireError as error:
+        raise WireError(f"weights.{key}.{error.field}", error.want, error.got) from None

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bus.client.reach import HERE, Reach
 from bus.liveness.keys import RunKeys
-from bus.wire.messages import VersionRow
+from bus.wire.rows import VersionRow
 from weightstore.access import RunAccess
 from weightstore.errors import SnapshotBroken
 from weightstore.format.manifest import Manifest

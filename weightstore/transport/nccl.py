@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bus.wire.messages import Capabilities
+    from bus.wire.rows import Capabilities
 
 MIG = "MIG-"
 

@@ -25,7 +25,7 @@ from actors.serving.builtin.shape import ModelShape
 from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.builtin.weights import Weights
 from actors.serving.host import EngineHost
-from bus.wire.messages import Capabilities
+from bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from actors.serving.sglang.proxy import Proxy
 from actors.serving.sglang.releases import NEWEST, Release, release_of, written
 from actors.serving.sglang.server_process import INFO_S, ServerProcess
 from actors.serving.sglang.weight_updates import WeightUpdates
-from bus.wire.messages import Capabilities
 from bus.wire.routed_experts import RoutedShape
+from bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from aiohttp import web
 from actors.config import EngineConfig
 from actors.http_api import NONCE_HEADER
 from bus.client.ids import nonce
-from bus.wire.messages import Capabilities
+from bus.wire.rows import Capabilities
 
 
 class UniformEngine:
