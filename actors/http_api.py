@@ -2,7 +2,7 @@
 
 400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
-503 = not serving now. ``weightstore.bodies`` has those of bodies.
+503 = not serving now. ``bus.http.bodies`` has those of bodies.
 """
 
 import logging
@@ -15,10 +15,10 @@ from aiohttp import web
 from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
 from bus.client.reach import AUTO, LOOPBACK
+from bus.http.access import Handler
+from bus.http.bodies import body_in, json_in
+from bus.http.listener import Listener
 from bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
-from weightstore.access import Handler
-from weightstore.bodies import body_in, json_in
-from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 

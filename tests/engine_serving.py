@@ -17,7 +17,7 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
-from weightstore.access import Rule
+from bus.http.access import Rule
 
 LIMIT_S = 60.0
 HELD_STEP_S = 0.02

@@ -25,16 +25,16 @@ from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.releases import release_of
 from bus.client.reach import HERE, Reach
+from bus.http.access import Access, RunAccess, TokenAccess
+from bus.http.listener import Listener
 from bus.liveness.keys import Keys, RunKeys
 from learner.checkpoints.server import CheckpointServer
 from rewards.registry import load
 from tests.episode_kit import task
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
-from weightstore.access import Access, RunAccess, TokenAccess
 from weightstore.config import WeightsConfig
 from weightstore.format.manifest import Manifest
-from weightstore.listener import Listener
 from weightstore.store.registry import VersionRegistry
 from weightstore.store.snapshot_store import SnapshotStore
 from weightstore.transport.part_server import PartServer

@@ -17,11 +17,11 @@ from actors.engines.port import EngineInfo, Generation
 from actors.engines.routed_experts import experts_of
 from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from actors.events import END, data_in
+from bus.http.client import ApiClient, CallFailed, Failure, no_headers
 from bus.liveness.keys import RunKeys
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling, Span
 from bus.wire.routed_experts import RoutedShape
-from weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
 COMMAND_S = 30.0
 """Time limit in seconds of every call but generation."""
@@ -49,7 +49,7 @@ class HttpEngine:
         self._wants_experts = routed_experts
         self._routed: RoutedShape | None = None
         """Sizes of the routing of the engine's model, from the first request on that needs them."""
-        self._api = EngineApi(url, error_of_call, headers=no_headers if keys is None else keys.headers)
+        self._api = ApiClient(url, error_of_call, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
         self,

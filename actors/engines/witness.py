@@ -18,6 +18,7 @@ import aiohttp
 from actors.engines.pool import EnginePool
 from actors.http_api import NONCE_HEADER
 from bus.errors import BusError
+from bus.http.client import open_session
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.streams.bus import Bus
 from bus.wire.rows import LiveRow
@@ -76,8 +77,7 @@ class Witness:
     async def run(self) -> None:
         """Call each engine once it has an address, and again from time to time, until cancelled."""
         view, slots = LiveView(self.bus), asyncio.Semaphore(MOST_CALLS)
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        async with open_session(total_s=ANSWER_S, connect_s=CONNECT_S, keep_s=0) as session:
             while True:
                 try:
                     rows = {row.nonce: row for row in await view.alive("engine") if row.nonce and row.address}

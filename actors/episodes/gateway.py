@@ -40,12 +40,12 @@ from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
 from actors.text.rendering import Renderer
 from bus.client.reach import HERE, Reach
+from bus.http.access import Route, Rule
+from bus.http.bodies import body_in
+from bus.http.listener import Listener
 from bus.streams.episode_turns import NotStored, Superseded
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Timings
-from weightstore.access import Route, Rule
-from weightstore.bodies import body_in
-from weightstore.listener import Listener
 
 logger = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from actors.openai import openai_api
 from actors.request import Limits
 from actors.text.chat_template import ChatTemplate
 from actors.text.text import Text, beside_loop, size_of
+from bus.http.access import Route
 from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.access import Route
 
 State = JsonMapping
 

@@ -25,12 +25,13 @@ from actors.router.config import RouterConfig, check_url
 from actors.router.discovery import WorkerDiscovery
 from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from actors.router.forward import Asker, Forwarder
+from bus.http.access import Route, RunAccess
+from bus.http.bodies import BodyLimits, body_in
+from bus.http.client import open_session
+from bus.http.listener import Listener
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
-from weightstore.access import Route, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ class Router:
     async def start(self) -> str:
         """Start discovery and listen; return the URL. Raises ValueError for an address that other machines reach without a key, OSError."""
         config = self._config
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
+        self._session = open_session(total_s=config.health_timeout_s)
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
         self.engines = EnginePool(self.discovery, HttpEngine, in_turn=True)
         self.forwarder = Forwarder(config, self.engines, self._keys)

@@ -18,7 +18,7 @@ import aiohttp
 from actors.engines.server_pool import BusDiscovery, ServerPool
 from actors.errors import ScorerLost, ScorerUnavailable
 from actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
-from bus.client.http_answer import content_of
+from bus.http.client import content_of, open_session
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import RunKeys
 from bus.system.coroutines import first_of
@@ -58,8 +58,7 @@ class ScorerClient:
     async def post(self, path: str, body: bytes) -> Any:
         """Return the answer's JSON, and its reason as RewardFailed. Raises ScorerUnavailable, ScorerLost."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=MOST_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+            self._session = open_session(total_s=MOST_S, connect_s=CONNECT_S, read_s=SILENT_S)
         headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
             async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:

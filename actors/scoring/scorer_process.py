@@ -16,10 +16,10 @@ from actors.scoring.scorer_pool import ROLE
 from actors.scoring.server import RewardServer, serving
 from bus.client.reach import LOOPBACK, reach, route_to
 from bus.config import BusConfig
+from bus.http.access import RunAccess
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import api_keys
 from bus.system.coroutines import first_of
-from weightstore.access import RunAccess
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,9 @@ from typing import Any
 from aiohttp import web
 
 from bus.client.waiter import Waiter
+from bus.http.access import Access, Route, TokenAccess
+from bus.http.bodies import body_in, json_in
+from bus.http.listener import Listener
 from bus.system.coroutines import ended
 from bus.wire.messages import Status
 from rewards.errors import RewardFailed
@@ -25,9 +28,6 @@ from rewards.port import RewardRequest, Scorer
 from rewards.registry import MAX_THREADS, checked
 from rewards.request_json import to_request
 from rewards.scorers.groups import GroupScorer
-from weightstore.access import Access, Route, TokenAccess
-from weightstore.bodies import body_in, json_in
-from weightstore.listener import Listener
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096

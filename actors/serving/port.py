@@ -9,9 +9,9 @@ from aiohttp import web
 from actors.request import Limits
 from actors.serving.authority import Authority
 from actors.text.text import Text
+from bus.http.access import Route
 from bus.wire.json_object import JsonMapping
 from bus.wire.rows import Capabilities
-from weightstore.access import Route
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket
 from weightstore.transport.handles import Offered

@@ -22,11 +22,11 @@ from actors.http_api import (
 )
 from actors.openai.openai_server import OpenAiRoutes
 from actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
+from bus.http.access import Handler, Route, Rule, RunAccess
+from bus.http.bodies import BodyLimits
+from bus.http.listener import Listener
 from bus.wire.json_object import JsonObject
-from weightstore.access import Handler, Route, Rule, RunAccess
-from weightstore.bodies import BodyLimits
 from weightstore.format.checksums import ChecksumReport
-from weightstore.listener import Listener
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 

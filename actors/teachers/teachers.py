@@ -19,8 +19,8 @@ from actors.engines.engine_client import error_of_call
 from actors.errors import BadRequest, EngineError, EngineUnavailable
 from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
 from actors.teachers.scores import Scores, request_of, scores_in
+from bus.http.client import ApiClient
 from bus.wire.messages import Sample
-from weightstore.transport.engine_api import EngineApi
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Teachers:
     def __init__(self, config: ActorConfig) -> None:
         self._teachers = parse_teachers(config.teachers)
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
-        self._servers = {url: EngineApi(url, error_of_call) for one in self._teachers for url in one.urls}
+        self._servers = {url: ApiClient(url, error_of_call) for one in self._teachers for url in one.urls}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from bus.client.reach import HERE, Reach
 from bus.client.waiter import Waiter
 from bus.errors import BusError
+from bus.http.access import RunAccess
+from bus.http.listener import Listener
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.wire.json_object import JsonMapping
@@ -27,8 +29,6 @@ from learner.checkpoints.manifest import FileEntry
 from learner.checkpoints.peers import Peer, PeerClient
 from learner.checkpoints.server import CheckpointServer, held_below
 from learner.errors import CheckpointCorrupt
-from weightstore.access import RunAccess
-from weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,9 @@ import pytest
 from aiohttp import web
 
 from actors.config import EngineConfig
+from bus.http.access import Route, Rule, RunAccess
+from bus.http.bodies import BodyLimits, body_in
+from bus.http.listener import Listener
 from bus.server.ports import KeptPort
 from launch.run.teacher import run_teacher
 from tests.contract.test_bad_input import HALF, ODD
@@ -26,9 +29,6 @@ from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
-from weightstore.access import Route, Rule, RunAccess
-from weightstore.bodies import BodyLimits, body_in
-from weightstore.listener import Listener
 
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""
@@ -364,7 +364,7 @@ SOCKETS = {
     "learner/feed/feed_server.py": "feeder to ranks",
     "learner/nodes/probes.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
-    "weightstore/listener.py": "HTTP of engines",
+    "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",
 }
 """Modules that listen, with the row of "Sockets beside the bus" in ``docs/security.md``."""

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from bus.http.access import RunAccess
+from bus.http.listener import Listener
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.peers import Peer, PeerClient
@@ -19,8 +21,6 @@ from tests.integration import checkpoint_ranks
 from tests.integration.checkpoint_ranks import STEP, VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
-from weightstore.access import RunAccess
-from weightstore.listener import Listener
 
 NAME = f"step-{STEP}-epoch-1"
 

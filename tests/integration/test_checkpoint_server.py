@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from bus.http.access import RunAccess
+from bus.http.listener import Listener
 from bus.liveness.keys import Keys, RunKeys
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
@@ -18,8 +20,6 @@ from learner.checkpoints.manifest import BLOCK_BYTES
 from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
 from learner.checkpoints.server import CheckpointServer
 from learner.errors import CheckpointCorrupt
-from weightstore.access import RunAccess
-from weightstore.listener import Listener
 
 KEYS = Keys.of("admin")
 CONTENT = os.urandom(BLOCK_BYTES) + b"the second block"

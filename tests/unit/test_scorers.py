@@ -15,13 +15,13 @@ from actors.engines.server_pool import ServerStatus
 from actors.scoring import scorer_pool, server
 from actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
 from actors.scoring.server import RewardServer, serving
+from bus.http.access import RunAccess
 from bus.liveness.keys import Keys, RunKeys
 from bus.wire.messages import Status
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest
 from rewards.port import RewardRequest
 from rewards.registry import load
-from weightstore.access import RunAccess
 
 KEYS = RunKeys.fixed(Keys.of("admin"))
 REQUEST = RewardRequest(prompt="p", response="4", label="4", status=Status.COMPLETED)

@@ -15,10 +15,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import aiohttp
-
 from bus.client.reach import HERE, Reach
 from bus.errors import BusError, Fenced
+from bus.http.client import open_session
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import admin_keys, make_keys
 from bus.streams.bus import Bus
@@ -127,9 +126,7 @@ class Pusher:
         """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config = self._config
         keys = await make_keys(self._bus)
-        # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss its deadline.
-        connector = aiohttp.TCPConnector(limit=0)
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
+        session = await stack.enter_async_context(open_session(headers=keys.headers))
         for part in self._parts:
             stack.push_async_callback(part.close)
 

@@ -14,12 +14,12 @@ from typing import Protocol
 from torch import Tensor
 
 from bus.client.reach import HERE, Reach
+from bus.http.access import RunAccess
+from bus.http.listener import Listener
 from bus.liveness.keys import RunKeys
 from bus.wire.rows import VersionRow
-from weightstore.access import RunAccess
 from weightstore.errors import SnapshotBroken
 from weightstore.format.manifest import Manifest
-from weightstore.listener import Listener
 from weightstore.store import snapshot
 from weightstore.store.registry import VersionRegistry
 

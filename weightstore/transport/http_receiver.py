@@ -9,11 +9,11 @@ from contextlib import suppress
 import aiohttp
 
 from bus.errors import Fenced
+from bus.http.client import ApiClient, CallFailed, Failure
 from weightstore.errors import ReceiverFailed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import TensorSpec
 from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.engine_api import CallFailed, EngineApi, Failure
 from weightstore.transport.parts import Buckets, Payload, RemoteBucket
 from weightstore.transport.port import Rendezvous
 
@@ -29,7 +29,7 @@ class HttpReceiver:
     carries = False
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
-        self._api = EngineApi(url, self._error, session=session, connect_s=deadlines.phase_s)
+        self._api = ApiClient(url, self._error, session=session, connect_s=deadlines.phase_s)
         self.url, self._epoch, self._deadlines = self._api.url, epoch, deadlines
         self._groups: list[str] = []
         """Names of the process groups, in the order of the parts of the weights."""

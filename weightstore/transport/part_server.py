@@ -24,15 +24,15 @@ from aiohttp import web
 from torch import Tensor
 
 from bus.client.reach import Reach, bare
+from bus.http.access import Route, RunAccess
+from bus.http.bodies import body_in, json_in
+from bus.http.listener import Listener
 from bus.liveness.keys import Keys, RunKeys
 from bus.system.loop import new_event_loop
-from weightstore.access import Route, RunAccess
-from weightstore.bodies import body_in, json_in
 from weightstore.config import WeightsConfig
 from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Manifest
-from weightstore.listener import Listener
 from weightstore.side_stream import beside
 from weightstore.transport import senders
 from weightstore.transport.handles import shared_memory_domain

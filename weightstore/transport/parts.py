@@ -22,13 +22,13 @@ import msgpack
 import torch
 from torch import Tensor
 
+from bus.http.client import ApiClient, CallFailed
 from bus.liveness.keys import Keys
 from bus.system.proxies import direct_opener
 from bus.wire.json_object import JsonMapping
 from weightstore.errors import PartLost, PeerLost
 from weightstore.format.checksums import ChecksumReport
 from weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
-from weightstore.transport.engine_api import CallFailed, EngineApi
 from weightstore.transport.nccl import DeviceEnd
 
 _log = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class RemotePart:
         """``number``: of the part, from 1. ``connect_s``: deadline for a connection."""
         self.place, self.number, self.manifest = place, number, Manifest(place.specs)
         self._buckets = self.manifest.buckets(place.bucket_bytes, number)
-        self._api = EngineApi(place.url, self._lost, headers=self._headers, connect_s=connect_s)
+        self._api = ApiClient(place.url, self._lost, headers=self._headers, connect_s=connect_s)
         self._names = self.manifest.by_name.keys()
         self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
         self._closings: set[asyncio.Task[None]] = set()

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import aiohttp
+from bus.http.client import READ_BUFFER_BYTES, open_session
 
 
 class BudgetSpent(Exception):
@@ -17,9 +17,7 @@ class Policy:
     def __init__(self, base_url: str, api_key: str) -> None:
         self._base_url = base_url
         # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
-        )
+        self._session = open_session(headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES)
 
     async def __aenter__(self) -> "Policy":
         return self

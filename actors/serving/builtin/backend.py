@@ -29,8 +29,8 @@ from actors.serving.builtin.weight_updates import WeightUpdates
 from actors.serving.host import PROBE, EngineHost
 from actors.serving.port import COMMAND_S, Body, Result
 from actors.text.text import beside_loop, size_of
+from bus.http.access import Route
 from bus.wire.json_object import JsonObject
-from weightstore.access import Route
 
 SNAPSHOT_S = 3600.0
 """Time-out of sending a file of a snapshot: its reader may be frozen."""

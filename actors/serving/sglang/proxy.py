@@ -23,9 +23,9 @@ from actors.serving.sglang.server_process import RETURNS_EXPERTS
 from actors.serving.sglang.validation import responses_in
 from actors.serving.sglang.weight_updates import WeightUpdates
 from actors.text.text import beside_loop, size_of
+from bus.http.access import Route
 from bus.wire.json_object import JsonMapping, JsonObject
 from bus.wire.routed_experts import RoutedShape
-from weightstore.access import Route
 
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""

@@ -17,8 +17,8 @@ from aiohttp.typedefs import Middleware
 
 from bus.client.reach import bare, in_url
 from bus.config import is_loopback
-from weightstore.access import Access, Handler, Route, Rule
-from weightstore.bodies import Bodies, BodyLimits
+from bus.http.access import Access, Handler, Route, Rule
+from bus.http.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
 """A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""
