@@ -14,7 +14,7 @@ from aiohttp import web
 
 from actors.config import EngineConfig
 from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
-from bus.client.reach import AUTO, LOOPBACK
+from bus.client.addresses import AUTO, LOOPBACK
 from bus.http.access import Handler
 from bus.http.bodies import body_in, json_in
 from bus.http.listener import Listener

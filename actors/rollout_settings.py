@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bus.config import RUN_NAME, SINGLE_TURN
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.json_object import JsonMapping, JsonObject
 
 PROGRAM = "agent:"

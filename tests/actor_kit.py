@@ -21,9 +21,8 @@ from actors.engines.engine_client import HttpEngine
 from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from bus.client.rows import Rows
-from bus.liveness.epoch import raise_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, raise_epoch
 from bus.wire.messages import Sample, Sampling, Status, Task
 from bus.wire.rows import LiveRow
 from launch.settings.prepare import prepare

@@ -8,8 +8,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from bus.streams.bus import Bus
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
+from bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
 from bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")

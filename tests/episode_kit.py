@@ -19,9 +19,9 @@ from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.router.token_history import ModelText
 from actors.text.rendering import Renderer
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.streams.episode_turns import TurnStream
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sampling, Task
 from tests.engine_serving import Served, serving
 

@@ -24,7 +24,7 @@ from actors.serving.authority import Authority
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.sglang.engine import SglangEngine
 from actors.serving.sglang.releases import release_of
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.http.access import Access, RunAccess, TokenAccess
 from bus.http.listener import Listener
 from bus.liveness.keys import Keys, RunKeys

@@ -23,7 +23,7 @@ from actors.serving.port import Updates
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import connect
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import new_event_loop
 from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import Forked, piped
 from weightstore.errors import BadManifest

@@ -18,7 +18,7 @@ from actors.allowed import refuse_foreign
 from actors.errors import BadRow
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable, NotFound
-from bus.liveness.waiting import Waiting
+from bus.liveness.heartbeats import Waiting
 from bus.streams.bus import Bus, connect
 from bus.wire.json_object import JsonObject
 from bus.wire.rows import LiveRow

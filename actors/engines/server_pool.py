@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
 from actors.errors import EngineError, ServerFault, VersionUnavailable
-from bus.client.waiter import Waiter
 from bus.errors import BusError
 from bus.liveness.heartbeats import LiveView
+from bus.system.coroutines import Waiter
 
 logger = logging.getLogger(__name__)
 

@@ -24,8 +24,8 @@ from types import TracebackType
 from typing import Any, Self
 
 from actors.episodes.port import EpisodeResult, ProgramFailed
-from bus.client.repeated import Repeated
-from bus.client.waiter import Waiter
+from bus.system.coroutines import Waiter
+from bus.system.failure_log import FailureLog
 from bus.system.proxies import without_proxy
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonMapping
@@ -123,7 +123,7 @@ class Children:
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
         self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
-        self._repeated = Repeated(logger)
+        self._repeated = FailureLog(logger)
         self.counters = ChildCounters()
         self._children: list[_Child] = []
         self._ends: set[asyncio.Task[None]] = set()

@@ -19,7 +19,7 @@ from actors.episodes.transcript import bounded
 from actors.episodes.turn_log import StoredTurn, TurnLog, digest
 from actors.errors import BadRequest
 from bus.config import RUN_NAME
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.invariants import MAX_REWARD
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling, Task

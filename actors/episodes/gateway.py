@@ -39,7 +39,7 @@ from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
 from actors.router.token_history import ModelText, TokenHistory
 from actors.router.tree import Piece
 from actors.text.rendering import Renderer
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.http.access import Route, Rule
 from bus.http.bodies import body_in
 from bus.http.listener import Listener

@@ -17,7 +17,7 @@ from actors.errors import BadRow, NoRenderer
 from actors.rollout_settings import RolloutConfig, RolloutPrograms
 from actors.router.token_history import ModelText
 from actors.text.rendering import Renderer
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.streams.episode_turns import TurnStream
 
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.episodes import SequenceSize, Turns
 from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from bus.wire.messages import Span
+from bus.wire.messages import SequenceSize, Span, Turns
 from bus.wire.routed_experts import RoutedExperts
 
 EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"

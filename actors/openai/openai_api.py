@@ -23,8 +23,8 @@ from actors.text.text import Text
 from actors.text.tool_calls import Call, ParsedReply
 from bus.errors import WireError
 from bus.wire.chat_messages import TEXTS, chat_messages, text_of
+from bus.wire.episode_limits import OF_TEMPLATE
 from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.template_args import OF_TEMPLATE
 
 Found = TypeVar("Found")
 

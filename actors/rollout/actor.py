@@ -36,14 +36,13 @@ from actors.engines.server_pool import NoServer
 from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from actors.rollout.single_turn import failed, failed_sample
 from actors.teachers.teachers import TeacherFailed, Teachers
-from bus.client.repeated import Repeated
-from bus.client.waiter import Waiter
 from bus.config import SINGLE_TURN
 from bus.errors import BusError, WireError
 from bus.streams.bus import Bus
 from bus.streams.episode_turns import Superseded
 from bus.streams.tasks import Lease
-from bus.system.coroutines import first_error
+from bus.system.coroutines import Waiter, first_error
+from bus.system.failure_log import FailureLog
 from bus.wire.codec import check_sample
 from bus.wire.messages import Kind, Partial, Sample, Status, Task
 from rewards.errors import RewardFailed
@@ -126,7 +125,7 @@ class Actor:
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._scorer_waits_for, self._stop_waiting_for_scorers = scorers.waits_for, scorers.stop_waiting
         self._rollouts = dict(rollouts)
-        self._repeated = Repeated(logger)
+        self._repeated = FailureLog(logger)
         self._in_flight_of: Counter[str] = Counter()
         """Samples in flight, by rollout."""
         self._changed = Waiter()

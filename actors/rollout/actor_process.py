@@ -23,7 +23,7 @@ from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
 from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from actors.teachers.teachers import Teachers
-from bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
+from bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
 from bus.config import SINGLE_TURN, BusConfig, is_loopback
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import api_keys

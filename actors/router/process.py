@@ -9,7 +9,7 @@ from actors.engines.membership import connected, default_id, first_row
 from actors.engines.witness import Witness
 from actors.router.config import RouterConfig
 from actors.router.server import Router
-from bus.client.reach import reach, route_to
+from bus.client.addresses import reach, route_to
 from bus.config import BusConfig
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import admin_keys

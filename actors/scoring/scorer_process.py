@@ -14,7 +14,7 @@ from actors.engines.membership import config_of_run, connected, default_id, firs
 from actors.scoring.opened import open_rewards
 from actors.scoring.scorer_pool import ROLE
 from actors.scoring.server import RewardServer, serving
-from bus.client.reach import LOOPBACK, reach, route_to
+from bus.client.addresses import LOOPBACK, reach, route_to
 from bus.config import BusConfig
 from bus.http.access import RunAccess
 from bus.liveness.heartbeats import HeartbeatPublisher

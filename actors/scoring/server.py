@@ -16,11 +16,10 @@ from typing import Any
 
 from aiohttp import web
 
-from bus.client.waiter import Waiter
 from bus.http.access import Access, Route, TokenAccess
 from bus.http.bodies import body_in, json_in
 from bus.http.listener import Listener
-from bus.system.coroutines import ended
+from bus.system.coroutines import Waiter, ended
 from bus.wire.messages import Status
 from rewards.errors import RewardFailed
 from rewards.group import GroupRequest

@@ -23,7 +23,7 @@ from actors.errors import EngineFailed
 from actors.scratch import Scratch
 from actors.serving.authority import Authority
 from actors.serving.port import Factory, ServedEngine
-from bus.client.reach import reach, route_to
+from bus.client.addresses import reach, route_to
 from bus.config import BusConfig
 from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher

@@ -20,8 +20,8 @@ from actors.serving.handles import HandleListener
 from actors.serving.port import PHASES, Backend, ServedEngine, Updates
 from actors.serving.server import EngineServer
 from actors.text.text import Text
-from bus.client.ids import nonce
-from bus.client.waiter import Waiter
+from bus.system.coroutines import Waiter
+from bus.wire.subjects import nonce
 
 log = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import time
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.client.connection import FOREIGN
+from bus.client.connection import FOREIGN, RETRY_S, before_retry
 from bus.client.jetstream import JetStream
-from bus.client.retries import RETRY_S, before_retry
 from bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from bus.client.connection import Connection
+from bus.client.connection import RETRY_S, Connection, retry
 from bus.client.outbox import Outbox, answered
 from bus.client.refusals import Refusals
-from bus.client.retries import RETRY_S, retry
 from bus.config import BusConfig
 from bus.errors import BusUnavailable, NotFound, Refused
 from bus.wire import subjects

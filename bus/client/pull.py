@@ -16,8 +16,8 @@ from nats.aio.subscription import Subscription
 
 from bus.client.connection import FOREIGN
 from bus.client.jetstream import JetStream, StreamState
-from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable, NotFound
+from bus.system.coroutines import Waiter
 from bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)

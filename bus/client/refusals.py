@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from bus.client.repeated import Repeated
 from bus.errors import WireError
+from bus.system.failure_log import FailureLog
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Refusals:
         """Refusals by stream (``DEAD``) or bucket (``live``)."""
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
-        self._repeated = Repeated(_log)
+        self._repeated = FailureLog(_log)
 
     def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
         """Return the result of ``decode``; where it raises WireError, count a refusal and return None.

@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from bus.client.ids import new_id
+from bus.client.connection import RETRY_S, retry
 from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from bus.client.pull import Delivered, present
-from bus.client.repeated import Repeated
-from bus.client.retries import RETRY_S, retry
-from bus.client.waiter import Waiter
 from bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from bus.system.coroutines import Waiter
+from bus.system.failure_log import FailureLog
 from bus.wire import subjects
 from bus.wire.json_object import JsonObject
 from bus.wire.rows import read_row
+from bus.wire.subjects import new_id
 
 _log = logging.getLogger(__name__)
 
@@ -210,7 +210,7 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline, report = time.monotonic() + RETRY_FOR_S, Repeated(_log, every_s=_LOG_EVERY_S)
+        deadline, report = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
 
         async def attempt() -> PublishAck:
             """Send the write once, when the connection is up."""

@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
-from bus.client.reach import bare, in_url
+from bus.client.addresses import bare, in_url
 from bus.config import is_loopback
 from bus.http.access import Access, Handler, Route, Rule
 from bus.http.bodies import Bodies, BodyLimits

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from bus.client.reach import in_url
+from bus.client.addresses import in_url
 from bus.config import STORE_SHARE, BusConfig
 from bus.errors import ServerFailed
 from bus.server.monitoring import Monitor

@@ -8,14 +8,13 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from bus.client.ids import nonce
 from bus.client.rows import Rows, Value
 from bus.errors import BusError, DetailedError, NotFound, StreamReplaced
 from bus.streams.bus import Bus
 from bus.streams.samples import Received
 from bus.wire.messages import Cursor
 from bus.wire.rows import ReaderRow, row_of
-from bus.wire.subjects import token
+from bus.wire.subjects import nonce, token
 
 WAIT, LEAVE = "wait", "leave"
 """Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""

@@ -6,15 +6,15 @@ from functools import partial
 
 import msgpack
 
-from bus.client.ids import nonce
 from bus.client.jetstream import JetStream
 from bus.client.outbox import WRONG_LAST_SEQUENCE
 from bus.client.pull import Delivered, OrderedPull, present
-from bus.client.repeated import Repeated
 from bus.errors import NotFound, Refused, WireError
+from bus.system.failure_log import FailureLog
 from bus.wire import subjects
 from bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
 from bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
+from bus.wire.subjects import nonce
 
 REQUEUE, DROP = "requeue", "drop"
 """The decisions on a dead task."""
@@ -29,7 +29,7 @@ class DeadLetters:
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
-        self._repeated = Repeated(_log)
+        self._repeated = FailureLog(_log)
         self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:

@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
 
+from bus.client.connection import RETRY_S, retry
 from bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
-from bus.client.ids import nonce
 from bus.client.jetstream import JetStream, Message
 from bus.client.pull import Delivered
-from bus.client.retries import RETRY_S, retry
 from bus.client.rows import Rows, Value
 from bus.errors import BusUnavailable, NotFound, WireError
 from bus.streams.dead import DeadLetters
@@ -23,6 +22,7 @@ from bus.system.coroutines import ended, to_the_end
 from bus.wire import subjects
 from bus.wire.codec import decode_record, decode_task, encode_task
 from bus.wire.messages import Dead, Fence, Kind, Task
+from bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bus.wire.episode_invariants import check_plan, check_task
-from bus.wire.invariants import check_sample
+from bus.wire.invariants import check_plan, check_sample, check_task
 from bus.wire.message_format import MessageFormat, type_of
 from bus.wire.messages import (
     Dead,

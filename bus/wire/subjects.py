@@ -1,6 +1,7 @@
-"""Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
+"""Names on the bus: streams, buckets, consumers, subjects, headers, unique ids. The only place that spells them."""
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -253,3 +254,13 @@ def full(run: str) -> str:
 def everything(run: str) -> str:
     """Return the filter of every subject of the run, except its rows."""
     return f"tm.{run}.>"
+
+
+def nonce() -> str:
+    """Return 12 hexadecimal digits: 48 bits from the operating system."""
+    return secrets.token_hex(6)
+
+
+def new_id(kind: str) -> str:
+    """Return the id of a message that is written once: ``<kind>.<nonce>``."""
+    return f"{kind}.{nonce()}"

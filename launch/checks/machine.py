@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 from actors.errors import EngineFailed
 from actors.serving.sglang.releases import OLDEST, release_of, written
-from bus.client.address import parse
+from bus.client.addresses import parse
 from bus.config import OLDEST_SERVER, STORE_SHARE
 from bus.server.store_disk import lacking, needed_bytes
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
 from launch.checks.data import Prompts
 from launch.checks.findings import Report

@@ -218,7 +218,7 @@ def _worker(args: argparse.Namespace, role: str) -> int:
 def router(args: argparse.Namespace) -> int:
     """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
     from actors.router.config import RouterConfig, check_url
-    from bus.client.reach import AUTO
+    from bus.client.addresses import AUTO
     from launch.run import process, roles
 
     if args.exact:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client import discovery
 from bus.errors import BusError
 from bus.streams.bus import Bus, connect
+from bus.streams.bus import find_run as find_only_run
 from launch.run.access import VIEWER, viewer_line
 from launch.run.ended import EndedBus, started
 from launch.run.roles import BUS_URL_FILE
@@ -74,7 +74,7 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
 
 def _only_run(bus: str) -> str:
     try:
-        return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+        return asyncio.run(find_only_run(bus, name="look", wait_s=CONNECT_S))
     except BusError as error:
         raise ValueError(str(error)) from None
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bus.config import BusConfig
-from bus.liveness.epoch import current_epoch
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, current_epoch
 from bus.wire.messages import Plan
 from bus.wire.subjects import SETTINGS_KEY
 from launch.run.up import CONFIG_FILE, directory_of_one, run_up

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from bus.client.address import parse
+from bus.client.addresses import parse
 from bus.config import BusConfig
 from bus.errors import ServerFailed
 from bus.server.auth import VIEWER

@@ -12,9 +12,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bus.client.retries import cancellable
-from bus.liveness.epoch import raise_epoch
-from bus.streams.bus import Bus, connect
+from bus.client.connection import cancellable
+from bus.streams.bus import Bus, connect, raise_epoch
 from bus.system.coroutines import first_of
 from bus.system.files import write_whole
 from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task

@@ -16,11 +16,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bus.client.waiter import Waiter
 from bus.errors import BusError
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.server.auth import CREDENTIALS_VARIABLE
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from bus.wire.rows import LiveRow
 from launch.devices.errors import DeviceError
 from launch.run import desired

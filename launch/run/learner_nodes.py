@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from actors.engines.witness import Witness
-from bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
+from bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import keep_keys, make_keys
 from bus.streams.bus import Bus, connect

@@ -20,7 +20,7 @@ from rewards.end_tokens import EndTokens
 
 if TYPE_CHECKING:
     from bus.streams.bus import Bus
-    from bus.wire.budget import Budget
+    from bus.wire.episode_limits import Budget
     from bus.wire.messages import Sampling
     from bus.wire.routed_experts import RoutedShape
     from bus.wire.rows import Capabilities

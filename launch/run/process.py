@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from bus import exit_codes
-from bus.client.retries import cancellable
+from bus.client.connection import cancellable
 from bus.exit_codes import DONE, NOT_IN_TIME
-from bus.system.coroutines import beside, first_error
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import beside, first_error, new_event_loop
 from bus.system.processes import Child
 from bus.system.stopped import report_stopped
 

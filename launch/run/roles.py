@@ -85,7 +85,7 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from bus.client.address import parse
+    from bus.client.addresses import parse
     from bus.client.connection import open_connection
 
     async def reached() -> None:
@@ -105,7 +105,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
     from actors.engines.membership import default_id
     from actors.scratch import Scratch
     from actors.serving import engine_process
-    from bus.client.reach import AUTO
+    from bus.client.addresses import AUTO
     from launch.settings.wiring import engine_factory
 
     id = id or default_id()
@@ -191,7 +191,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     from contextlib import AsyncExitStack
 
     from actors.engines.membership import connected, first_row
-    from bus.liveness.waiting import Waiting
+    from bus.liveness.heartbeats import Waiting
     from weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
@@ -234,7 +234,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from actors.engines.membership import default_id
     from actors.scoring.scorer_process import ScorerPlace, run_scorer
-    from bus.client.reach import AUTO
+    from bus.client.addresses import AUTO
     from rewards.children.limits import become_undumpable
 
     become_undumpable()  # as actors do
@@ -301,7 +301,7 @@ async def run_reward_server(reward: ServedReward, limits: "Limits", draining: as
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
-    from bus.client.discovery import find_run
+    from bus.streams.bus import find_run
 
     found = ""
 
@@ -337,7 +337,7 @@ class Machine:
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m launch`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from bus.client.reach import bare
+        from bus.client.addresses import bare
 
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # a port is that of an engine

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from bus.wire.episodes import Turns
 from bus.wire.json_object import JsonMapping, JsonObject
+from bus.wire.messages import Turns
 from launch.samples.text import plain, to_json
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}

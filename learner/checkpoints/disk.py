@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.ids import nonce
 from bus.system.files import sync
 from bus.wire.json_object import JsonObject
+from bus.wire.subjects import nonce
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from learner.errors import CheckpointCorrupt

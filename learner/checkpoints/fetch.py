@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from bus.client.ids import nonce
 from bus.system.files import sync
+from bus.wire.subjects import nonce
 from learner.checkpoints import disk
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest

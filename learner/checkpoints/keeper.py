@@ -14,13 +14,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.reach import HERE, Reach
-from bus.client.waiter import Waiter
+from bus.client.addresses import HERE, Reach
 from bus.errors import BusError
 from bus.http.access import RunAccess
 from bus.http.listener import Listener
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from bus.wire.json_object import JsonMapping
 from learner.checkpoints import disk, fetch
 from learner.checkpoints.choice import targets

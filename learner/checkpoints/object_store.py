@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from bus.client.ids import nonce
+from bus.wire.subjects import nonce
 from learner.checkpoints.manifest import MANIFEST
 from learner.errors import StoreFailed
 from learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of

@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bus.client.waiter import Waiter
 from bus.errors import BusError
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests
 from learner.checkpoints.disk import Checkpoint

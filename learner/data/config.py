@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
+from bus.wire.episode_limits import OF_TEMPLATE
 from bus.wire.json_object import JsonObject
-from bus.wire.template_args import OF_TEMPLATE
 from learner.data.bad_rows import POLICIES, SKIP
 from learner.data.filter_settings import read_filters
 from learner.data.source import Source, SourceConfig, parse_sources, rollout_named

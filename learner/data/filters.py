@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.episodes import SequenceSize
 from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Sample, Status, Task
+from bus.wire.messages import Prompt, Sample, SequenceSize, Status, Task
 from learner.data.filter_settings import BUILT_IN
 from rewards.contract import Contract
 from rewards.errors import RewardFailed

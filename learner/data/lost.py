@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bus.client.waiter import Waiter
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from learner.data.datasource import DataSource
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from bus.client.waiter import Waiter
 from bus.errors import WireError
 from bus.streams.bus import Bus
 from bus.streams.samples import Received
+from bus.system.coroutines import Waiter
 from bus.wire.subjects import REFUSED_KEY, refused
 from learner.data.ledger import count_of
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Kind, Sampling, Task
 from learner.data.bad_rows import all_bad
 from learner.data.prompts import PromptFile, sampler_seed

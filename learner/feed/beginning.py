@@ -5,8 +5,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from bus.errors import Fenced
-from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, current_epoch, raise_epoch
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Task
 from bus.wire.rows import VersionRow

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bus.client.waiter import Waiter
 from bus.errors import BusUnavailable
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from bus.wire.json_object import JsonMapping
 from learner.checkpoints import disk, fetch
 from learner.checkpoints import manifest as manifests

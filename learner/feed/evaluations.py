@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.client.waiter import Waiter
 from bus.errors import WireError
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Dead, Evaluated, Sample, Task
 from learner.data.groups import mismatch

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 import zmq
 import zmq.asyncio
 
-from bus.client.waiter import Waiter
 from bus.exit_codes import CRASHED
+from bus.system.coroutines import Waiter
 from bus.wire.json_object import JsonMapping, JsonObject
 from learner.data.batch_frames import Frame
 from learner.errors import FeedError, RankFailed, RankSilent, RanksLeft

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bus.client.retries import cancellable
-from bus.wire.budget import Budget
+from bus.client.connection import cancellable
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape
 from learner.data.curriculum import CurriculumRules

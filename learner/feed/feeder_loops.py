@@ -21,13 +21,11 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from bus.client.retries import cancellable
-from bus.client.waiter import Waiter
+from bus.client.connection import cancellable
 from bus.errors import BusError, Fenced, WireError
-from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
+from bus.streams.bus import Bus, current_epoch
+from bus.system.coroutines import Waiter, first_of
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
 from bus.wire.rows import LiveRow

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.json_object import JsonObject
 from bus.wire.messages import Sampling
 from bus.wire.routed_experts import RoutedShape

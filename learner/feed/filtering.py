@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bus.client.waiter import Waiter
+from bus.system.coroutines import Waiter
 from bus.wire.messages import Sample, Task
 from learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
 from learner.data.datasource import DataSource

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from bus.client.rows import Value
 from bus.errors import BusUnavailable, Fenced
-from bus.liveness.epoch import current_epoch
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, current_epoch
 from bus.streams.cursors import Cursors
 from bus.wire.json_object import JsonMapping
 from bus.wire.messages import Done, Plan

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bus.client.retries import cancellable
+from bus.client.connection import cancellable
 from bus.errors import BusUnavailable
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from bus.client.ids import nonce
 from bus.wire.json_object import JsonObject
+from bus.wire.subjects import nonce
 from learner.checkpoints import disk
 from learner.checkpoints.manifest import MANIFEST
 from learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError

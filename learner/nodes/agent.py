@@ -18,10 +18,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from bus import exit_codes
-from bus.client.ids import nonce
-from bus.client.waiter import Waiter
 from bus.errors import BusError, RowConflict, UnreadableRow
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
+from bus.wire.subjects import nonce
 from learner.feed.feed_keys import FeedKeys
 from learner.nodes.attempts import Attempts
 from learner.nodes.errors import LearnerEnded, NodeRefused

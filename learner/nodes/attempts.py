@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from bus.client.ids import nonce
 from bus.errors import BusError
-from bus.liveness.epoch import raise_epoch
 from bus.server.ports import KeptPort
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, raise_epoch
+from bus.wire.subjects import nonce
 from learner.nodes import agreement
 from learner.nodes.errors import NodeRefused
 from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value

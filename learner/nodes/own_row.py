@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from bus.client.rows import Rows
-from bus.client.waiter import Waiter
 from bus.errors import BusError, BusUnavailable, RowConflict, WireError
+from bus.system.coroutines import Waiter
 from learner.nodes.errors import NodeRefused, NodeReplaced
 from learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from bus.client.rows import Value
-from bus.client.waiter import Waiter
 from bus.errors import BusError
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
 from learner.nodes.rendezvous import Seen
 from learner.nodes.silence import GRACE_S, Silences

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.client.reach import Reach, reach, route_to
+from bus.client.addresses import Reach, reach, route_to
 from learner.errors import AlarmStop, FeederFailed, FeederLost
 from learner.feed.places import RankPlaces
 from learner.layout.sizes import num_senders

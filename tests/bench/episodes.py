@@ -36,7 +36,7 @@ from actors.router.token_history import ModelText
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import new_event_loop
 from bus.wire.messages import Sampling
 from tests.episode_kit import Client, InProcess, said, task
 from tests.tiny_models import write_tiny_model

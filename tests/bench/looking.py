@@ -23,11 +23,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bus.client.ids import nonce
 from bus.config import BusConfig
 from bus.errors import WireError
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
+from bus.wire.subjects import nonce
 from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, prepare, server_cpu_s
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -25,8 +25,7 @@ from statistics import median
 import numpy as np
 import yaml
 
-from bus.liveness.epoch import current_epoch, raise_epoch
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from bus.system.processes import Child
 from bus.wire.messages import Done, Sample, Sampling, Task
 from launch.run.process import launched

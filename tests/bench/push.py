@@ -37,12 +37,12 @@ from actors.errors import EngineError
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from actors.serving.sglang.engine import SglangEngine
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.config import BusConfig
 from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import new_event_loop
 from bus.wire.messages import Sampling
 from tests.engine_kinds import sglang_server
 from tests.receiver_app import Behaviour, receivers

@@ -22,9 +22,8 @@ from statistics import median
 import psutil
 
 from bus.errors import BusError
-from bus.liveness.epoch import current_epoch
 from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, current_epoch
 from bus.wire.messages import Done
 from launch.run.roles import BUS_URL_FILE
 from tests.bench.learn import CONFIG, ROOT

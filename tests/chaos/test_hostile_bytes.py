@@ -19,7 +19,7 @@ from actors.scoring.scorer_process import run_scorer
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
 from bus import exit_codes
-from bus.client.retries import cancellable
+from bus.client.connection import cancellable
 from bus.config import BusConfig
 from bus.errors import UnreadableRow
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView

@@ -10,8 +10,8 @@ import pytest
 
 from actors.errors import BadRequest
 from actors.openai.anthropic_messages import chat_of
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Status
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task

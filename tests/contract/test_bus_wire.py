@@ -21,9 +21,8 @@ from nats.aio.msg import Msg
 
 from bus.errors import WireError
 from bus.liveness.heartbeats import LiveView
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episodes import SequenceSize, Turns
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import (
     Dead,
     DeadLetterDecision,
@@ -35,11 +34,13 @@ from bus.wire.messages import (
     Requeue,
     Sample,
     Sampling,
+    SequenceSize,
     Settle,
     Span,
     Status,
     Task,
     Timings,
+    Turns,
 )
 from bus.wire.rows import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener

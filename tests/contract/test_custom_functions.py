@@ -20,8 +20,7 @@ from actors.episodes.programs.call_threads import CallThreads
 from actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
 from actors.episodes.rollouts import ProgramRollout
 from bus.wire.codec import check_sample
-from bus.wire.episodes import SequenceSize
-from bus.wire.messages import Status, score_of
+from bus.wire.messages import SequenceSize, Status, score_of
 from launch.metrics.export import open_sink
 from launch.metrics.port import SINK, StepMetrics
 from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in

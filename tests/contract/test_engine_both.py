@@ -11,7 +11,7 @@ import pytest
 
 from actors.errors import BadRequest, EngineUnavailable
 from actors.serving.sglang.proxy import HOLD_S
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.wire.messages import Sampling
 from bus.wire.rows import LiveRow
 from tests.engine_kinds import Kind

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM
 from actors.engines.responses import GenerationFailed
 from actors.episodes.port import EpisodeResult, Unfinished
 from actors.text.text import Text
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample, encode_sample
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task

@@ -11,7 +11,7 @@ from actors.episodes.opened import opened_rollouts
 from actors.errors import BadRow
 from actors.rollout.actor_process import reach_of_gateway
 from actors.rollout_settings import RolloutPrograms
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
 

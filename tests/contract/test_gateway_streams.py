@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sample, Status
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model

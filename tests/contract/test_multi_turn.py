@@ -19,8 +19,8 @@ from actors.episodes.port import EpisodeResult, ProgramFailed
 from actors.episodes.programs.multi_turn import MultiTurn, Played
 from actors.episodes.programs.sum_game import SumGame
 from actors.rollout_settings import parse_rollouts
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, decode_sample, encode_sample
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task

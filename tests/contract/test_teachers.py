@@ -15,9 +15,8 @@ from aiohttp import web
 from actors.config import ActorConfig
 from actors.teachers.teachers import TeacherFailed, Teachers
 from bus.server.ports import KeptPort
-from bus.wire.episodes import SequenceSize
 from bus.wire.invariants import check_sample
-from bus.wire.messages import Sample
+from bus.wire.messages import Sample, SequenceSize
 from tests.engine_serving import log_probs_of, scores, serving
 from tests.learner_steps import make_samples
 from tests.tiny_models import tiny_model, write_tiny_model

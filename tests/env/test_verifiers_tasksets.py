@@ -21,8 +21,8 @@ from actors.episodes.children import Children
 from actors.episodes.port import ProgramFailed
 from actors.episodes.rollouts import ProgramRollout
 from actors.rollout_settings import parse_rollouts
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sample, Status
 from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores

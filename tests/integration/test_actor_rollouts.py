@@ -19,7 +19,7 @@ from bus.liveness.heartbeats import LiveView
 from bus.server.nats_server import EmbeddedServer
 from bus.streams import episode_turns
 from bus.system.coroutines import first_of
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Kind, Status
 from launch.cli.status import unserved
 from rewards.children.limits import children_of

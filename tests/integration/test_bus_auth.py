@@ -16,15 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.address import parse
-from bus.client.discovery import find_run
+from bus.client.addresses import parse
 from bus.config import BusConfig
 from bus.errors import BusError, Denied, Forbidden, ServerFailed
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from bus.server.auth import credentials_file, make_users, read_credentials
 from bus.server.cluster import EmbeddedBus
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, find_run
 from bus.wire import subjects
 from bus.wire.messages import DeadLetterDecision, Done
 from bus.wire.rows import LiveRow

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.address import parse
+from bus.client.addresses import parse
 from bus.config import BusConfig
 from bus.errors import Denied, Fenced
 from bus.server.auth import credentials_file, read_credentials

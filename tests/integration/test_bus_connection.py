@@ -12,12 +12,11 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from bus.client.connection import Connection
-from bus.client.discovery import SeveralRuns, find_run
 from bus.config import BusConfig
 from bus.errors import BusError, BusUnavailable
 from bus.server.nats_server import EmbeddedServer
 from bus.server.ports import KeptPort
-from bus.streams.bus import connect
+from bus.streams.bus import SeveralRuns, connect, find_run
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import until
 

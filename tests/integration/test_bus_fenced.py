@@ -9,9 +9,8 @@ import pytest
 
 from bus.config import BusConfig
 from bus.errors import Fenced, WireError
-from bus.liveness.epoch import current_epoch, raise_epoch
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from bus.wire.codec import encode_record
 from bus.wire.messages import Done, Fence, PlanRecord, Settle
 from tests.bus_fixtures import BusOpener

@@ -8,10 +8,9 @@ import pytest
 
 from bus.client.rows import Row, Value
 from bus.errors import NotFound, RowConflict, UnreadableRow, WireError
-from bus.liveness.epoch import raise_epoch
 from bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, raise_epoch
 from bus.wire.rows import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until

@@ -12,8 +12,8 @@ from bus.server.nats_server import EmbeddedServer
 from bus.streams import tasks as bus_tasks
 from bus.streams.bus import Bus, connect
 from bus.streams.tasks import Lease
-from bus.wire.budget import Budget
 from bus.wire.codec import encode_dead, encode_task
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Dead, DeadLetterDecision, Kind
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take, until, until_backlog

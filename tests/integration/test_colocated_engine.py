@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from actors.config import EngineConfig
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from bus.client.retries import cancellable
+from bus.client.connection import cancellable
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.liveness.keys import make_keys
 from bus.server.nats_server import EmbeddedServer

@@ -14,7 +14,7 @@ from actors.config import EngineConfig
 from actors.engines.engine_client import HttpEngine
 from actors.serving.builtin.engine import BuiltinEngine
 from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
-from bus.client.retries import cancellable
+from bus.client.connection import cancellable
 from bus.liveness.keys import make_keys
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus

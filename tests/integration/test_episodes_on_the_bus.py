@@ -3,10 +3,9 @@
 import numpy as np
 
 from bus.streams.bus import Bus
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample, encode_task
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Cursor, Done, Plan, Sample, Task
+from bus.wire.episode_limits import Budget
+from bus.wire.messages import Cursor, Done, Plan, Sample, SequenceSize, Task, Turns
 from learner.data.batch import StepBatch
 from learner.data.batching import build_batches
 from learner.data.datasource import DataSource

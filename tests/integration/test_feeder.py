@@ -15,9 +15,8 @@ import pytest
 
 from bus.config import BusConfig
 from bus.errors import Fenced, StreamReplaced
-from bus.liveness.epoch import raise_epoch
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
+from bus.streams.bus import connect, raise_epoch
 from bus.streams.cursors import Cursors, Reader
 from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from bus.wire.subjects import BUCKETS, bucket_stream, stream

@@ -12,7 +12,7 @@ from actors.rollout.actor_process import run_actor
 from actors.rollout_settings import RolloutPrograms, parse_rollouts
 from actors.scoring.server import RewardServer, serving
 from bus.server.nats_server import EmbeddedServer
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Kind, Sample, Status
 from rewards.children.limits import Limits
 from rewards.errors import BadRewardOption, RewardFailed

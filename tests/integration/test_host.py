@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from bus.client.waiter import Waiter
 from bus.liveness.heartbeats import LiveView
 from bus.server.auth import credentials_file
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import Bus
+from bus.system.coroutines import Waiter
 from bus.wire.rows import LiveRow
 from launch.cli.main import main
 from launch.run import desired, host

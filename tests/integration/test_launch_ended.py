@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bus.client.address import parse
+from bus.client.addresses import parse
 from bus.config import BusConfig
 from bus.errors import BusError
 from bus.server import nats_server, readonly

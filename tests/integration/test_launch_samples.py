@@ -17,11 +17,10 @@ import numpy as np
 import pytest
 
 from actors.text.text import Text
-from bus.client import discovery
 from bus.config import BusConfig
 from bus.errors import ConfigMismatch
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
+from bus.streams.bus import Bus, connect, find_run
 from bus.streams.history import History
 from bus.wire import subjects
 from bus.wire.codec import encode_sample
@@ -395,7 +394,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
             assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
-            assert await discovery.find_run(scene.url, name="look", wait_s=60) == bus.run, "nobody takes it for a run to work in"
+            assert await find_run(scene.url, name="look", wait_s=60) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from bus.liveness.heartbeats import HeartbeatPublisher
 from bus.streams.bus import Bus
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Done, Plan, Settle, Status
 from bus.wire.rows import LiveRow
 from launch.cli.find_run import find_run

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from bus import exit_codes
-from bus.liveness.epoch import current_epoch
 from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, current_epoch
 from learner.nodes import probes
 from learner.nodes.agent import Agent, Limits
 from learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced

@@ -17,7 +17,7 @@ import aiohttp
 import pytest
 import torch
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.config import BusConfig
 from tests.bus_kit import until
 from tests.forked import Forked, piped

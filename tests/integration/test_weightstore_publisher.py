@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.config import BusConfig
 from bus.errors import Fenced
 from bus.server.nats_server import EmbeddedServer

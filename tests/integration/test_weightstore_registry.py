@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from bus.errors import Fenced, NotFound, UnreadableRow
-from bus.liveness.epoch import raise_epoch
+from bus.streams.bus import raise_epoch
 from bus.wire.subjects import bucket_stream
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample

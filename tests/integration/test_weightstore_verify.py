@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 import torch
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.config import BusConfig
 from bus.server.nats_server import EmbeddedServer
 from bus.streams.bus import connect

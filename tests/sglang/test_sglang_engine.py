@@ -14,7 +14,7 @@ import torch
 
 from actors.serving.sglang.api import Api
 from actors.serving.sglang.pauses import Pauses
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.wire.messages import Sampling
 from bus.wire.rows import LiveRow
 from tests.engine_kinds import Brake

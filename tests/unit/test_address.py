@@ -2,7 +2,7 @@
 
 import pytest
 
-from bus.client.address import Address, parse
+from bus.client.addresses import Address, parse
 from bus.config import BusConfig
 from launch.run.access import address_line
 from launch.settings.config_loader import load

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from bus.errors import UnknownSchema, WireError
 from bus.streams.samples import header_fields, headers_of
 from bus.wire import codec, subjects
-from bus.wire.budget import Budget
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Dead, Kind, Plan, Sample, Span
+from bus.wire.episode_limits import Budget
+from bus.wire.messages import Dead, Kind, Plan, Sample, SequenceSize, Span, Turns
 from tests.bus_kit import make_episode, make_sample, make_task, make_turns
 from tests.examples import examples
 

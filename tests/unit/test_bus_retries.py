@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.client.connection import Connection
-from bus.client.retries import before_retry, retry
+from bus.client.connection import Connection, before_retry, retry
 from bus.errors import BusFull, BusUnavailable, NotFound
 
 

@@ -12,7 +12,7 @@ from actors.episodes.clock import Clock
 from actors.episodes.episode import Episode, Spent
 from actors.episodes.recorder import Output, Recorder
 from actors.episodes.transcript import bounded, messages_of
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Span
 from tests.episode_kit import task
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bus.wire.budget import Budget
 from bus.wire.codec import check_sample
-from bus.wire.episodes import SequenceSize, Turns
-from bus.wire.messages import Plan, Sample, Span
+from bus.wire.episode_limits import Budget
+from bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
 from learner.algorithms.advantages import ADVANTAGES
 from learner.algorithms.aggregation import Denominators, aggregate
 from learner.algorithms.choices import AGGREGATIONS, OF_TURNS

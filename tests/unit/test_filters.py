@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from bus.errors import WireError
 from bus.wire.codec import decode_record, encode_record
-from bus.wire.episodes import SequenceSize
-from bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
+from bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
 from learner.data.batching import build_batches
 from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
 from learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of

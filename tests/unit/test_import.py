@@ -10,8 +10,7 @@ import pytest
 
 from bus.streams.history import StoredSample
 from bus.wire.codec import encode_sample
-from bus.wire.episodes import SequenceSize
-from bus.wire.messages import Sample, Sampling, Status
+from bus.wire.messages import Sample, Sampling, SequenceSize, Status
 from launch.cli.main import main
 from launch.samples.recording import Origin, Recorder
 from learner.data.config import DataConfig

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from launch.devices.shapes import Node
 from launch.devices.wanted import want_of
 from launch.run import learner_nodes

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from bus.client.reach import HERE
+from bus.client.addresses import HERE
 from bus.liveness.heartbeats import LiveView
 from bus.wire.rows import Capabilities, LiveRow
 from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig

@@ -7,7 +7,7 @@ import pytest
 
 from actors.episodes.children import ChildBounds
 from actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from launch.cli.main import _parser
 from launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
 from launch.settings.run_config import RunConfig

@@ -11,7 +11,7 @@ import pyarrow.parquet
 import pytest
 
 from bus.config import BusConfig
-from bus.wire.budget import Budget
+from bus.wire.episode_limits import Budget
 from bus.wire.messages import Sampling
 from launch.checks.rows import row_check
 from launch.checks.run import Purpose, check

@@ -5,7 +5,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from bus.wire.episodes import SequenceSize
+from bus.wire.messages import SequenceSize
 from launch.samples.block import block, facts
 from launch.samples.episode import conversation, turns_in, turns_table
 from launch.samples.filters import Headline

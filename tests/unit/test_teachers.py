@@ -13,9 +13,8 @@ from actors.teacher_settings import chosen, parse_teachers
 from actors.teachers.scores import request_of, scores_in
 from bus.errors import WireError
 from bus.wire.codec import decode_sample, encode_sample
-from bus.wire.episodes import SequenceSize
 from bus.wire.invariants import MIN_LOG_PROB, check_sample
-from bus.wire.messages import SCHEMA, Sample
+from bus.wire.messages import SCHEMA, Sample, SequenceSize
 from launch.checks.run import Purpose, check
 from launch.settings.config_loader import SettingsError, load
 from learner.algorithms.aggregation import Denominators

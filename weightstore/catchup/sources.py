@@ -13,12 +13,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from bus.client.ids import nonce
 from bus.liveness.heartbeats import LiveView
 from bus.liveness.keys import api_keys
 from bus.streams.bus import Bus
 from bus.system.foreign import errors_as
 from bus.wire.rows import VersionRow
+from bus.wire.subjects import nonce
 from weightstore.catchup.download import fetch
 from weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from weightstore.store.registry import SNAPSHOT, VersionRegistry

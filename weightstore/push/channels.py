@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from bus.client.reach import Reach, bare
+from bus.client.addresses import Reach, bare
 from weightstore.errors import PeerLost
 from weightstore.push.member import Member
 from weightstore.transport import senders

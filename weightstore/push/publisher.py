@@ -23,12 +23,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bus.client.reach import reach, route_to
+from bus.client.addresses import reach, route_to
 from bus.config import BusConfig
 from bus.errors import Fenced
 from bus.streams.bus import connect
-from bus.system.coroutines import first_error
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import first_error, new_event_loop
 from bus.wire.rows import VersionRow
 from weightstore.config import WeightsConfig
 from weightstore.errors import PublisherClosed

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bus.client.reach import Reach
+from bus.client.addresses import Reach
 from bus.wire.rows import LiveRow
 from weightstore.errors import PartLost, PeerLost, ReceiverFailed
 from weightstore.push.channels import Channel, GroupChannel, HandleChannel

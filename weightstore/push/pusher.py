@@ -15,7 +15,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.errors import BusError, Fenced
 from bus.http.client import open_session
 from bus.liveness.heartbeats import LiveView

@@ -16,11 +16,10 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-from bus.client.repeated import Repeated
 from bus.client.rows import Value
 from bus.errors import Fenced, NotFound, RowConflict, WireError
-from bus.liveness.epoch import current_epoch
-from bus.streams.bus import Bus
+from bus.streams.bus import Bus, current_epoch
+from bus.system.failure_log import FailureLog
 from bus.wire.json_object import JsonObject
 from bus.wire.rows import VersionRow, row_of
 from bus.wire.subjects import natural
@@ -38,7 +37,7 @@ class VersionRegistry:
     def __init__(self, bus: Bus) -> None:
         self._bus, self._rows, self._samples = bus, bus.rows("weights"), bus.samples
         self._steps: dict[int, int] = {}
-        self._next, self._repeated = 0, Repeated(_log)
+        self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
         """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored the head."""

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bus.client.reach import HERE, Reach
+from bus.client.addresses import HERE, Reach
 from bus.http.access import RunAccess
 from bus.http.listener import Listener
 from bus.liveness.keys import RunKeys

@@ -23,12 +23,12 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from bus.client.reach import Reach, bare
+from bus.client.addresses import Reach, bare
 from bus.http.access import Route, RunAccess
 from bus.http.bodies import body_in, json_in
 from bus.http.listener import Listener
 from bus.liveness.keys import Keys, RunKeys
-from bus.system.loop import new_event_loop
+from bus.system.coroutines import new_event_loop
 from weightstore.config import WeightsConfig
 from weightstore.errors import PeerLost, PublisherClosed
 from weightstore.format.checksums import ChecksumReport

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from actors.config import EngineConfig
 from actors.http_api import NONCE_HEADER
-from bus.client.ids import nonce
 from bus.wire.rows import Capabilities
+from bus.wire.subjects import nonce
 
 
 class UniformEngine:
