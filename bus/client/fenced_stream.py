@@ -1,7 +1,7 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
 Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first message of an epoch;
-later messages of an older epoch are void. Messages of no learner are void as well: those that cannot be decoded, and those with another
+later messages of an older epoch are void. Messages of no learner are void as well: messages that cannot be decoded, or have another
 epoch in the header than in the message. Writer and readers pass over both.
 """
 
@@ -55,7 +55,7 @@ class FencedStream(Generic[R]):
 
     @property
     def name(self) -> str:
-        """Whole name of the stream, with that of the run."""
+        """Whole name of the stream, with the run's name."""
         return subjects.stream(self.jet.run, self.short)
 
     def read(self, message: Message | Delivered) -> R | None:

@@ -22,7 +22,7 @@ _MAX_WAITING = 16_384
 
 
 async def create_layout(jet: JetStream) -> None:
-    """Create missing streams and consumers; compare every setting with that of the server.
+    """Create missing streams and consumers; compare every setting with the server's.
 
     TASKS is created last: other processes find a run by it (``bus.streams.bus.find_run``), and read its rows at once.
 

@@ -34,7 +34,7 @@ _OPERATION = "KV-Operation"
 _LOG_EVERY_S = 15.0
 """Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
-"""Most rows that ``all`` reads at the same time."""
+"""Maximum number of rows that ``all`` reads at the same time."""
 
 Value = JsonObject
 Row = tuple[Value, int]
@@ -86,7 +86,7 @@ class Rows:
         return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
-        """Return the keys, or those that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
+        """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
@@ -265,7 +265,7 @@ class Rows:
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None) when there is none.
 
-        In the last case the revision is that of a marker of a deleted row, or 0.
+        In the last case the revision belongs to the marker of a deleted row, or is 0.
         """
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)

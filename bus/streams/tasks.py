@@ -171,7 +171,7 @@ class TaskQueue:
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def waiting(self) -> dict[str, int]:
-        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name has those of single turns."""
+        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single turns."""
         found: Counter[str] = Counter()
         for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
             kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)

@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
     """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
 
-    Returns the future of each; those that did not end first are cancelled. A task that must continue is given as ``asyncio.shield(task)``.
+    Returns the future of each, which is cancelled unless it ended first. A task that must continue is given as ``asyncio.shield(task)``.
     """
     futures = tuple(asyncio.ensure_future(work) for work in works)
     try:

@@ -121,7 +121,7 @@ def _check_response(sample: Sample) -> None:
 
 
 def check_log_probs(log_probs: NDArray[np.float32], field: str = "rollout_log_probs") -> None:
-    """Check log-probs of tokens, those of ``field``. Raises WireError."""
+    """Check the log-probs of tokens in ``field``. Raises WireError."""
     # NaN fails both comparisons
     if not len(log_probs) or (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB):
         return
