@@ -9,12 +9,12 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from actors.config import ActorConfig, EngineConfig
-from actors.errors import NotAllowed
-from actors.rollout_settings import DATASET
-from rewards.group import ASKING
-from rewards.group import TABLE as OF_GROUPS
-from rewards.registry import NAMING, TABLE
+from tidemill.actors.config import ActorConfig, EngineConfig
+from tidemill.actors.errors import NotAllowed
+from tidemill.actors.rollout_settings import DATASET
+from tidemill.rewards.group import ASKING
+from tidemill.rewards.group import TABLE as OF_GROUPS
+from tidemill.rewards.registry import NAMING, TABLE
 
 GUARDED = {
     "actor.reward": "code",

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from actors.teacher_settings import parse_teachers
-from bus.wire.json_object import JsonObject
-from rewards.part_settings import read_parts
+from tidemill.actors.teacher_settings import parse_teachers
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.rewards.part_settings import read_parts
 
 OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
 """Arguments of SGLang, each with its other names; their product is the number of its devices."""

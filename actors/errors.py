@@ -1,6 +1,6 @@
 """The error tree of actors and engines. HTTP codes and aiohttp's errors are translated into these at the edge."""
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 
 class ActorRefused(Exception):

@@ -2,7 +2,7 @@
 
 400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
-503 = not serving now. ``bus.http.bodies`` has those of bodies.
+503 = not serving now. ``tidemill.bus.http.bodies`` has those of bodies.
 """
 
 import logging
@@ -12,13 +12,13 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from actors.config import EngineConfig
-from actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
-from bus.client.addresses import AUTO, LOOPBACK
-from bus.http.access import Handler
-from bus.http.bodies import body_in, json_in
-from bus.http.listener import Listener
-from bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
+from tidemill.bus.client.addresses import AUTO, LOOPBACK
+from tidemill.bus.http.access import Handler
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response; errors of ``actors.errors`` become their status codes, any other exception a 500 with its repr."""
+    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other exception a 500 with its repr."""
     try:
         return await handler(request)
     except BadRequest as error:

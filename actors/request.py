@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.errors import BadRequest
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.wire.json_object import JsonMapping
 
 LOWEST_TEMPERATURE = 1e-6
 """Lowest temperature but 0. SGLang decodes greedily below it."""

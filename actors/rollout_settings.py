@@ -8,13 +8,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.config import RUN_NAME, SINGLE_TURN
-from bus.wire.episode_limits import Budget
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.config import RUN_NAME, SINGLE_TURN
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 PROGRAM = "agent:"
 """Beginning of ``use`` for a program by import path."""
-OF_SLIME, SLIME = "slime:", "actors.episodes.programs.slime_generate:Slime"
+OF_SLIME, SLIME = "slime:", "tidemill.actors.episodes.programs.slime_generate:Slime"
 """Beginning of ``use`` for a generate function of slime by import path, and the program that calls it."""
 SLIME_FILE = f"{Path(__file__).parent / 'episodes/programs/slime_generate.py'}:Slime"
 """That program for an interpreter that lacks our packages."""
@@ -27,7 +27,7 @@ VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}
 DATASET = "dataset"
 """``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and no actor does."""
 MULTI_TURN = "multi_turn"
-BUILT_IN = {MULTI_TURN: "actors.episodes.programs.multi_turn:MultiTurn"}
+BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
 MULTI_TURN_FILE = f"{Path(__file__).parent / 'episodes/programs/multi_turn_file.py'}:MultiTurn"
 """The rollout ``multi_turn`` for an interpreter that lacks our packages."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.errors import BadRequest
-from actors.request import Limits, check_integer, check_temperature, refuse_unknown, token_ids
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.request import Limits, check_integer, check_temperature, refuse_unknown, token_ids
 
 MOST_LISTED = 1024
 """Most tokens that are listed at each position."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 TRIED: Mapping[str, str] = {
     "device": "cpu: the server computes on the CPU",

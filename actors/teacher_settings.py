@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from bus.config import RUN_NAME
-from bus.wire.json_object import JsonMapping
-from rewards.part_settings import fits
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.part_settings import fits
 
 
 @dataclass(frozen=True, kw_only=True)

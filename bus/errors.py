@@ -5,7 +5,7 @@ Foreign errors (NATS, msgpack, sockets) are translated into this tree at the edg
 
 from typing import Any, ClassVar, dataclass_transform
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 _REQUIRED: Any = object()
 """Default of a field without a default."""

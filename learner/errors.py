@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 NEW_RUN = "begin a new run with the model of a checkpoint (tidemill up CONFIG --from-checkpoint CHECKPOINT --set directory=NEW)"
 

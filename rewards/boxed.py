@@ -1,10 +1,10 @@
 r"""Comparison of the last ``\boxed{}`` of a text with a label: the common part of the rewards ``math`` and ``deepscaler``.
 
-Equality is ``rewards.math_equality``, without sympy.
+Equality is ``tidemill.rewards.math_equality``, without sympy.
 """
 
-from rewards.math_answer import find_gold, last_boxed
-from rewards.math_equality import same_math
+from tidemill.rewards.math_answer import find_gold, last_boxed
+from tidemill.rewards.math_equality import same_math
 
 
 def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:

@@ -1,8 +1,8 @@
 """For runs in which every episode gets its reward from its rollout."""
 
-from rewards.errors import RewardFailed
-from rewards.part_settings import BY_ROLLOUT
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import RewardRequest
 
 
 def by_rollout(request: RewardRequest) -> float:

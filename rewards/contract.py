@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

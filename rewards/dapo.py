@@ -6,9 +6,9 @@ expression or as text; the original raises for it.
 
 import re
 
-from rewards.math_answer import find_gold, last_boxed
-from rewards.math_equality import same_math
-from rewards.port import RewardRequest
+from tidemill.rewards.math_answer import find_gold, last_boxed
+from tidemill.rewards.math_equality import same_math
+from tidemill.rewards.port import RewardRequest
 
 TAIL = 300
 """Characters at the end of a response in which the answer must be."""

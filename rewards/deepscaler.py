@@ -4,8 +4,8 @@ Source: DeepScaleR (Luo et al. 2025), in the form of slime's ``deepscaler``: the
 ``###Response`` up to the next, must hold ``\boxed{}``.
 """
 
-from rewards.boxed import boxed_is_label
-from rewards.port import RewardRequest
+from tidemill.rewards.boxed import boxed_is_label
+from tidemill.rewards.port import RewardRequest
 
 
 def deepscaler(request: RewardRequest, *, think: bool = True) -> float:

@@ -1,7 +1,7 @@
 """Dense reward for short exact strings: the share of correct positions, with the end counted as one position."""
 
-from bus.wire.messages import Status
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.port import RewardRequest
 
 
 def digits(request: RewardRequest) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from rewards.message_template import MessageTemplate
+from tidemill.rewards.message_template import MessageTemplate
 
 _ANSWER = "tried_answer"
 """Content of the message behind which the end of turn is found."""

@@ -1,6 +1,6 @@
 """The error tree of the rewards."""
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 
 class RewardError(Exception):

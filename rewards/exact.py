@@ -1,6 +1,6 @@
 """Reward for an exact match with the label."""
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = True) -> float:

@@ -3,7 +3,7 @@
 Source: the format reward of DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer.
 """
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: bool = False) -> float:

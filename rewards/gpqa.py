@@ -6,8 +6,8 @@ Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa
 
 import re
 
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 LETTERS = "ABCDEFGHIJ"
 _MARKED = (

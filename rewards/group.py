@@ -7,13 +7,13 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import score_of
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
-from rewards.port import Parts, RewardRequest
-from rewards.registry import checked
-from rewards.request_json import fields_of, to_request
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Parts, RewardRequest
+from tidemill.rewards.registry import checked
+from tidemill.rewards.request_json import fields_of, to_request
 
 Reward = float | dict[str, float]
 
@@ -49,7 +49,7 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     return found
 
 
-TABLE = {"relative_length": "rewards.group:relative_length", "remote": "rewards.http.remote:RemoteGroup"}
+TABLE = {"relative_length": "tidemill.rewards.group:relative_length", "remote": "tidemill.rewards.http.remote:RemoteGroup"}
 """Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
 """Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""
@@ -81,7 +81,7 @@ GROUP = Contract(
     word="group reward",
     options="group_reward_options",
     argument="GroupRequest",
-    path="rewards.group:GROUP",
+    path="tidemill.rewards.group:GROUP",
     table=TABLE,
     encode=_encode,
     decode=_decode,

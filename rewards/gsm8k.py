@@ -3,9 +3,9 @@
 Source: GSM8K (Cobbe et al. 2021, arXiv 2110.14168). Numbers are compared exactly: ``1,234``, ``$1234.00`` and ``1234`` are the same.
 """
 
-from rewards.errors import RewardFailed
-from rewards.math_answer import MARKER, find_gold, is_right, to_number
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.math_answer import MARKER, find_gold, is_right, to_number
+from tidemill.rewards.port import RewardRequest
 
 
 def gsm8k(request: RewardRequest, *, strict: bool = False) -> float:

@@ -1,4 +1,4 @@
-"""The instructions of IFBench, as checks of a response by a program; ``rewards.ifeval`` is the reward.
+"""The instructions of IFBench, as checks of a response by a program; ``tidemill.rewards.ifeval`` is the reward.
 
 Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb`` and
 ``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?`` (the original uses
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice, pairwise
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 Check = Callable[[str, JsonMapping], bool]
 

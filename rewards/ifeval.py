@@ -1,7 +1,7 @@
-"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``rewards.ifbench``).
+"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``tidemill.rewards.ifbench``).
 
 Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
-unchanged. ``language:response_language`` needs the extra ``language`` (``rewards.language``); ``english_*`` checks the case only, and
+unchanged. ``language:response_language`` needs the extra ``language`` (``tidemill.rewards.language``); ``english_*`` checks the case only, and
 sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
 """
 
@@ -9,11 +9,11 @@ import json
 import re
 from collections.abc import Callable, Mapping
 
-from bus.wire.json_object import JsonMapping
-from rewards import ifbench
-from rewards.errors import RewardFailed
-from rewards.language import written_in
-from rewards.port import RewardRequest
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards import ifbench
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.language import written_in
+from tidemill.rewards.port import RewardRequest
 
 _SENTENCE_END = re.compile(r"(?<![.!?])[.!?]++(?=\s|$)")
 _HIGHLIGHT = re.compile(r"\*\*[^\n*]+\*\*|\*[^\n*]+\*")
@@ -169,4 +169,4 @@ INSTRUCTIONS: dict[str, Check] = {
     "startend:end_checker": lambda text, own: text.strip().strip('"').lower().endswith(str(own["end_phrase"]).strip().lower()),
     "startend:quotation": _quoted,
 }
-"""Checks by instruction id; those of IFBench are in ``rewards.ifbench``."""
+"""Checks by instruction id; those of IFBench are in ``tidemill.rewards.ifbench``."""

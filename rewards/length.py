@@ -1,6 +1,6 @@
 """Reward for the length of a response, as a part of a sum."""
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def length(request: RewardRequest, *, target: int, slope: float = 1.0, shorter: bool = False) -> float:

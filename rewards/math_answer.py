@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 from fractions import Fraction
 
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 MARKER = "####"
 

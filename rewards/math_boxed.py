@@ -5,10 +5,10 @@ Source: slime's ``math``.
 
 from typing import Literal
 
-from rewards.boxed import boxed_and_golds
-from rewards.math_answer import to_number
-from rewards.math_equality import plain, same_math
-from rewards.port import RewardRequest
+from tidemill.rewards.boxed import boxed_and_golds
+from tidemill.rewards.math_answer import to_number
+from tidemill.rewards.math_equality import plain, same_math
+from tidemill.rewards.port import RewardRequest
 
 
 def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> float:
@@ -24,7 +24,7 @@ def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> fl
         return 1.0
     if not rest:
         return 0.0
-    from rewards.symbolic import same_by_library  # it loads sympy, which a run without the option does not need
+    from tidemill.rewards.symbolic import same_by_library  # it loads sympy, which a run without the option does not need
 
     undecided = [gold for gold in golds if not (_is_number(answer) and _is_number(gold))]
     return float(bool(undecided) and same_by_library(answer, undecided))

@@ -6,8 +6,8 @@ Source of the normal form: the MATH benchmark (Hendrycks et al. 2021, arXiv 2103
 
 import re
 
-from rewards.expression import MAX_CHARACTERS, NoExpression, letters, value
-from rewards.math_answer import ASSIGNED, BLANKS, WRAPPED, number_in_box, to_number, ungrouped
+from tidemill.rewards.expression import MAX_CHARACTERS, NoExpression, letters, value
+from tidemill.rewards.math_answer import ASSIGNED, BLANKS, WRAPPED, number_in_box, to_number, ungrouped
 
 _POINTS = ((1.37, 0.61, -0.83, 2.29), (0.47, -1.93, 1.61, 0.71), (2.71, 1.13, 0.37, -1.49))
 """Values for the first four letters of two expressions that are compared."""

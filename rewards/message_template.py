@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 DEFAULT, TOOL_USE = "default", "tool_use"
 """Names of a model's templates: for chats without tools, and for chats with some where the model has one of its own."""
@@ -69,7 +69,7 @@ class MessageTemplate:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
     def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
-        """Return messages in the form of ``bus.wire.chat_messages`` as text.
+        """Return messages in the form of ``tidemill.bus.wire.chat_messages`` as text.
 
         Raises ValueError when the template refuses them, and for tools, or calls of tools, that it does not write.
         """

@@ -4,7 +4,7 @@ Source: soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equa
 same in the learner, for rewards of any actor.
 """
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 SCORE = "score"
 BY_ROLLOUT = "by_rollout"

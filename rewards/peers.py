@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.port import Parts, RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import Parts, RewardRequest
 
 Call = tuple[tuple[object, ...], dict[str, object]]
 """Positional arguments, and named ones."""

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Status
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt, Status
 
 Parts = float | Mapping[str, float]
 """A number, or named numbers of which ``score`` is the one to train on."""
@@ -45,4 +45,4 @@ may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as an actor calls it: options bound, always awaitable, result validated.
 
-Raises TimeoutError after its time limit (``rewards.scorers.single.opened``), and RewardFailed for everything else."""
+Raises TimeoutError after its time limit (``tidemill.rewards.scorers.single.opened``), and RewardFailed for everything else."""

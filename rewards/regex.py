@@ -2,7 +2,7 @@
 
 import re
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:

@@ -13,37 +13,37 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from bus.errors import WireError
-from bus.system.foreign import described, errors_as, repr_at
-from bus.wire.invariants import check_reward
-from rewards.contract import Contract
-from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from rewards.peers import AsyncPeerReward, PeerReward, path_in, system_of
-from rewards.port import Parts, RewardRequest, Scorer
-from rewards.request_json import from_request, to_request
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.foreign import described, errors_as, repr_at
+from tidemill.bus.wire.invariants import check_reward
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
+from tidemill.rewards.peers import AsyncPeerReward, PeerReward, path_in, system_of
+from tidemill.rewards.port import Parts, RewardRequest, Scorer
+from tidemill.rewards.request_json import from_request, to_request
 
 TABLE = {
-    "by_rollout": "rewards.by_rollout:by_rollout",
-    "code": "rewards.code.tests_passed:code",
-    "dapo": "rewards.dapo:dapo",
-    "deepscaler": "rewards.deepscaler:deepscaler",
-    "digits": "rewards.digits:digits",
-    "exact": "rewards.exact:exact",
-    "f1": "rewards.token_f1:f1",
-    "format": "rewards.format_tags:format_tags",
-    "gpqa": "rewards.gpqa:gpqa",
-    "gsm8k": "rewards.gsm8k:gsm8k",
-    "ifeval": "rewards.ifeval:ifeval",
-    "judge": "rewards.http.judge:Judge",
-    "length": "rewards.length:length",
-    "math": "rewards.math_boxed:math",
-    "math_answer": "rewards.math_answer:math_answer",
-    "overlong": "rewards.overlong:overlong",
-    "math_verify": "rewards.symbolic:math_verify",
-    "regex": "rewards.regex:regex",
-    "remote": "rewards.http.remote:Remote",
-    "repetition": "rewards.repetition:repetition",
-    "reward_model": "rewards.http.reward_model:RewardModel",
+    "by_rollout": "tidemill.rewards.by_rollout:by_rollout",
+    "code": "tidemill.rewards.code.tests_passed:code",
+    "dapo": "tidemill.rewards.dapo:dapo",
+    "deepscaler": "tidemill.rewards.deepscaler:deepscaler",
+    "digits": "tidemill.rewards.digits:digits",
+    "exact": "tidemill.rewards.exact:exact",
+    "f1": "tidemill.rewards.token_f1:f1",
+    "format": "tidemill.rewards.format_tags:format_tags",
+    "gpqa": "tidemill.rewards.gpqa:gpqa",
+    "gsm8k": "tidemill.rewards.gsm8k:gsm8k",
+    "ifeval": "tidemill.rewards.ifeval:ifeval",
+    "judge": "tidemill.rewards.http.judge:Judge",
+    "length": "tidemill.rewards.length:length",
+    "math": "tidemill.rewards.math_boxed:math",
+    "math_answer": "tidemill.rewards.math_answer:math_answer",
+    "overlong": "tidemill.rewards.overlong:overlong",
+    "math_verify": "tidemill.rewards.symbolic:math_verify",
+    "regex": "tidemill.rewards.regex:regex",
+    "remote": "tidemill.rewards.http.remote:Remote",
+    "repetition": "tidemill.rewards.repetition:repetition",
+    "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
 }
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
@@ -272,7 +272,7 @@ REWARD = Contract(
     word="reward",
     options="reward_options",
     argument="RewardRequest",
-    path="rewards.registry:REWARD",
+    path="tidemill.rewards.registry:REWARD",
     table=TABLE,
     encode=from_request,
     decode=to_request,

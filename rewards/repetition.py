@@ -3,7 +3,7 @@
 Source: the n-gram repetition penalty of "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def repetition(request: RewardRequest, *, ngram: int = 3, penalty: float = 1.0) -> float:

@@ -5,9 +5,9 @@ import json
 
 import numpy as np
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Status
-from rewards.port import RewardRequest
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.port import RewardRequest
 
 
 def from_request(request: RewardRequest) -> bytes:

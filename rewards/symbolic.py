@@ -9,9 +9,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from rewards.errors import RewardFailed
-from rewards.math_answer import last_boxed
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.math_answer import last_boxed
+from tidemill.rewards.port import RewardRequest
 
 with contextlib.suppress(ImportError):  # here, too: the keeper of the child processes imports it once for all workers, sympy takes a second
     import math_verify as _preloaded  # noqa: F401

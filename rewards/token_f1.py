@@ -8,8 +8,8 @@ import re
 import string
 from collections import Counter
 
-from rewards.errors import RewardFailed
-from rewards.port import RewardRequest
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.port import RewardRequest
 
 _ARTICLE = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)

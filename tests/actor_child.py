@@ -6,14 +6,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from actors.config import ActorConfig
-from actors.engines.membership import section
-from actors.rollout.actor_process import run_actor
-from actors.scoring.scorer_process import run_scorer
-from bus.config import BusConfig
-from launch.run.process import run
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.membership import section
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.actors.scoring.scorer_process import run_scorer
+from tidemill.bus.config import BusConfig
+from tidemill.launch.run.process import run
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest
 
 _calls = itertools.count(1)
 

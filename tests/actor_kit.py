@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from actors.config import ActorConfig, EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.client.rows import Rows
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus, raise_epoch
-from bus.wire.messages import Sample, Sampling, Status, Task
-from bus.wire.rows import LiveRow
-from launch.settings.prepare import prepare
-from launch.settings.prepare_config import PrepareConfig
 from tests import actor_child
 from tests.forked import Forked
+from tidemill.actors.config import ActorConfig, EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.client.rows import Rows
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.messages import Sample, Sampling, Status, Task
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.settings.prepare import prepare
+from tidemill.launch.settings.prepare_config import PrepareConfig
 
 PROMPT = "482="
 LABEL = "284"

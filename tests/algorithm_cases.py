@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
-from learner.algorithms.policy_losses import PolicyLoss
-from learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, KL_ESTIMATORS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
+from tidemill.learner.algorithms.policy_losses import PolicyLoss
+from tidemill.learner.algorithms.presets import PRESETS
 
 KL = KLConfig(coef=0.1)
 ENGINE = {"advantage": "none", "distill_coef": 0.5, "distill_teacher": "engine"}

@@ -15,8 +15,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from rewards.digits import digits
-from rewards.port import RewardRequest
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 OURS = {
     "backtracks": "no result within",

@@ -7,9 +7,9 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 
-from bus.streams.bus import Bus
-from bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
-from bus.wire.parts import Joining, PartsManifest
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
+from tidemill.bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")
 

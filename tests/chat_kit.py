@@ -9,14 +9,14 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from actors.openai import openai_api
-from actors.router.exchange import Answer, Request
-from actors.router.token_history import ModelText, TokenHistory
-from bus.wire.json_object import JsonObject
-from learner.data.prompts import Row, Tokenize, model_tokenizer, recorded_row, row_in, row_tokens
-from learner.data.responses import Recordings, Response
-from learner.data.source import Source
-from learner.errors import PromptError
+from tidemill.actors.openai import openai_api
+from tidemill.actors.router.exchange import Answer, Request
+from tidemill.actors.router.token_history import ModelText, TokenHistory
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.prompts import Row, Tokenize, model_tokenizer, recorded_row, row_in, row_tokens
+from tidemill.learner.data.responses import Recordings, Response
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
 
 TEXTS = st.sampled_from(["", "seven", "über 八 😀", " a\n\nb ", '{"x": 1}', "<tool_call>", "é'\"\\"]) | st.text(max_size=12)
 WORDS = st.sampled_from(["What is 3 + 4?", "Œuvre: 八 😀", "go on"])

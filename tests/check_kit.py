@@ -12,7 +12,7 @@ import yaml
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.shape import ModelShape
 
 VALUES: dict[str, Any] = {
     "model_type": "qwen2",

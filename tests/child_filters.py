@@ -7,8 +7,8 @@ import os
 import time
 from typing import Any
 
-from learner.data.buffer_filters import FilterBuffer
-from learner.data.filters import Decision, FilterGroup
+from tidemill.learner.data.buffer_filters import FilterBuffer
+from tidemill.learner.data.filters import Decision, FilterGroup
 
 
 def by_label(group: FilterGroup, *, dropped: list[int]) -> Any:

@@ -1,7 +1,7 @@
 """Rewards of groups for tests of child processes, in a module that imports nothing of pytest or torch: every child imports it."""
 
-from bus.wire.messages import score_of
-from rewards.group import GroupRequest
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.group import GroupRequest
 
 
 def ranks(request: GroupRequest, *, offset: float = 0.0) -> list[float]:

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rewards.port import RewardRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def length(request: RewardRequest, *, bonus: float = 0.0) -> float:
@@ -39,7 +39,7 @@ def of_label(request: RewardRequest) -> Any:
 
 def own_interpreter(request: RewardRequest) -> float:
     """Return 1 if this process was not forked from the keeper."""
-    return float(b"rewards.children.worker" in Path("/proc/self/cmdline").read_bytes())
+    return float(b"tidemill.rewards.children.worker" in Path("/proc/self/cmdline").read_bytes())
 
 
 def echo(request: RewardRequest) -> dict[str, float]:

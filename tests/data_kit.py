@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
-from learner.data.rules import DataRules
+from tidemill.bus.wire.messages import Kind, Sample, Sampling, Span, Status, Task
+from tidemill.learner.data.rules import DataRules
 
 RUN = "r"
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from bus.wire.messages import Plan
-from learner.debug.rollout_file import Rollout
 from tests.learner_steps import make_samples
+from tidemill.bus.wire.messages import Plan
+from tidemill.learner.debug.rollout_file import Rollout
 
 VOCAB = 300
 

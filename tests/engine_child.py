@@ -7,10 +7,10 @@ import asyncio
 import sys
 from pathlib import Path
 
-from actors.config import EngineConfig
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
 from tests.engine_serving import hold
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
 
 
 async def main(model_dir: str, port: int, *held_after: int) -> None:

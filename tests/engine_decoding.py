@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from actors.serving.builtin import decoder
-from actors.serving.builtin.loading import load_from_directory
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import KVSlots
-from actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.slots import KVSlots
+from tidemill.actors.serving.builtin.weights import Weights
 
 CPU = torch.device("cpu")
 

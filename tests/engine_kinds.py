@@ -14,16 +14,16 @@ from typing import Any, Protocol
 
 import aiohttp
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.server_process import STOP_S, command_line, server_child
-from bus.server.ports import KeptPort
 from tests.engine_serving import LIMIT_S, Gate, Served
 from tests.sglang.server import ARGUMENTS, ENVIRONMENT, config
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.server_process import STOP_S, command_line, server_child
+from tidemill.bus.server.ports import KeptPort
 
 START_S = 300.0
 MAX_RUNNING = 16

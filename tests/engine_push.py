@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.engine_serving import Served
-from weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
 DEADLINE_S = 45.0
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.pool import EnginePool
-from actors.engines.port import EngineInfo, Generation
-from actors.engines.server_pool import ServerStatus
-from bus.errors import BusError
-from bus.wire.messages import Sampling, Span
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.bus.errors import BusError
+from tidemill.bus.wire.messages import Sampling, Span
 
 Answer = Generation | Exception | Callable[[Sampling], Generation] | tuple[Generation | Exception, ...]
 """A tuple has the states of a stream, and the error that breaks it off."""

@@ -13,11 +13,11 @@ import aiohttp
 import numpy as np
 import torch
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.http.access import Rule
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.http.access import Rule
 
 LIMIT_S = 60.0
 HELD_STEP_S = 0.02

@@ -10,20 +10,20 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from actors.engines.activity import Activity
-from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool, UrlDiscovery
-from actors.engines.responses import Responses
-from actors.episodes.gateway import Gateway
-from actors.episodes.port import EpisodeResult, ProgramFailed
-from actors.episodes.rollouts import ProgramRollout
-from actors.router.token_history import ModelText
-from actors.text.rendering import Renderer
-from bus.client.addresses import HERE, Reach
-from bus.streams.episode_turns import TurnStream
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sampling, Task
 from tests.engine_serving import Served, serving
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.responses import Responses
+from tidemill.actors.episodes.gateway import Gateway
+from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.router.token_history import ModelText
+from tidemill.actors.text.rendering import Renderer
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.streams.episode_turns import TurnStream
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sampling, Task
 
 
 @dataclass

@@ -9,23 +9,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bus.config import BusConfig
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, connect
-from bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
-from learner.checkpoints import disk
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import encode
-from learner.data.prompts import PromptFile
-from learner.errors import LearnerError
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Last, Start
-from learner.feed.feeder import ModelFacts, run_feeder
-from learner.feed.places import FeederPlaces
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.data_kit import sample
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Sample, Sampling, Settle, Task
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batch_frames import encode
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.errors import LearnerError
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import End, Last, Start
+from tidemill.learner.feed.feeder import ModelFacts, run_feeder
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 WITHIN_S = 60.0
 """Longest wait for another part of the run."""

@@ -1,6 +1,6 @@
 """Programs of tests, forked from the process' template (``tests.template``): functions, and our modules in place of ``python -m``.
 
-Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m launch``.
+Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m tidemill``.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from bus.system.processes import Child
 from tests.template import INHERITED, ROOT, template
+from tidemill.bus.system.processes import Child
 
 CHILDLESS = ("actor", "bus", "engine", "feeder", "prepare", "rank", "router")
 """Commands that start no command of ours."""

@@ -1,4 +1,4 @@
-"""The functions of ``learner.megatron.layers.fused_heads`` in torch's operations: their reference, and a stand-in without Triton."""
+"""The functions of ``tidemill.learner.megatron.layers.fused_heads`` in torch's operations: their reference, and a stand-in without Triton."""
 
 import torch
 import torch.nn.functional as F

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from learner.megatron.hooks import BeforeStep
+from tidemill.learner.megatron.hooks import BeforeStep
 
 HELD = "HELD_STEP"
 """Environment variable ``STEP:FILE``: no rank takes this step, or a later one, while the file does not exist."""

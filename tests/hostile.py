@@ -9,13 +9,21 @@ from typing import Any
 
 import msgpack
 
-from bus.errors import WireError
-from bus.wire import parts
-from bus.wire.codec import encode_dead, encode_decision, encode_partial, encode_record, encode_sample, encode_task, encode_turn_record
-from bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
-from bus.wire.rows import LiveRow, read_row
-from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_kit import make_partial, make_sample, make_task
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire import parts
+from tidemill.bus.wire.codec import (
+    encode_dead,
+    encode_decision,
+    encode_partial,
+    encode_record,
+    encode_sample,
+    encode_task,
+    encode_turn_record,
+)
+from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Fence
+from tidemill.bus.wire.rows import LiveRow, read_row
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 NO_TASK = 10**6
 """An id that no task of the run reaches."""

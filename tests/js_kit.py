@@ -7,8 +7,8 @@ import subprocess
 from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
-from bus.system.processes import die_with_parent
 from tests.npm_kit import node, packages
+from tidemill.bus.system.processes import die_with_parent
 
 EXAMPLE = Path(__file__).resolve().parents[1] / "docs/examples/js-actor"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from bus.server.ports import KeptPort
-from bus.wire.messages import Plan, Sample, Sampling, Span, Status
-from bus.wire.routed_experts import RoutedShape
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.packing import assign
 from tests.forked import Forked
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.packing import assign
 
 
 def make_samples(

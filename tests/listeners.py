@@ -13,31 +13,31 @@ from typing import Any, cast
 
 import torch
 
-from actors.config import EngineConfig, SglangConfig
-from actors.episodes.episode import Episode
-from actors.episodes.gateway import Gateway
-from actors.router.config import RouterConfig
-from actors.router.server import Router
-from actors.router.token_history import ModelText
-from actors.scoring.server import RewardServer
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.releases import release_of
-from bus.client.addresses import HERE, Reach
-from bus.http.access import Access, RunAccess, TokenAccess
-from bus.http.listener import Listener
-from bus.liveness.keys import Keys, RunKeys
-from learner.checkpoints.server import CheckpointServer
-from rewards.registry import load
 from tests.episode_kit import task
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
-from weightstore.config import WeightsConfig
-from weightstore.format.manifest import Manifest
-from weightstore.store.registry import VersionRegistry
-from weightstore.store.snapshot_store import SnapshotStore
-from weightstore.transport.part_server import PartServer
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.episodes.episode import Episode
+from tidemill.actors.episodes.gateway import Gateway
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.server import Router
+from tidemill.actors.router.token_history import ModelText
+from tidemill.actors.scoring.server import RewardServer
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.releases import release_of
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import Access, RunAccess, TokenAccess
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.learner.checkpoints.server import CheckpointServer
+from tidemill.rewards.registry import load
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.transport.part_server import PartServer
 
 KEYS = Keys.of("s3cret")
 RUN = RunKeys.fixed(KEYS)
@@ -85,7 +85,7 @@ async def engine(model_dir: Path) -> AsyncIterator[Place]:
 
 @asynccontextmanager
 async def teacher(model_dir: Path) -> AsyncIterator[Place]:
-    """As ``launch.run.teacher`` opens it: without keys."""
+    """As ``tidemill.launch.run.teacher`` opens it: without keys."""
     async with _engine(lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority()) as place:
         yield place
 

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from bus.server.ports import KeptPort
-from learner.layout import parallel
-from learner.layout.sizes import num_senders
-from learner.megatron.model import Policy
 from tests.learner_steps import rank_environment
+from tidemill.bus.server.ports import KeptPort
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.sizes import num_senders
+from tidemill.learner.megatron.model import Policy
 
 
 def free_models() -> None:

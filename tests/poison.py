@@ -3,9 +3,9 @@
 import asyncio
 from pathlib import Path
 
-from rewards.digits import digits
-from rewards.port import RewardRequest
 from tests.unhurried import WAIT_S
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 
 async def ones(request: RewardRequest, *, mended: str = "") -> float:

@@ -17,21 +17,21 @@ from typing import Any, cast
 import torch
 from aiohttp import web
 
-from actors.errors import CannotTell, StaleEpoch, UpdateRefused
-from actors.serving.handles import HandleListener
-from actors.serving.port import Updates
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import connect
-from bus.system.coroutines import new_event_loop
-from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import Forked, piped
-from weightstore.errors import BadManifest
-from weightstore.format.checksums import ChecksumReport, report_checksums
-from weightstore.format.manifest import Bucket, Manifest, unflatten
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.handles import HostMemory, Offered, shared_memory_domain
-from weightstore.transport.staging import Staging, StagingPool
+from tidemill.actors.errors import CannotTell, StaleEpoch, UpdateRefused
+from tidemill.actors.serving.handles import HandleListener
+from tidemill.actors.serving.port import Updates
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.coroutines import new_event_loop
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
+from tidemill.weightstore.format.manifest import Bucket, Manifest, unflatten
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.handles import HostMemory, Offered, shared_memory_domain
+from tidemill.weightstore.transport.staging import Staging, StagingPool
 
 PATHS = {
     "/init_weights_update_group": "join",
@@ -220,7 +220,7 @@ class Engine:
 
 @dataclass
 class ByHandles:
-    """An engine as an object that ``actors.serving.handles`` drives."""
+    """An engine as an object that ``tidemill.actors.serving.handles`` drives."""
 
     engine: Engine
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from tokenizers import AddedToken, Tokenizer
 
-from actors.text.tool_calls import CLOSING, OPENING
 from tests.tiny_models import EOS, tiny_model, write_tiny_model
+from tidemill.actors.text.tool_calls import CLOSING, OPENING
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(tool=false) %}"

@@ -11,11 +11,11 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from actors.router.config import RouterConfig
-from actors.router.server import Router
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import RunKeys
-from bus.server.ports import KeptPort
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.server import Router
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.server.ports import KeptPort
 
 LIMIT_S = 60.0
 

@@ -14,14 +14,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Sample
-from learner.algorithms.config import AlgorithmConfig
-from learner.megatron import convert
-from learner.megatron.model import Policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.megatron import convert
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 LogProbs = Callable[[Tensor, float], Tensor]
 """``(tokens, temperature)``: the log-prob of each token but the first, [T - 1]."""

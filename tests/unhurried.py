@@ -7,8 +7,8 @@ import asyncio
 import os
 import time
 
-import rewards.digits
-from rewards.port import RewardRequest
+import tidemill.rewards.digits
+from tidemill.rewards.port import RewardRequest
 
 WAIT_S = 0.4
 HELD_S, LOOK_S = 4.0, 0.1
@@ -18,7 +18,7 @@ UNHURRIED = "actor.reward=tests.unhurried:digits"
 
 async def digits(request: RewardRequest) -> float:
     await asyncio.sleep(WAIT_S)
-    return rewards.digits.digits(request)
+    return tidemill.rewards.digits.digits(request)
 
 
 async def held(request: RewardRequest, *, until: str = "") -> float:
@@ -26,4 +26,4 @@ async def held(request: RewardRequest, *, until: str = "") -> float:
     deadline = time.monotonic() + HELD_S
     while time.monotonic() < deadline and not os.path.exists(until):  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(LOOK_S)
-    return rewards.digits.digits(request)
+    return tidemill.rewards.digits.digits(request)

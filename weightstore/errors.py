@@ -1,6 +1,6 @@
 """The error tree of the weightstore. Errors of torch.distributed, HTTP and the file system are translated into these at the edge.
 
-A learner that has been replaced meets ``bus.errors.Fenced`` here as everywhere.
+A learner that has been replaced meets ``tidemill.bus.errors.Fenced`` here as everywhere.
 """
 
 

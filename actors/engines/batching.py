@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 
 Send = Callable[[JsonObject], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""

@@ -12,16 +12,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.batching import RequestBatcher
-from actors.engines.port import EngineInfo, Generation
-from actors.engines.routed_experts import experts_of
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
-from actors.events import END, data_in
-from bus.http.client import ApiClient, CallFailed, Failure, no_headers
-from bus.liveness.keys import RunKeys
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling, Span
-from bus.wire.routed_experts import RoutedShape
+from tidemill.actors.engines.batching import RequestBatcher
+from tidemill.actors.engines.port import EngineInfo, Generation
+from tidemill.actors.engines.routed_experts import experts_of
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from tidemill.actors.events import END, data_in
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure, no_headers
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling, Span
+from tidemill.bus.wire.routed_experts import RoutedShape
 
 COMMAND_S = 30.0
 """Time limit in seconds of every call but generation."""
@@ -157,7 +157,7 @@ class HttpEngine:
 
 
 def error_of_call(failed: CallFailed) -> EngineError:
-    """Return the error of ``actors.errors`` for a failed call."""
+    """Return the error of ``tidemill.actors.errors`` for a failed call."""
     url, reason = failed.url, failed.reason
     match failed.failure:
         case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right

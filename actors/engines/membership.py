@@ -14,14 +14,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from typing import TypeVar
 
-from actors.allowed import refuse_foreign
-from actors.errors import BadRow
-from bus.config import BusConfig
-from bus.errors import BusError, BusUnavailable, NotFound
-from bus.liveness.heartbeats import Waiting
-from bus.streams.bus import Bus, connect
-from bus.wire.json_object import JsonObject
-from bus.wire.rows import LiveRow
+from tidemill.actors.allowed import refuse_foreign
+from tidemill.actors.errors import BadRow
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, BusUnavailable, NotFound
+from tidemill.bus.liveness.heartbeats import Waiting
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import LiveRow
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TypedDict
 
-from actors.engines.port import Engine
-from actors.engines.server_pool import ANSWER_S, ServerPool, ServerStatus
-from actors.errors import EngineError
+from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.server_pool import ANSWER_S, ServerPool, ServerStatus
+from tidemill.actors.errors import EngineError
 
 
 class UrlDiscovery:

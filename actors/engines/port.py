@@ -7,8 +7,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.messages import Sampling, Span
-from bus.wire.routed_experts import RoutedExperts
+from tidemill.bus.wire.messages import Sampling, Span
+from tidemill.bus.wire.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Generation:
     finish: str | None
     """stop | length | abort; None = unfinished (streaming only)."""
     routed_experts: RoutedExperts | None = None
-    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``bus.wire.routed_experts``): those of unfinished responses,
+    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``tidemill.bus.wire.routed_experts``): those of unfinished responses,
     and of positions that were computed for them, are unknown. None = not requested, or not known for any token."""
     matched: int | str | None = None
     """The token id or stop string that ended it."""
@@ -67,7 +67,7 @@ class EngineInfo:
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
-    Every method has a time limit and raises errors of ``actors.errors``: EngineUnavailable (unreachable, not serving, full, too late: try
+    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving, full, too late: try
     another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere), BadRequest (never repeat it). A call
     that is cancelled aborts its request at the engine. No method retries.
     """
@@ -119,7 +119,7 @@ class Engine(Protocol):
         ...
 
     async def healthy(self) -> bool:
-        """Return whether it can be reached and serves. Raises no error of ``actors.errors``."""
+        """Return whether it can be reached and serves. Raises no error of ``tidemill.actors.errors``."""
         ...
 
     async def info(self) -> EngineInfo:

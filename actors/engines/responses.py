@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.activity import Activity
-from actors.engines.pool import EnginePool
-from actors.engines.port import Engine, Generation
-from actors.engines.server_pool import NoServer
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
-from bus.errors import WireError
-from bus.wire.messages import Sampling, Timings
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.port import Engine, Generation
+from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Sampling, Timings
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.port import Generation
-from actors.errors import EngineFailed
-from bus.errors import WireError
-from bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.errors import EngineFailed
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
 
 FINISHED = ("stop", "length")
-"""Finish reasons of a complete response, as ``actors.engines.responses`` has them."""
+"""Finish reasons of a complete response, as ``tidemill.actors.engines.responses`` has them."""
 
 
 def experts_of(

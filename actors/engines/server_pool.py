@@ -12,10 +12,10 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import dataclass, field, replace
 from typing import Generic, Protocol, TypeVar
 
-from actors.errors import EngineError, ServerFault, VersionUnavailable
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
-from bus.system.coroutines import Waiter
+from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.system.coroutines import Waiter
 
 logger = logging.getLogger(__name__)
 

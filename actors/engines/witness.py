@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from actors.engines.pool import EnginePool
-from actors.http_api import NONCE_HEADER
-from bus.errors import BusError
-from bus.http.client import open_session
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.http_api import NONCE_HEADER
+from tidemill.bus.errors import BusError
+from tidemill.bus.http.client import open_session
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 
 log = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.port import Generation
-from actors.engines.responses import Response
-from actors.episodes.recorder import Output
-from actors.episodes.turn_log import StoredTurn
-from bus.wire.json_object import JsonObject
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import Response
+from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.turn_log import StoredTurn
+from tidemill.bus.wire.json_object import JsonObject
 
 
 @dataclass(frozen=True, slots=True)

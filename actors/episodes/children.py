@@ -23,15 +23,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from actors.episodes.port import EpisodeResult, ProgramFailed
-from bus.system.coroutines import Waiter
-from bus.system.failure_log import FailureLog
-from bus.system.proxies import without_proxy
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.json_object import JsonMapping
-from rewards.children import frames
-from rewards.children.keeper_process import environment
-from rewards.children.limits import children_of
+from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.proxies import without_proxy
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.children import frames
+from tidemill.rewards.children.keeper_process import environment
+from tidemill.rewards.children.limits import children_of
 
 logger = logging.getLogger(__name__)
 

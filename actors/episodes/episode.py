@@ -12,17 +12,17 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import Response, seeded
-from actors.episodes.clock import Clock
-from actors.episodes.recorder import Output, Recorder
-from actors.episodes.transcript import bounded
-from actors.episodes.turn_log import StoredTurn, TurnLog, digest
-from actors.errors import BadRequest
-from bus.config import RUN_NAME
-from bus.wire.episode_limits import Budget
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling, Task
+from tidemill.actors.engines.responses import Response, seeded
+from tidemill.actors.episodes.clock import Clock
+from tidemill.actors.episodes.recorder import Output, Recorder
+from tidemill.actors.episodes.transcript import bounded
+from tidemill.actors.episodes.turn_log import StoredTurn, TurnLog, digest
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling, Task
 
 SEEDS = 2**31
 """Number of different seeds: every engine takes those below."""

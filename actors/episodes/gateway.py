@@ -22,30 +22,30 @@ from typing import Any
 
 from aiohttp import BasicAuth, web
 
-from actors.engines.responses import GenerationFailed, Interrupted, Responses
-from actors.episodes import inference_api
-from actors.episodes.calls import Called, answer_of
-from actors.episodes.episode import Episode, Spent
-from actors.episodes.model_calls import ModelCalls
-from actors.episodes.transcript import messages_of
-from actors.episodes.turn_log import StoredTurn
-from actors.errors import BadRequest
-from actors.events import DATA
-from actors.http_api import json_map
-from actors.openai import openai_api
-from actors.router.chats import Chats, RenderedChats
-from actors.router.dialects import DIALECTS
-from actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
-from actors.router.token_history import ModelText, TokenHistory
-from actors.router.tree import Piece
-from actors.text.rendering import Renderer
-from bus.client.addresses import HERE, Reach
-from bus.http.access import Route, Rule
-from bus.http.bodies import body_in
-from bus.http.listener import Listener
-from bus.streams.episode_turns import NotStored, Superseded
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Timings
+from tidemill.actors.engines.responses import GenerationFailed, Interrupted, Responses
+from tidemill.actors.episodes import inference_api
+from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.actors.episodes.episode import Episode, Spent
+from tidemill.actors.episodes.model_calls import ModelCalls
+from tidemill.actors.episodes.transcript import messages_of
+from tidemill.actors.episodes.turn_log import StoredTurn
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.events import DATA
+from tidemill.actors.http_api import json_map
+from tidemill.actors.openai import openai_api
+from tidemill.actors.router.chats import Chats, RenderedChats
+from tidemill.actors.router.dialects import DIALECTS
+from tidemill.actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Request
+from tidemill.actors.router.token_history import ModelText, TokenHistory
+from tidemill.actors.router.tree import Piece
+from tidemill.actors.text.rendering import Renderer
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import Route, Rule
+from tidemill.bus.http.bodies import body_in
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.streams.episode_turns import NotStored, Superseded
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Timings
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,9 @@
 """Token ids in and out, as training clients ask (``/inference/v1/generate``): its body and answer made of those of /generate."""
 
-from actors.errors import BadRequest
-from actors.http_api import json_map
-from actors.router.exchange import Answer, Handler, Request
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.exchange import Answer, Handler, Request
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 PATH = "/inference/v1/generate"
 _PASSED = ("n", "temperature", "top_p", "top_k", "min_p", "stop", "stop_token_ids", "ignore_eos", "logit_bias")

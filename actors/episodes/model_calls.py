@@ -19,19 +19,19 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.responses import Prompt, Response, Responses
-from actors.episodes.calls import Called, answer_of
-from actors.episodes.episode import Call, Episode
-from actors.episodes.recorder import Output
-from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
-from actors.errors import BadRequest
-from actors.request import check_temperature
-from actors.router.exchange import Answer, Request
-from bus.errors import WireError
-from bus.system.coroutines import first_error
-from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Kind, Sampling
+from tidemill.actors.engines.responses import Prompt, Response, Responses
+from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.actors.episodes.episode import Call, Episode
+from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.request import check_temperature
+from tidemill.actors.router.exchange import Answer, Request
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Kind, Sampling
 
 Number = TypeVar("Number", int, float)
 

@@ -6,19 +6,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.config import GatewayConfig
-from actors.engines.responses import Responses
-from actors.episodes.children import ChildBounds, Children
-from actors.episodes.gateway import Gateway
-from actors.episodes.port import ProgramFailed
-from actors.episodes.rollouts import ProgramRollout
-from actors.episodes.turn_log import RESUME
-from actors.errors import BadRow, NoRenderer
-from actors.rollout_settings import RolloutConfig, RolloutPrograms
-from actors.router.token_history import ModelText
-from actors.text.rendering import Renderer
-from bus.client.addresses import HERE, Reach
-from bus.streams.episode_turns import TurnStream
+from tidemill.actors.config import GatewayConfig
+from tidemill.actors.engines.responses import Responses
+from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.gateway import Gateway
+from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.episodes.turn_log import RESUME
+from tidemill.actors.errors import BadRow, NoRenderer
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
+from tidemill.actors.router.token_history import ModelText
+from tidemill.actors.text.rendering import Renderer
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.streams.episode_turns import TurnStream
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Partial, Sample, Task
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Partial, Sample, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from bus.wire.messages import SequenceSize, Span, Turns
-from bus.wire.routed_experts import RoutedExperts
+from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from tidemill.bus.wire.messages import SequenceSize, Span, Turns
+from tidemill.bus.wire.routed_experts import RoutedExperts
 
 EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
 """Kinds of a turn's place: behind an output without another turn behind it, behind one that has one (or beside a turn of the same prompt),

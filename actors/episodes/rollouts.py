@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.episode import Episode
-from actors.episodes.gateway import KEY_PATH, Gateway
-from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
-from actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
-from bus.streams.episode_turns import NotStored, Superseded, TurnStream
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.messages import Partial, Sample, Status, Task, Timings
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.episode import Episode
+from tidemill.actors.episodes.gateway import KEY_PATH, Gateway
+from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Programs, Unfinished
+from tidemill.actors.episodes.turn_log import MOST_IDS, RESTART, TurnLog
+from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.messages import Partial, Sample, Status, Task, Timings
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from actors.engines.port import Generation
-from actors.engines.responses import Response
-from actors.episodes.calls import Called, answer_of
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Timings
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import Response
+from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Timings
 
 CUT = "cut"
 """Finish reason of a turn after its client has closed the stream."""

@@ -2,10 +2,10 @@
 
 import json
 
-from actors.http_api import json_map
-from actors.router.dialects import DIALECTS
-from bus.wire.chat_messages import chat_messages
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.http_api import json_map
+from tidemill.actors.router.dialects import DIALECTS
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 MAX_BYTES = 256_000
 """Most bytes of a transcript as JSON. A longer one is cut in the middle."""

@@ -16,14 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.engines.port import Generation
-from actors.engines.responses import Response
-from actors.episodes.recorder import Output
-from actors.rollout_settings import AGAIN
-from bus.streams.episode_turns import EpisodeLog
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Timings
-from bus.wire.turn_records import TurnKind, TurnRecord
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import Response
+from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.rollout_settings import AGAIN
+from tidemill.bus.streams.episode_turns import EpisodeLog
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Timings
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 RESTART, REPLAY, RESUME = AGAIN
 MOST_IDS = 1 << 26

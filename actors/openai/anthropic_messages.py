@@ -9,9 +9,9 @@ import difflib
 import json
 from collections.abc import Iterator, Mapping
 
-from actors.errors import BadRequest
-from actors.openai.openai_api import content_text
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai.openai_api import content_text
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream", "chat_template_kwargs", "min_version")
 """Fields that a chat completion takes under the same name."""

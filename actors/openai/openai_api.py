@@ -16,15 +16,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
-from actors.errors import BadRequest
-from actors.text import tool_calls
-from actors.text.chat_template import ChatTemplate
-from actors.text.text import Text
-from actors.text.tool_calls import Call, ParsedReply
-from bus.errors import WireError
-from bus.wire.chat_messages import TEXTS, chat_messages, text_of
-from bus.wire.episode_limits import OF_TEMPLATE
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.text import tool_calls
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import Call, ParsedReply
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import TEXTS, chat_messages, text_of
+from tidemill.bus.wire.episode_limits import OF_TEMPLATE
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 Found = TypeVar("Found")
 

@@ -9,15 +9,15 @@ from typing import Protocol
 
 from aiohttp import web
 
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from actors.events import DONE, event
-from actors.http_api import body_of
-from actors.openai import openai_api
-from actors.request import Limits
-from actors.text.chat_template import ChatTemplate
-from actors.text.text import Text, beside_loop, size_of
-from bus.http.access import Route
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from tidemill.actors.events import DONE, event
+from tidemill.actors.http_api import body_of
+from tidemill.actors.openai import openai_api
+from tidemill.actors.request import Limits
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.bus.http.access import Route
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 State = JsonMapping
 

@@ -10,9 +10,9 @@ Nothing is stored: a program sends the items of its history itself.
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
 
-from actors.errors import BadRequest
-from actors.openai.openai_api import content_text
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai.openai_api import content_text
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 SAME = ("model", "temperature", "top_p", "stream", "parallel_tool_calls", "chat_template_kwargs", "min_version")
 """Fields that a chat completion takes under the same name."""

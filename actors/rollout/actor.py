@@ -29,27 +29,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from actors.config import ActorConfig
-from actors.engines.activity import Activity
-from actors.engines.responses import GenerationFailed, Responses
-from actors.engines.server_pool import NoServer
-from actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
-from actors.rollout.single_turn import failed, failed_sample
-from actors.teachers.teachers import TeacherFailed, Teachers
-from bus.config import SINGLE_TURN
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus
-from bus.streams.episode_turns import Superseded
-from bus.streams.tasks import Lease
-from bus.system.coroutines import Waiter, first_error
-from bus.system.failure_log import FailureLog
-from bus.wire.codec import check_sample
-from bus.wire.messages import Kind, Partial, Sample, Status, Task
-from rewards.errors import RewardFailed
-from rewards.group import GroupRequest
-from rewards.part_settings import fits
-from rewards.port import RewardRequest, Scorer
-from rewards.scorers.groups import GroupScorer
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.responses import GenerationFailed, Responses
+from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
+from tidemill.actors.rollout.single_turn import failed, failed_sample
+from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.episode_turns import Superseded
+from tidemill.bus.streams.tasks import Lease
+from tidemill.bus.system.coroutines import Waiter, first_error
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.part_settings import fits
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.scorers.groups import GroupScorer
 
 logger = logging.getLogger(__name__)
 

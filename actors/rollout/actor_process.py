@@ -6,31 +6,31 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 
-from actors.config import ActorConfig, GatewayConfig
-from actors.engines.activity import Activity
-from actors.engines.engine_client import HttpEngine
-from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.engines.pool import EnginePool, UrlDiscovery
-from actors.engines.port import Engine
-from actors.engines.responses import Responses
-from actors.engines.server_pool import BusDiscovery
-from actors.engines.witness import failing
-from actors.episodes.port import Rollout
-from actors.errors import ActorRefused, BadRow
-from actors.rollout.actor import Actor, Scorers
-from actors.rollout.single_turn import SingleTurn
-from actors.rollout_settings import RolloutPrograms, parse_rollouts, served
-from actors.scoring.opened import open_rewards
-from actors.scoring.scorer_pool import RemoteScoring, ScorerPool
-from actors.teachers.teachers import Teachers
-from bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
-from bus.config import SINGLE_TURN, BusConfig, is_loopback
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.liveness.keys import api_keys
-from bus.streams.bus import Bus
-from bus.wire.json_object import JsonMapping
-from bus.wire.rows import LiveRow
-from bus.wire.subjects import refused
+from tidemill.actors.config import ActorConfig, GatewayConfig
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
+from tidemill.actors.engines.pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.responses import Responses
+from tidemill.actors.engines.server_pool import BusDiscovery
+from tidemill.actors.engines.witness import failing
+from tidemill.actors.episodes.port import Rollout
+from tidemill.actors.errors import ActorRefused, BadRow
+from tidemill.actors.rollout.actor import Actor, Scorers
+from tidemill.actors.rollout.single_turn import SingleTurn
+from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts, served
+from tidemill.actors.scoring.opened import open_rewards
+from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerPool
+from tidemill.actors.teachers.teachers import Teachers
+from tidemill.bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
+from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.subjects import refused
 
 UPDATE_EVERY_S = 1.0
 """Seconds between two updates of the live row."""
@@ -125,7 +125,7 @@ async def _work(
         programs, names = _served(programs, config)
         rollouts: dict[str, Rollout] = {"": SingleTurn(responses)} if SINGLE_TURN in names else {}
         if programs.programs:
-            from actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
+            from tidemill.actors.episodes.opened import opened_rollouts  # its tokenizer is not needed for single turns
 
             opening = opened_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
             rollouts |= await stack.enter_async_context(opening)

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from actors.engines.port import Generation
-from actors.engines.responses import GenerationFailed, Interrupted, Prompt, Response, Responses, seeded
-from actors.episodes.port import Made, Unfinished
-from actors.errors import BadRequest
-from bus.wire.codec import check_sample
-from bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import GenerationFailed, Interrupted, Prompt, Response, Responses, seeded
+from tidemill.actors.episodes.port import Made, Unfinished
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task, Timings
 
 MOST_REASON = 4000
 """Characters of a reason that a sample keeps."""

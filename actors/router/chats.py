@@ -12,17 +12,17 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from actors.errors import BadRequest
-from actors.openai import openai_api
-from actors.openai.openai_api import ParsedRequest, ReadReply
-from actors.router.state_streams import sampled_piece
-from actors.router.tool_call_cache import ToolCallCache, comparable
-from actors.router.tree import Piece
-from actors.text.chat_template import ChatTemplate
-from actors.text.rendering import Renderer
-from actors.text.text import beside_loop, size_of
-from actors.text.tool_calls import ParsedReply
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_api import ParsedRequest, ReadReply
+from tidemill.actors.router.state_streams import sampled_piece
+from tidemill.actors.router.tool_call_cache import ToolCallCache, comparable
+from tidemill.actors.router.tree import Piece
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.rendering import Renderer
+from tidemill.actors.text.text import beside_loop, size_of
+from tidemill.actors.text.tool_calls import ParsedReply
+from tidemill.bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ class RouterConfig:
     workers: tuple[str, ...] = ()
     """URLs of engines known from the start, besides those on the bus."""
     middleware: tuple[str, ...] = ()
-    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an ``actors.router.exchange.Middleware``."""
+    """``package.module:factory`` each, the first one outermost; ``factory(config)`` returns an ``tidemill.actors.router.exchange.Middleware``."""
     model: str = ""
     """Directory of the model with the tokenizer and the chat template that the middleware uses."""
     timeout_s: float = 3600.0

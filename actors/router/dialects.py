@@ -5,9 +5,9 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Protocol
 
-from actors.events import named_event
-from actors.openai import anthropic_messages, responses_api
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.events import named_event
+from tidemill.actors.openai import anthropic_messages, responses_api
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 class Events(Protocol):

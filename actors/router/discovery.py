@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
-from actors.engines.server_pool import BusDiscovery, ServerStatus
-from actors.errors import EngineError, EngineUnavailable
-from actors.router.config import RouterConfig
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
+from tidemill.actors.engines.server_pool import BusDiscovery, ServerStatus
+from tidemill.actors.errors import EngineError, EngineUnavailable
+from tidemill.actors.router.config import RouterConfig
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class _Health:
 
 
 class WorkerDiscovery:
-    """A Discovery (``actors.engines.server_pool``). ``check_for_ever`` must be running."""
+    """A Discovery (``tidemill.actors.engines.server_pool``). ``check_for_ever`` must be running."""
 
     def __init__(self, config: RouterConfig, ask: Ask, view: LiveView | None = None) -> None:
         self._config, self._ask = config, ask

@@ -13,10 +13,10 @@ from typing import Any, Self
 
 import msgspec
 
-from actors.errors import BadRequest
-from actors.events import DONE, event
-from actors.http_api import json_map
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.events import DONE, event
+from tidemill.actors.http_api import json_map
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 JSON, EVENTS = "application/json", "text/event-stream"
 """Types of content."""

@@ -20,17 +20,17 @@ from urllib.parse import quote
 import aiohttp
 from yarl import URL
 
-from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool
-from actors.engines.port import Engine
-from actors.engines.server_pool import NoServer
-from actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
-from actors.http_api import NONCE_HEADER
-from actors.router.config import RouterConfig
-from actors.router.discovery import NotServing
-from actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
-from bus.http.client import content_of, open_session
-from bus.liveness.keys import RunKeys
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.port import Engine
+from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.errors import EngineError, EngineGone, EngineUnavailable, VersionUnavailable
+from tidemill.actors.http_api import NONCE_HEADER
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.discovery import NotServing
+from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
+from tidemill.bus.http.client import content_of, open_session
+from tidemill.bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 """Paths of generations."""

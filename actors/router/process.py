@@ -5,15 +5,15 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import replace
 
-from actors.engines.membership import connected, default_id, first_row
-from actors.engines.witness import Witness
-from actors.router.config import RouterConfig
-from actors.router.server import Router
-from bus.client.addresses import reach, route_to
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.liveness.keys import admin_keys
-from bus.system.coroutines import first_of
+from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.witness import Witness
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.server import Router
+from tidemill.bus.client.addresses import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
 

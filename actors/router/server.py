@@ -17,21 +17,21 @@ from dataclasses import replace
 import aiohttp
 from aiohttp import web
 
-from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool
-from actors.errors import BadRequest, EngineError
-from actors.http_api import BODIES_BYTES, body_of, translate
-from actors.router.config import RouterConfig, check_url
-from actors.router.discovery import WorkerDiscovery
-from actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
-from actors.router.forward import Asker, Forwarder
-from bus.http.access import Route, RunAccess
-from bus.http.bodies import BodyLimits, body_in
-from bus.http.client import open_session
-from bus.http.listener import Listener
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import RunKeys
-from bus.system.coroutines import first_of
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.errors import BadRequest, EngineError
+from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
+from tidemill.actors.router.config import RouterConfig, check_url
+from tidemill.actors.router.discovery import WorkerDiscovery
+from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
+from tidemill.actors.router.forward import Asker, Forwarder
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.client import open_session
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 
-from actors.errors import EngineError
-from actors.events import data_of
-from actors.router.tree import Piece
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import EngineError
+from tidemill.actors.events import data_of
+from tidemill.actors.router.tree import Piece
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 class SentStates:

@@ -2,7 +2,7 @@
 
 A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the sampled ids: the
 model then reads tokens that it never generated, and training uses other tokens than were sampled. Here the prompt is made of the remembered
-ids (``actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token ids.
+ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are rendered here too, so that all engines receive token ids.
 
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 from http import HTTPStatus
 from pathlib import Path
 
-from actors.errors import BadRequest, EngineError
-from actors.openai import openai_api
-from actors.router.chats import AskedChat, Chats, TemplateChats
-from actors.router.config import RouterConfig
-from actors.router.dialects import DIALECTS
-from actors.router.exchange import Answer, Handler, Request
-from actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
-from actors.router.tree import Piece, TokenTree, columns
-from actors.text.chat_template import ChatTemplate
-from actors.text.text import Text
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import BadRequest, EngineError
+from tidemill.actors.openai import openai_api
+from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.dialects import DIALECTS
+from tidemill.actors.router.exchange import Answer, Handler, Request
+from tidemill.actors.router.state_streams import SentStates, sampled_piece, state_in, states_in
+from tidemill.actors.router.tree import Piece, TokenTree, columns
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.json_object import JsonMapping
 
 MAX_CONTEXT = 1 << 15
 """Context length in tokens, where neither the engine nor the model's config states one."""

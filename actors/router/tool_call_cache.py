@@ -4,7 +4,7 @@ import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 
 class ToolCallCache:

@@ -2,13 +2,13 @@
 
 from contextlib import AsyncExitStack
 
-from actors.config import ActorConfig
-from rewards.children.limits import Limits
-from rewards.part_settings import read_parts
-from rewards.port import Scorer
-from rewards.scorers.groups import GroupScorer, opened_group
-from rewards.scorers.parts import opened_parts
-from rewards.scorers.single import opened
+from tidemill.actors.config import ActorConfig
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.port import Scorer
+from tidemill.rewards.scorers.groups import GroupScorer, opened_group
+from tidemill.rewards.scorers.parts import opened_parts
+from tidemill.rewards.scorers.single import opened
 
 
 async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scorer | None, GroupScorer | None]:

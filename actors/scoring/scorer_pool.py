@@ -15,19 +15,19 @@ from typing import Any
 
 import aiohttp
 
-from actors.engines.server_pool import BusDiscovery, ServerPool
-from actors.errors import ScorerLost, ScorerUnavailable
-from actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
-from bus.http.client import content_of, open_session
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import RunKeys
-from bus.system.coroutines import first_of
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
-from rewards.group import GROUP, GroupRequest
-from rewards.http.calls import MAX_ANSWER_BYTES
-from rewards.port import RewardRequest
-from rewards.registry import REWARD
+from tidemill.actors.engines.server_pool import BusDiscovery, ServerPool
+from tidemill.actors.errors import ScorerLost, ScorerUnavailable
+from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
+from tidemill.bus.http.client import content_of, open_session
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.system.coroutines import first_of
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GROUP, GroupRequest
+from tidemill.rewards.http.calls import MAX_ANSWER_BYTES
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import REWARD
 
 ROLE = "scorer"
 """Role of the scorers' live rows."""
@@ -101,7 +101,7 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``rewards.port.Scorer``, ``rewards.scorers.groups.GroupScorer``)."""
+    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``, ``tidemill.rewards.scorers.groups.GroupScorer``)."""
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool

@@ -9,17 +9,17 @@ import logging
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from actors.config import ActorConfig
-from actors.engines.membership import config_of_run, connected, default_id, first_row, section
-from actors.scoring.opened import open_rewards
-from actors.scoring.scorer_pool import ROLE
-from actors.scoring.server import RewardServer, serving
-from bus.client.addresses import LOOPBACK, reach, route_to
-from bus.config import BusConfig
-from bus.http.access import RunAccess
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import api_keys
-from bus.system.coroutines import first_of
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
+from tidemill.actors.scoring.opened import open_rewards
+from tidemill.actors.scoring.scorer_pool import ROLE
+from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.bus.client.addresses import LOOPBACK, reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.system.coroutines import first_of
 
 log = logging.getLogger(__name__)
 

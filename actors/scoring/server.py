@@ -16,17 +16,17 @@ from typing import Any
 
 from aiohttp import web
 
-from bus.http.access import Access, Route, TokenAccess
-from bus.http.bodies import body_in, json_in
-from bus.http.listener import Listener
-from bus.system.coroutines import Waiter, ended
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import MAX_THREADS, checked
-from rewards.request_json import to_request
-from rewards.scorers.groups import GroupScorer
+from tidemill.bus.http.access import Access, Route, TokenAccess
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.system.coroutines import Waiter, ended
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import MAX_THREADS, checked
+from tidemill.rewards.request_json import to_request
+from tidemill.rewards.scorers.groups import GroupScorer
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096

@@ -3,10 +3,10 @@
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
 
-from actors.errors import BadRequest, EngineError, EngineUnavailable
-from bus.errors import BusError
-from bus.liveness.keys import RunKeys
-from weightstore.transport.nccl import sees
+from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.weightstore.transport.nccl import sees
 
 log = logging.getLogger(__name__)
 

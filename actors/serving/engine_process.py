@@ -16,26 +16,26 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from actors.config import EngineConfig
-from actors.engines.membership import connected, default_id, first_row
-from actors.engines.witness import OwnAddress
-from actors.errors import EngineFailed
-from actors.scratch import Scratch
-from actors.serving.authority import Authority
-from actors.serving.port import Factory, ServedEngine
-from bus.client.addresses import reach, route_to
-from bus.config import BusConfig
-from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import admin_keys
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of, to_the_end
-from bus.wire.rows import Capabilities
-from weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
-from weightstore.errors import CatchUpTimeout
-from weightstore.push.accelerator_turns import AcceleratorLease
-from weightstore.store.registry import VersionRegistry
-from weightstore.transport.handles import shared_memory_domain
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.membership import connected, default_id, first_row
+from tidemill.actors.engines.witness import OwnAddress
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.port import Factory, ServedEngine
+from tidemill.bus.client.addresses import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import admin_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of, to_the_end
+from tidemill.bus.wire.rows import Capabilities
+from tidemill.weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
+from tidemill.weightstore.errors import CatchUpTimeout
+from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.handles import shared_memory_domain
 
 log = logging.getLogger(__name__)
 

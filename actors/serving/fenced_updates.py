@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Coroutine
 
-from actors.errors import StaleEpoch, UpdateRefused
-from actors.serving.port import Result
+from tidemill.actors.errors import StaleEpoch, UpdateRefused
+from tidemill.actors.serving.port import Result
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 """Kinds of memory that can be released, under SGLang's names."""

@@ -18,15 +18,15 @@ import msgpack
 import zmq
 import zmq.asyncio
 
-from actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
-from actors.http_api import need, seconds_in
-from actors.scratch import Scratch
-from actors.serving.authority import Authority
-from actors.serving.port import COMMAND_S, Updates
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import WeightstoreError
-from weightstore.format.manifest import Bucket
-from weightstore.transport.handles import Mapped, Offered
+from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpoch, UpdateRefused
+from tidemill.actors.http_api import need, seconds_in
+from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.port import COMMAND_S, Updates
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.transport.handles import Mapped, Offered
 
 log = logging.getLogger(__name__)
 
@@ -225,7 +225,7 @@ class HandleListener:
 def _mapped(to_gpu: bool) -> Mapped:
     if not to_gpu:
         return Mapped()
-    from weightstore.transport.pinning import PINNING
+    from tidemill.weightstore.transport.pinning import PINNING
 
     return Mapped(pinning=PINNING)
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from actors.config import EngineConfig
-from actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
-from actors.http_api import listen
-from actors.request import Limits
-from actors.serving.authority import Authority
-from actors.serving.handles import HandleListener
-from actors.serving.port import PHASES, Backend, ServedEngine, Updates
-from actors.serving.server import EngineServer
-from actors.text.text import Text
-from bus.system.coroutines import Waiter
-from bus.wire.subjects import nonce
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.errors import EngineUnavailable, UnsupportedModel, VersionUnavailable
+from tidemill.actors.http_api import listen
+from tidemill.actors.request import Limits
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.handles import HandleListener
+from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
+from tidemill.actors.serving.server import EngineServer
+from tidemill.actors.text.text import Text
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import nonce
 
 log = logging.getLogger(__name__)
 

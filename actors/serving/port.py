@@ -6,15 +6,15 @@ from typing import Protocol, TypeVar
 
 from aiohttp import web
 
-from actors.request import Limits
-from actors.serving.authority import Authority
-from actors.text.text import Text
-from bus.http.access import Route
-from bus.wire.json_object import JsonMapping
-from bus.wire.rows import Capabilities
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket
-from weightstore.transport.handles import Offered
+from tidemill.actors.request import Limits
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.text.text import Text
+from tidemill.bus.http.access import Route
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.rows import Capabilities
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.transport.handles import Offered
 
 PHASES = ("joining", "catching up", "serving", "stale", "draining")
 """Phases of an engine; it accepts requests only in ``serving``."""
@@ -198,7 +198,7 @@ class Backend(Protocol):
         """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable, EngineFailed."""
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield the states of all responses to a body of /generate, as ``actors.openai.openai_server.GenerateBackend`` requires."""
+        """Yield the states of all responses to a body of /generate, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         ...
 
     async def abort(self, rid: str | None, body: Body) -> web.StreamResponse:

@@ -1,12 +1,12 @@
-"""SGLang's HTTP API of an engine: paths, JSON and status codes (``actors.http_api``), the same for both kinds of engine."""
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds of engine."""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 
 from aiohttp import web
 
-from actors.errors import BadRequest, EngineFailed, EngineUnavailable
-from actors.http_api import (
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from tidemill.actors.http_api import (
     BODIES_BYTES,
     NONCE_HEADER,
     body_of,
@@ -20,13 +20,13 @@ from actors.http_api import (
     translate,
     version_in,
 )
-from actors.openai.openai_server import OpenAiRoutes
-from actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
-from bus.http.access import Handler, Route, Rule, RunAccess
-from bus.http.bodies import BodyLimits
-from bus.http.listener import Listener
-from bus.wire.json_object import JsonObject
-from weightstore.format.checksums import ChecksumReport
+from tidemill.actors.openai.openai_server import OpenAiRoutes
+from tidemill.actors.serving.port import COMMAND_S, Backend, Body, HttpEngine, Result
+from tidemill.bus.http.access import Handler, Route, Rule, RunAccess
+from tidemill.bus.http.bodies import BodyLimits
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.weightstore.format.checksums import ChecksumReport
 
 PAUSE_MODES = ("abort", "retract", "in_place")
 

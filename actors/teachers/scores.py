@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.errors import EngineFailed
-from bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import EngineFailed
+from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
+from tidemill.bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

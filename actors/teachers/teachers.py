@@ -14,13 +14,13 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.config import ActorConfig
-from actors.engines.engine_client import error_of_call
-from actors.errors import BadRequest, EngineError, EngineUnavailable
-from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
-from actors.teachers.scores import Scores, request_of, scores_in
-from bus.http.client import ApiClient
-from bus.wire.messages import Sample
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.engine_client import error_of_call
+from tidemill.actors.errors import BadRequest, EngineError, EngineUnavailable
+from tidemill.actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from tidemill.actors.teachers.scores import Scores, request_of, scores_in
+from tidemill.bus.http.client import ApiClient
+from tidemill.bus.wire.messages import Sample
 
 logger = logging.getLogger(__name__)
 

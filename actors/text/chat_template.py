@@ -2,10 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from actors.errors import BadRequest
-from actors.text.tool_calls import form_of
-from bus.wire.json_object import JsonMapping
-from rewards.message_template import MessageTemplate
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.text.tool_calls import form_of
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.message_template import MessageTemplate
 
 
 class ChatTemplate(MessageTemplate):
@@ -14,7 +14,7 @@ class ChatTemplate(MessageTemplate):
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
         super().__init__(source, special, tool_use=tool_use)
         self.form_of_calls = form_of(tool_use or source)
-        """Format in which the model writes tool calls (``actors.text.tool_calls``); None = unknown."""
+        """Format in which the model writes tool calls (``tidemill.actors.text.tool_calls``); None = unknown."""
 
     def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""

@@ -15,13 +15,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from actors.errors import BadRequest, NoRenderer, RendererMissing
-from actors.text.chat_template import ChatTemplate
-from actors.text.harmony_vocabulary import HarmonyVocabulary
-from actors.text.text import Text
-from actors.text.tool_calls import Call, ParsedReply, call_of
-from bus.system.foreign import errors_as
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.actors.errors import BadRequest, NoRenderer, RendererMissing
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.harmony_vocabulary import HarmonyVocabulary
+from tidemill.actors.text.text import Text
+from tidemill.actors.text.tool_calls import Call, ParsedReply, call_of
+from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 logger = logging.getLogger(__name__)
 

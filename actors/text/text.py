@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from actors.errors import BadRequest
-from bus.system.foreign import errors_as
+from tidemill.actors.errors import BadRequest
+from tidemill.bus.system.foreign import errors_as
 
 LONG = 16_384
 """Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a thousand."""

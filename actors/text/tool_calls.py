@@ -35,7 +35,7 @@ class ParsedReply:
     content: str
     calls: tuple[Call, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``actors.text.rendering``) separate it from the content."""
+    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate it from the content."""
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 

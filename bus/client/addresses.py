@@ -8,7 +8,7 @@ import socket
 from dataclasses import dataclass, field
 from urllib.parse import parse_qsl, quote, unquote, urlencode, urlsplit
 
-from bus.config import is_loopback
+from tidemill.bus.config import is_loopback
 
 _SCHEMES = ("nats", "tls")
 _FILES = ("ca", "cert", "key")

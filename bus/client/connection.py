@@ -18,12 +18,12 @@ import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.client.addresses import Address, parse
-from bus.config import OLDEST_SERVER
-from bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
-from bus.system.coroutines import ended, heard, to_the_end
-from bus.system.failure_log import FailureLog
-from bus.wire.subjects import token
+from tidemill.bus.client.addresses import Address, parse
+from tidemill.bus.config import OLDEST_SERVER
+from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
+from tidemill.bus.system.coroutines import ended, heard, to_the_end
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
@@ -223,7 +223,7 @@ class Connection:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``. ``url``: as ``bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
+        """Connect within ``wait_s``. ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from bus.client.connection import before_retry, retry
-from bus.client.jetstream import JetStream, Message
-from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.pull import Delivered, OrderedPull, present
-from bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
-from bus.wire import parts, subjects
-from bus.wire.codec import encode_record
-from bus.wire.messages import Fence
-from bus.wire.subjects import natural, nonce
+from tidemill.bus.client.connection import before_retry, retry
+from tidemill.bus.client.jetstream import JetStream, Message
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
+from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.messages import Fence
+from tidemill.bus.wire.subjects import natural, nonce
 
 _log = logging.getLogger(__name__)
 

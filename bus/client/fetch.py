@@ -12,9 +12,9 @@ import time
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.client.connection import FOREIGN, RETRY_S, before_retry
-from bus.client.jetstream import JetStream
-from bus.errors import BusUnavailable
+from tidemill.bus.client.connection import FOREIGN, RETRY_S, before_retry
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"
 """Payloads of acknowledgements (JetStream's protocol): deliver again, done, and still at work, which renews the lease."""

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from bus.client.connection import RETRY_S, Connection, retry
-from bus.client.outbox import Outbox, answered
-from bus.client.refusals import Refusals
-from bus.config import BusConfig
-from bus.errors import BusUnavailable, NotFound, Refused
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
+from tidemill.bus.client.connection import RETRY_S, Connection, retry
+from tidemill.bus.client.outbox import Outbox, answered
+from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable, NotFound, Refused
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from bus.client.jetstream import JetStream
-from bus.config import BusConfig
-from bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ConfigMismatch, NoRoom, NotFound, Refused
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
 
 _NS = 1_000_000_000
 _ALREADY_IN_USE = (10058, 10148, 10013, 10105)
@@ -24,7 +24,7 @@ _MAX_WAITING = 16_384
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
 
-    TASKS is created last: other processes find a run by it (``bus.streams.bus.find_run``), and read its rows at once.
+    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows at once.
 
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """

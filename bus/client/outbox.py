@@ -11,10 +11,10 @@ from typing import NamedTuple
 import msgspec
 from nats.aio.msg import Msg
 
-from bus.client.connection import FOREIGN, Connection
-from bus.errors import BusFull, BusUnavailable, Forbidden, Refused
-from bus.system.coroutines import heard
-from bus.wire.json_object import JsonObject
+from tidemill.bus.client.connection import FOREIGN, Connection
+from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, Refused
+from tidemill.bus.system.coroutines import heard
+from tidemill.bus.wire.json_object import JsonObject
 
 _log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from typing import NamedTuple, Self, overload
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from bus.client.connection import FOREIGN
-from bus.client.jetstream import JetStream, StreamState
-from bus.errors import BusUnavailable, NotFound
-from bus.system.coroutines import Waiter
-from bus.wire.subjects import delivery, natural
+from tidemill.bus.client.connection import FOREIGN
+from tidemill.bus.client.jetstream import JetStream, StreamState
+from tidemill.bus.errors import BusUnavailable, NotFound
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from bus.errors import WireError
-from bus.system.failure_log import FailureLog
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.failure_log import FailureLog
 
 _log = logging.getLogger(__name__)
 

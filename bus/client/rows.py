@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from bus.client.connection import RETRY_S, retry
-from bus.client.jetstream import RETRY_FOR_S, JetStream, Message
-from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
-from bus.client.pull import Delivered, present
-from bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
-from bus.system.coroutines import Waiter
-from bus.system.failure_log import FailureLog
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
-from bus.wire.rows import read_row
-from bus.wire.subjects import new_id
+from tidemill.bus.client.connection import RETRY_S, retry
+from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from tidemill.bus.client.pull import Delivered, present
+from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import read_row
+from tidemill.bus.wire.subjects import new_id
 
 _log = logging.getLogger(__name__)
 

@@ -16,8 +16,8 @@ from typing import Protocol
 
 from aiohttp import web
 
-from bus.errors import BusError
-from bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.keys import Keys, RunKeys
 
 _SCHEME = "bearer"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from bus.http.access import refusal
+from tidemill.bus.http.access import refusal
 
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a larger one is refused with 413."""

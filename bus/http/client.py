@@ -15,7 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from bus.errors import BusError, DetailedError
+from tidemill.bus.errors import BusError, DetailedError
 
 CONNECT_S = 5.0
 """Deadline for a connection."""

@@ -15,10 +15,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
-from bus.client.addresses import bare, in_url
-from bus.config import is_loopback
-from bus.http.access import Access, Handler, Route, Rule
-from bus.http.bodies import Bodies, BodyLimits
+from tidemill.bus.client.addresses import bare, in_url
+from tidemill.bus.config import is_loopback
+from tidemill.bus.http.access import Access, Handler, Route, Rule
+from tidemill.bus.http.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
 """A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""

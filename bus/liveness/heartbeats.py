@@ -9,12 +9,12 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any, Self
 
-from bus.client.rows import Value
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.rows import LiveRow, row_of
-from bus.wire.subjects import token
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow, row_of
+from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 

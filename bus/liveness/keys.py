@@ -14,9 +14,9 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from bus.client.rows import Value
-from bus.errors import BusError, NotFound
-from bus.streams.bus import Bus
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import BusError, NotFound
+from tidemill.bus.streams.bus import Bus
 
 ADMIN_KEY, API_KEY = "admin", "api_key"
 """Rows of the buckets ``keys`` and ``run``: ``{"key": "..."}``."""

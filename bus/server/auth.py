@@ -15,12 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.connection import inbox_prefix
-from bus.client.layout import stream_configs
-from bus.config import BusConfig
-from bus.server.quoting import quoted, quoted_list
-from bus.system.files import write_whole
-from bus.wire import subjects
+from tidemill.bus.client.connection import inbox_prefix
+from tidemill.bus.client.layout import stream_configs
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.quoting import quoted, quoted_list
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire import subjects
 
 ACCOUNT = "TIDEMILL"
 """Account of the learner and the streams. Data made without users is in ``NO_ACCOUNT``."""

@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.config import BusConfig
-from bus.errors import ServerFailed
-from bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.server.quoting import quoted, quoted_list
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.auth import ACCOUNT, NO_ACCOUNT, make_users, route_password, viewer_alone
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.server.quoting import quoted, quoted_list
 
 _CLUSTER_NAME = "tidemill"
 

@@ -10,8 +10,8 @@ import re
 import secrets
 from urllib.parse import urlsplit
 
-from bus.server.quoting import quoted
-from bus.wire.json_object import JsonObject
+from tidemill.bus.server.quoting import quoted
+from tidemill.bus.wire.json_object import JsonObject
 
 _ANSWER_S = 2.0
 """Seconds for an answer: a frozen server gives none."""

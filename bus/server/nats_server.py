@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from bus.client.addresses import in_url
-from bus.config import STORE_SHARE, BusConfig
-from bus.errors import ServerFailed
-from bus.server.monitoring import Monitor
-from bus.server.ports import KeptPort
-from bus.server.quoting import quoted
-from bus.server.readonly import ReaderLock, ask_to_end, holder
-from bus.system.files import write_whole
-from bus.system.processes import die_with_parent, tail
+from tidemill.bus.client.addresses import in_url
+from tidemill.bus.config import STORE_SHARE, BusConfig
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.monitoring import Monitor
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.server.quoting import quoted
+from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.processes import die_with_parent, tail
 
 LOCK_FILE = "lock"
 """File in a server's directory that is locked as long as the server lives."""

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
-from bus.config import UNQUOTABLE
-from bus.errors import Unquotable
+from tidemill.bus.config import UNQUOTABLE
+from tidemill.bus.errors import Unquotable
 
 
 def quoted(text: str) -> str:

@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from bus.config import BusConfig
-from bus.errors import ServerFailed
-from bus.server.nats_server import EmbeddedServer
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.nats_server import EmbeddedServer
 
 _log = logging.getLogger(__name__)
 

@@ -13,24 +13,24 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from bus import exit_codes
-from bus.client.addresses import parse
-from bus.client.connection import Connection, open_connection, retry
-from bus.client.jetstream import JetStream
-from bus.client.layout import create_layout
-from bus.client.outbox import answered
-from bus.client.refusals import Refusals
-from bus.client.rows import Rows, Value
-from bus.config import RUN_NAME, BusConfig
-from bus.errors import BusError, BusUnavailable
-from bus.streams.dead import DeadLetters
-from bus.streams.episode_turns import TurnStream
-from bus.streams.partials import Partials
-from bus.streams.plans import PlanLog
-from bus.streams.samples import SampleStream
-from bus.streams.tasks import TaskQueue
-from bus.wire import subjects
-from bus.wire.subjects import check_run
+from tidemill.bus import exit_codes
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.client.connection import Connection, open_connection, retry
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.layout import create_layout
+from tidemill.bus.client.outbox import answered
+from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.errors import BusError, BusUnavailable
+from tidemill.bus.streams.dead import DeadLetters
+from tidemill.bus.streams.episode_turns import TurnStream
+from tidemill.bus.streams.partials import Partials
+from tidemill.bus.streams.plans import PlanLog
+from tidemill.bus.streams.samples import SampleStream
+from tidemill.bus.streams.tasks import TaskQueue
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.subjects import check_run
 
 _log = logging.getLogger(__name__)
 

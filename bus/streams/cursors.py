@@ -8,13 +8,13 @@ import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
-from bus.client.rows import Rows, Value
-from bus.errors import BusError, DetailedError, NotFound, StreamReplaced
-from bus.streams.bus import Bus
-from bus.streams.samples import Received
-from bus.wire.messages import Cursor
-from bus.wire.rows import ReaderRow, row_of
-from bus.wire.subjects import nonce, token
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received
+from tidemill.bus.wire.messages import Cursor
+from tidemill.bus.wire.rows import ReaderRow, row_of
+from tidemill.bus.wire.subjects import nonce, token
 
 WAIT, LEAVE = "wait", "leave"
 """Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""

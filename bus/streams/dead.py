@@ -6,15 +6,15 @@ from functools import partial
 
 import msgpack
 
-from bus.client.jetstream import JetStream
-from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.pull import Delivered, OrderedPull, present
-from bus.errors import NotFound, Refused, WireError
-from bus.system.failure_log import FailureLog
-from bus.wire import subjects
-from bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
-from bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
-from bus.wire.subjects import nonce
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
+from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.errors import NotFound, Refused, WireError
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
+from tidemill.bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
+from tidemill.bus.wire.subjects import nonce
 
 REQUEUE, DROP = "requeue", "drop"
 """The decisions on a dead task."""

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bus.client.jetstream import JetStream
-from bus.client.outbox import WRONG_LAST_SEQUENCE
-from bus.client.rows import Rows
-from bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
-from bus.wire import parts, subjects
-from bus.wire.codec import decode_turn_record, encode_turn_record
-from bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
+from tidemill.bus.client.rows import Rows
+from tidemill.bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
 
 _log = logging.getLogger(__name__)
 

@@ -4,12 +4,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from functools import partial
 
-from bus.client.jetstream import JetStream, Message, StreamState, unix_time
-from bus.client.pull import Delivered, OrderedPull, present
-from bus.errors import NotFound, WireError
-from bus.streams.samples import Glimpse, glimpse_of, payload_of
-from bus.wire import subjects
-from bus.wire.messages import Kind
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState, unix_time
+from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.streams.samples import Glimpse, glimpse_of, payload_of
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Kind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,12 +2,12 @@
 
 import logging
 
-from bus.client.jetstream import JetStream
-from bus.errors import NotFound, WireError
-from bus.wire import parts, subjects
-from bus.wire.codec import decode_partial, encode_partial
-from bus.wire.invariants import check_partial
-from bus.wire.messages import Partial
+from tidemill.bus.client.jetstream import JetStream
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import decode_partial, encode_partial
+from tidemill.bus.wire.invariants import check_partial
+from tidemill.bus.wire.messages import Partial
 
 _log = logging.getLogger(__name__)
 

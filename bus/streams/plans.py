@@ -2,13 +2,13 @@
 
 from collections.abc import AsyncIterator
 
-from bus.client.fenced_stream import FencedStream, FencedWriter, valid
-from bus.client.jetstream import JetStream, Message
-from bus.client.pull import Delivered
-from bus.errors import WireError
-from bus.wire import subjects
-from bus.wire.codec import decode_record, encode_record, record_name
-from bus.wire.messages import Fence, PlanRecord
+from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, valid
+from tidemill.bus.client.jetstream import JetStream, Message
+from tidemill.bus.client.pull import Delivered
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import decode_record, encode_record, record_name
+from tidemill.bus.wire.messages import Fence, PlanRecord
 
 _TRIMMED = ("plan", "done", "settle", "requeue", "evaluated")
 

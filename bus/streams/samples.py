@@ -8,13 +8,13 @@ from typing import Literal, overload
 
 import numpy as np
 
-from bus.client.jetstream import JetStream, Message, StreamState
-from bus.client.pull import Delivered, OrderedPull, present
-from bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
-from bus.wire import parts, subjects
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.messages import Cursor, Kind, Sample
-from bus.wire.routed_experts import RoutedShape
+from tidemill.bus.client.jetstream import JetStream, Message, StreamState
+from tidemill.bus.client.pull import Delivered, OrderedPull, present
+from tidemill.bus.errors import NotFound, StreamReplaced, StreamTrimmed, WireError
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.messages import Cursor, Kind, Sample
+from tidemill.bus.wire.routed_experts import RoutedShape
 
 SAMPLE_HEADER = "Tm-Sample"
 """Header with all fields for readers that do not read the payload (docs/decisions/011-one-header-for-onlookers.md)."""

@@ -10,19 +10,19 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
 
-from bus.client.connection import RETRY_S, retry
-from bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
-from bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
-from bus.client.jetstream import JetStream, Message
-from bus.client.pull import Delivered
-from bus.client.rows import Rows, Value
-from bus.errors import BusUnavailable, NotFound, WireError
-from bus.streams.dead import DeadLetters
-from bus.system.coroutines import ended, to_the_end
-from bus.wire import subjects
-from bus.wire.codec import decode_record, decode_task, encode_task
-from bus.wire.messages import Dead, Fence, Kind, Task
-from bus.wire.subjects import nonce
+from tidemill.bus.client.connection import RETRY_S, retry
+from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
+from tidemill.bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
+from tidemill.bus.client.jetstream import JetStream, Message
+from tidemill.bus.client.pull import Delivered
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.errors import BusUnavailable, NotFound, WireError
+from tidemill.bus.streams.dead import DeadLetters
+from tidemill.bus.system.coroutines import ended, to_the_end
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import decode_record, decode_task, encode_task
+from tidemill.bus.wire.messages import Dead, Fence, Kind, Task
+from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Child processes: started in a session of their own, ended with this process by the kernel, their last lines kept for error messages.
 
-Knows no command line. ``bus.server.nats_server`` starts nats-server without a loop, and shares ``die_with_parent`` and ``tail``.
+Knows no command line. ``tidemill.bus.server.nats_server`` starts nats-server without a loop, and shares ``die_with_parent`` and ``tail``.
 """
 
 import asyncio
@@ -15,9 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bus import exit_codes
-from bus.system import killed
-from bus.system.proxies import without_proxy
+from tidemill.bus import exit_codes
+from tidemill.bus.system import killed
+from tidemill.bus.system.proxies import without_proxy
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject, with_whole_characters
 
 ASSISTANT, TOOL = "assistant", "tool"
 ROLES = {"developer": "system"}

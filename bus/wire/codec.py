@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from bus.wire.invariants import check_plan, check_sample, check_task
-from bus.wire.message_format import MessageFormat, type_of
-from bus.wire.messages import (
+from tidemill.bus.wire.invariants import check_plan, check_sample, check_task
+from tidemill.bus.wire.message_format import MessageFormat, type_of
+from tidemill.bus.wire.messages import (
     Dead,
     DeadLetterDecision,
     Done,
@@ -26,7 +26,7 @@ from bus.wire.messages import (
     Settle,
     Task,
 )
-from bus.wire.turn_records import TurnRecord
+from tidemill.bus.wire.turn_records import TurnRecord
 
 __all__ = [
     "check_sample",

@@ -3,8 +3,8 @@
 import json
 from dataclasses import dataclass
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.config import RUN_NAME
-from bus.errors import WireError
-from bus.wire.episode_limits import Budget, check_template_args
-from bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
-from bus.wire.routed_experts import RoutedShape, check_routed_experts
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.episode_limits import Budget, check_template_args
+from tidemill.bus.wire.messages import Partial, Plan, Sample, Span, Task, Timings, Turns, score_of
+from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
 
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, of each of its parts and of the score made of them.

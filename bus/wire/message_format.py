@@ -17,11 +17,11 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import UnknownSchema, WireError
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import DEMONSTRATIONS, EPISODES, MASKED_SAMPLES, NOT_ON_WIRE, SCHEMA
-from bus.wire.mismatch import UNFIT, mismatch, shown
-from bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
+from tidemill.bus.errors import UnknownSchema, WireError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import DEMONSTRATIONS, EPISODES, MASKED_SAMPLES, NOT_ON_WIRE, SCHEMA
+from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
+from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
 MAX_LEVELS = 64
 """Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither shown nor compared."""

@@ -1,4 +1,4 @@
-"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``bus.wire.codec`` turns them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns them into bytes.
 
 Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token sequences,
 G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.episode_limits import Budget
-from bus.wire.json_object import JsonObject
-from bus.wire.routed_experts import RoutedExperts
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.routed_experts import RoutedExperts
 
 
 class SequenceSize(NamedTuple):
@@ -214,7 +214,7 @@ class Sample:
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``bus.wire.routed_experts``);
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``tidemill.bus.wire.routed_experts``);
     None = not known."""
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
@@ -329,7 +329,7 @@ class Plan:
     """Number of optimizer steps that the plan is trained in."""
     config_digest: str
     chain: str
-    """SHA-256 over the previous plan's chain and this plan's columns (see ``learner.data.plans``)."""
+    """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.data.plans``)."""
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None

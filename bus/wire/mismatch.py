@@ -8,7 +8,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from bus.errors import WireError
+from tidemill.bus.errors import WireError
 
 UNFIT = (msgspec.MsgspecError, TypeError, ValueError, AttributeError, OverflowError, RecursionError)
 """Errors that a value from outside can cause while msgspec reads or writes it."""

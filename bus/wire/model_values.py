@@ -6,7 +6,7 @@ transformers 5 writes the settings of rotary positions into ``rope_parameters``,
 
 from collections.abc import Mapping
 
-from bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 ROPE, BASE, SCALING, SHARE = "rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor"
 ROPE_KEYS = (BASE, SCALING, SHARE)

@@ -9,8 +9,8 @@ import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bus.errors import WireError
-from bus.wire.message_format import MessageFormat
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.message_format import MessageFormat
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""

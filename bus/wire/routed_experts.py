@@ -13,9 +13,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.model_values import LOCAL_EXPERTS, RENAMED
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.model_values import LOCAL_EXPERTS, RENAMED
 
 RoutedExperts = NDArray[np.uint8 | np.uint16]
 """[L, E, K]."""

@@ -12,11 +12,11 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
-from bus.errors import WireError
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
-from bus.wire.message_format import check_open
-from bus.wire.mismatch import mismatch
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.message_format import check_open
+from tidemill.bus.wire.mismatch import mismatch
 
 MAX_ROW_BYTES = 1 << 20
 """A larger row is refused unread: rows are read every second, by every process."""

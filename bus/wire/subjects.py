@@ -5,8 +5,8 @@ import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from bus.config import RUN_NAME
-from bus.wire.messages import Kind
+from tidemill.bus.config import RUN_NAME
+from tidemill.bus.wire.messages import Kind
 
 TASKS, SAMPLES, PLAN, PARTIALS, TURNS, DEAD = "TASKS", "SAMPLES", "PLAN", "PARTIALS", "TURNS", "DEAD"
 BUCKETS = ("weights", "run", "live", "wanted", "keys")
@@ -24,9 +24,9 @@ END_KEY = "end"
 BEST_KEY = "best"
 """Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``learner.settings.step_settings``."""
+"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``tidemill.learner.settings.step_settings``."""
 REFUSED_KEY = "refused"
-"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``learner.data.senders.Refusal``."""
+"""Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples: ``tidemill.learner.data.senders.Refusal``."""
 
 MESSAGE_ID = "Nats-Msg-Id"
 EXPECTED_LAST = "Nats-Expected-Last-Sequence"

@@ -7,10 +7,10 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.invariants import MAX_REWARD, MAX_SECONDS, check_covered, check_log_probs
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import NOT_ON_WIRE, Span
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.invariants import MAX_REWARD, MAX_SECONDS, check_covered, check_log_probs
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import NOT_ON_WIRE, Span
 
 _ID_LIMIT = 2**63
 MOST_TURNS = 2**31

@@ -3,19 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.checks.findings import Report
-from launch.checks.model import CheckedModel
-from launch.checks.reading import Reading, all_rows
-from launch.checks.rows import row_check
-from launch.settings.datasets import prompts
-from launch.settings.run_config import RunConfig
-from learner.data.config import DataConfig
-from learner.data.mixing import Share
-from learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
-from learner.data.responses import Recordings
-from learner.errors import PromptError, TemplateLacks
-from rewards.end_tokens import EndTokens
-from rewards.part_settings import fits
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.checks.reading import Reading, all_rows
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.mixing import Share
+from tidemill.learner.data.prompts import PromptTokenizer, Row, RowRules, RowTokens, refuse_template, row_in, with_responses
+from tidemill.learner.data.responses import Recordings
+from tidemill.learner.errors import PromptError, TemplateLacks
+from tidemill.rewards.end_tokens import EndTokens
+from tidemill.rewards.part_settings import fits
 
 SETTING = "data.path"
 CURE = "fix the file, or data.prompt_key, data.label_key, data.metadata_key"

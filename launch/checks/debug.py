@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.settings.run_config import RunConfig
-from learner.debug.prompts import read_prompts
-from learner.debug.rollout_file import read_header
-from learner.errors import DebugFileRefused
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.rollout_file import read_header
+from tidemill.learner.errors import DebugFileRefused
 
 
 def check_debug(report: Report, config: RunConfig) -> None:

@@ -2,15 +2,15 @@
 
 import os
 
-from launch.checks.findings import Report
-from launch.checks.machine import GPU
-from launch.checks.model import CheckedModel, rank_rows
-from launch.devices.errors import Refused
-from launch.devices.placement import place
-from launch.devices.shapes import Node, Placed, described
-from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, rank_variables, refuse_expandable_engine, want_of
-from launch.settings.run_config import RunConfig
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.machine import GPU
+from tidemill.launch.checks.model import CheckedModel, rank_rows
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.placement import place
+from tidemill.launch.devices.shapes import Node, Placed, described
+from tidemill.launch.devices.visible import this_node
+from tidemill.launch.devices.wanted import ModelSize, rank_variables, refuse_expandable_engine, want_of
+from tidemill.launch.settings.run_config import RunConfig
 
 PLACEMENT = "placement"
 """Topic of the findings on a machine with devices."""

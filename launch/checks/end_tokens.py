@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from launch.checks.findings import Report
-from rewards.end_tokens import EndTokens
+from tidemill.launch.checks.findings import Report
+from tidemill.rewards.end_tokens import EndTokens
 
 TOPIC = "ends"
 

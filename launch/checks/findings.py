@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 OK, WARNING, ERROR = "ok", "warning", "error"
 

@@ -6,24 +6,24 @@ import json
 import shutil
 from collections.abc import Iterator, Sequence
 
-from actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
-from bus.system.foreign import described, errors_as
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Status
-from launch.checks.findings import Report
-from launch.checks.sources import misfit, misfit_class, missing
-from launch.settings.run_config import RunConfig
-from learner.algorithms.choices import OFFERED
-from learner.data.buffer_filters import contract_of
-from learner.data.filter_settings import read_filters
-from learner.data.prompts import Row
-from rewards.children.limits import Limits
-from rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
-from rewards.group import GROUP
-from rewards.part_settings import BY_ROLLOUT, read_parts
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
-from rewards.scorers.single import opened
+from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, parse_rollouts, served
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Status
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.sources import misfit, misfit_class, missing
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.algorithms.choices import OFFERED
+from tidemill.learner.data.buffer_filters import contract_of
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.prompts import Row
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, RewardNotImported, UnknownReward
+from tidemill.rewards.group import GROUP
+from tidemill.rewards.part_settings import BY_ROLLOUT, read_parts
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import ASKING, COMPARING, SANDBOXED, SEVERAL, TABLE, bind, load
+from tidemill.rewards.scorers.single import opened
 
 FIX_MODULE = "fix the name or the module; modules are searched in this directory and in PYTHONPATH"
 CALL_S = 10.0

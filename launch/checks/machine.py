@@ -10,21 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from actors.errors import EngineFailed
-from actors.serving.sglang.releases import OLDEST, release_of, written
-from bus.client.addresses import parse
-from bus.config import OLDEST_SERVER, STORE_SHARE
-from bus.server.store_disk import lacking, needed_bytes
-from bus.wire.episode_limits import Budget
-from bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
-from launch.checks.data import Prompts
-from launch.checks.findings import Report
-from launch.checks.model import CheckedModel
-from launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
-from launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
-from launch.settings.wiring import ENGINES
-from learner.data.plans import plan_bytes
-from learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.serving.sglang.releases import OLDEST, release_of, written
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import OLDEST_SERVER, STORE_SHARE
+from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.parts import HEADER_RESERVE_BYTES, MAX_SAMPLE_BYTES
+from tidemill.launch.checks.data import Prompts
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, training_bytes
+from tidemill.launch.settings.run_config import SAMPLE_BYTES_PER_TOKEN, RunConfig
+from tidemill.launch.settings.wiring import ENGINES
+from tidemill.learner.data.plans import plan_bytes
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 
 ANSWER_S = 0.5
 """Seconds for a server to accept the connection and send its INFO line."""

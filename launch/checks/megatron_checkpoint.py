@@ -4,12 +4,12 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.devices.trained import Shapes
-from launch.settings.run_config import RunConfig
-from learner.checkpoints import torch_dist
-from learner.checkpoints.torch_dist import SETTING
-from learner.errors import ConfigRefused
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.devices.trained import Shapes
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints import torch_dist
+from tidemill.learner.checkpoints.torch_dist import SETTING
+from tidemill.learner.errors import ConfigRefused
 
 _DIRECT = {
     "model.embed_tokens.weight": "embedding.word_embeddings.weight",

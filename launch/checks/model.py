@@ -7,23 +7,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import FAMILIES as DECODED
-from actors.serving.builtin.shape import ModelShape
-from bus.wire.json_object import JsonObject
-from bus.wire.model_values import ROPE_KEYS, as_older
-from bus.wire.routed_experts import EXPERTS_OF, RoutedShape
-from launch.checks.findings import Report
-from launch.checks.megatron_checkpoint import check_megatron
-from launch.checks.tuning import check_tuning
-from launch.devices.memory_table import Row, memory_rows, state_rows, valued
-from launch.devices.trained import Shapes, trained_tensors
-from launch.devices.wanted import ModelSize
-from launch.settings.prepare_config import PrepareConfig
-from launch.settings.run_config import ModelConfig, RunConfig
-from learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
-from learner.settings.megatron_arguments import refusals as argument_refusals
-from learner.settings.routing_replay import ROLLOUT
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.shape import FAMILIES as DECODED
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.model_values import ROPE_KEYS, as_older
+from tidemill.bus.wire.routed_experts import EXPERTS_OF, RoutedShape
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.megatron_checkpoint import check_megatron
+from tidemill.launch.checks.tuning import check_tuning
+from tidemill.launch.devices.memory_table import Row, memory_rows, state_rows, valued
+from tidemill.launch.devices.trained import Shapes, trained_tensors
+from tidemill.launch.devices.wanted import ModelSize
+from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.run_config import ModelConfig, RunConfig
+from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
+from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
+from tidemill.learner.settings.routing_replay import ROLLOUT
 
 SETTING = "model.path"
 INDEX = "model.safetensors.index.json"

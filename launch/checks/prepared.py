@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.settings.prepare import Prepared, PreparedOtherwise, refuse_other
-from launch.settings.run_config import RunConfig
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings.prepare import Prepared, PreparedOtherwise, refuse_other
+from tidemill.launch.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 
-from launch.checks.findings import Report
-from learner.data.bad_rows import REFUSE, RowTooLong
-from learner.data.formats import count_rows
-from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
-from learner.data.source import Source
-from learner.errors import PromptError
+from tidemill.launch.checks.findings import Report
+from tidemill.learner.data.bad_rows import REFUSE, RowTooLong
+from tidemill.learner.data.formats import count_rows
+from tidemill.learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
 
 READ_S = 0.5
 """Seconds after which no further row is read, or tokenized, once ``SURE_ROWS`` rows are."""

@@ -2,15 +2,15 @@
 
 from pathlib import Path
 
-from actors.errors import NoRenderer, RendererMissing
-from actors.text.chat_template import ChatTemplate
-from actors.text.rendering import Renderer, config_of
-from actors.text.text import Text
-from bus.wire.json_object import JsonObject
-from launch.checks.findings import Report
-from launch.checks.model import CheckedModel
-from launch.checks.tokens import QUESTION, TOOL
-from launch.settings.run_config import RunConfig
+from tidemill.actors.errors import NoRenderer, RendererMissing
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.rendering import Renderer, config_of
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.checks.tokens import QUESTION, TOOL
+from tidemill.launch.settings.run_config import RunConfig
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:

@@ -5,20 +5,20 @@ import json
 import logging
 from pathlib import Path
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import ModelShape
-from bus.wire.json_object import JsonMapping, JsonObject
-from launch.checks.findings import Report
-from launch.settings import yaml_file
-from launch.settings.config_loader import SettingsError, from_map
-from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.checkpoints import disk, torch_dist
-from learner.data.digests import prompts_digest
-from learner.data.formats import data_files
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.snapshot import ROWS, read_state
-from learner.errors import ConfigRefused, PromptError, ReplayMismatch
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import SettingsError, from_map
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.checkpoints import disk, torch_dist
+from tidemill.learner.data.digests import prompts_digest
+from tidemill.learner.data.formats import data_files
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.snapshot import ROWS, read_state
+from tidemill.learner.errors import ConfigRefused, PromptError, ReplayMismatch
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ SETTINGS = {
     "top_k": "sampling.top_k",
     "lora": "learner.lora",
 }
-"""Entry of ``learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
+"""Entry of ``tidemill.learner.data.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
 """Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can be resumed."""
 HASHED_MOST = 256_000_000

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable, Mapping
 
-from actors.rollout_settings import OF_VERIFIERS, parse_rollouts
-from bus.config import SINGLE_TURN
-from launch.settings.run_config import RunConfig
-from learner.data.prompts import Row
-from learner.errors import PromptError
-from rewards.part_settings import read_parts
+from tidemill.actors.rollout_settings import OF_VERIFIERS, parse_rollouts
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.prompts import Row
+from tidemill.learner.errors import PromptError
+from tidemill.rewards.part_settings import read_parts
 
 
 def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None) -> Callable[[Row], None]:

@@ -2,20 +2,20 @@
 
 from dataclasses import dataclass
 
-from launch.checks.data import check_data, check_evaluation
-from launch.checks.debug import check_debug
-from launch.checks.devices import check_devices
-from launch.checks.end_tokens import check_end_tokens
-from launch.checks.findings import Report
-from launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
-from launch.checks.machine import check_bus, check_engine, check_memory, check_places
-from launch.checks.model import check_model
-from launch.checks.prepared import check_prepare
-from launch.checks.renderer import check_renderer
-from launch.checks.store import check_store
-from launch.checks.teachers import check_teachers
-from launch.checks.tokens import check_tokenizer, check_tools
-from launch.settings.config_loader import Loaded
+from tidemill.launch.checks.data import check_data, check_evaluation
+from tidemill.launch.checks.debug import check_debug
+from tidemill.launch.checks.devices import check_devices
+from tidemill.launch.checks.end_tokens import check_end_tokens
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.functions import check_algorithm, check_bridge, check_filters, check_reward, check_rollouts
+from tidemill.launch.checks.machine import check_bus, check_engine, check_memory, check_places
+from tidemill.launch.checks.model import check_model
+from tidemill.launch.checks.prepared import check_prepare
+from tidemill.launch.checks.renderer import check_renderer
+from tidemill.launch.checks.store import check_store
+from tidemill.launch.checks.teachers import check_teachers
+from tidemill.launch.checks.tokens import check_tokenizer, check_tools
+from tidemill.launch.settings.config_loader import Loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ def check(loaded: Loaded, purpose: Purpose) -> Report:
     check_memory(report, config, model, engines=engines, trains=has_ranks)
     check_devices(report, config, model, engines=engines, learner=has_ranks)
     if purpose.resumes:
-        from launch.checks.resume import check_resume
+        from tidemill.launch.checks.resume import check_resume
 
         check_resume(report, config)
     return report

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.algorithms.own_functions import asked_for, imported
+from tidemill.learner.algorithms.own_functions import asked_for, imported
 
 _FOLLOWED = 8
 """Imports that are followed from one module to the next."""

@@ -3,11 +3,11 @@
 import queue
 import threading
 
-from launch.checks.findings import Report
-from launch.settings.run_config import RunConfig
-from learner.checkpoints.object_store import ObjectStore, missing_package
-from learner.errors import StoreFailed
-from learner.settings.checkpoint_store import OF_THIS_MACHINE, protocol_of
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.object_store import ObjectStore, missing_package
+from tidemill.learner.errors import StoreFailed
+from tidemill.learner.settings.checkpoint_store import OF_THIS_MACHINE, protocol_of
 
 SETTING = "learner.checkpoint.store"
 ANSWER_S = 20.0

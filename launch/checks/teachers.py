@@ -3,14 +3,14 @@
 import json
 from pathlib import Path
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import ModelShape
-from actors.teacher_settings import TeacherConfig, chosen, parse_teachers
-from bus.system.proxies import direct_opener
-from launch.checks.data import Prompts
-from launch.checks.findings import Report
-from launch.checks.model import CheckedModel
-from launch.settings.run_config import RunConfig
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.teacher_settings import TeacherConfig, chosen, parse_teachers
+from tidemill.bus.system.proxies import direct_opener
+from tidemill.launch.checks.data import Prompts
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import CheckedModel
+from tidemill.launch.settings.run_config import RunConfig
 
 ANSWER_S = 2.0
 """Seconds for a teacher to answer."""

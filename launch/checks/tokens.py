@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from actors.rollout_settings import MULTI_TURN, parse_rollouts
-from actors.text.text import Text
-from bus.wire.json_object import JsonObject
-from launch.checks.findings import Report
-from launch.checks.model import SETTING, CheckedModel
-from launch.settings.run_config import RunConfig
-from learner.data.prompts import PromptTokenizer
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.actors.rollout_settings import MULTI_TURN, parse_rollouts
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import SETTING, CheckedModel
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.prompts import PromptTokenizer
+from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
 
 CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""

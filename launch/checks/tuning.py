@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.devices.trained import Shapes, stages_of, trained_tensors
-from launch.settings.run_config import RunConfig
-from learner.checkpoints.manifest import MANIFEST
-from learner.checkpoints.torch_dist import TRACKER
-from learner.settings.lora import adapter_refusals
-from learner.settings.schedule import unmatched
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.devices.trained import Shapes, stages_of, trained_tensors
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.checkpoints.torch_dist import TRACKER
+from tidemill.learner.settings.lora import adapter_refusals
+from tidemill.learner.settings.schedule import unmatched
 
 FREEZE = "learner.optimizer.freeze"
 BEGINS = "learner.from_checkpoint"

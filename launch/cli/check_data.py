@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from actors.text.text import Text
-from launch.checks.data import tokens_of
-from launch.checks.findings import Report
-from launch.checks.model import check_model
-from launch.checks.rows import row_check
-from launch.checks.tokens import check_tokenizer
-from launch.settings.config_loader import load
-from learner.data.config import DataConfig
-from learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
-from learner.data.source import Source
-from learner.errors import PromptError, TemplateLacks
+from tidemill.actors.text.text import Text
+from tidemill.launch.checks.data import tokens_of
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import check_model
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.checks.tokens import check_tokenizer
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.prompts import Row, RowRules, RowTokens, refuse_template, scan_rows
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError, TemplateLacks
 
 Rendering = Callable[[Row], str]
 SHOWN = 400

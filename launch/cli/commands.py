@@ -10,8 +10,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from bus import exit_codes
-from launch.cli.inputs import (
+from tidemill.bus import exit_codes
+from tidemill.launch.cli.inputs import (
     bus_address,
     check_loaded,
     children_arguments,
@@ -23,12 +23,12 @@ from launch.cli.inputs import (
     user_name,
     with_iteration,
 )
-from launch.run.access import LEARNER, allowed
-from launch.settings.config_loader import changes, render
-from launch.settings.extras import require
+from tidemill.launch.run.access import LEARNER, allowed
+from tidemill.launch.settings.config_loader import changes, render
+from tidemill.launch.settings.extras import require
 
 if TYPE_CHECKING:
-    from launch.run.host_learner import HostLearner
+    from tidemill.launch.run.host_learner import HostLearner
 
 ROUTER_DRAIN_S = 30.0
 """Seconds that a router has to finish its requests."""
@@ -42,7 +42,7 @@ def config(args: argparse.Namespace) -> int:
     Raises ValueError without CONFIG, SettingsError, CheckFailed.
     """
     if args.schema or args.reference:
-        from launch.settings import reference
+        from tidemill.launch.settings import reference
 
         print(json.dumps(reference.schema(), indent=2) if args.schema else reference.page())
         return 0
@@ -54,11 +54,11 @@ def config(args: argparse.Namespace) -> int:
         print(render(loaded), end="")
         return 0
     if args.memory:
-        from launch.cli.memory import print_memory
+        from tidemill.launch.cli.memory import print_memory
 
         print_memory(loaded)
         return 0
-    from launch.checks.devices import PLACEMENT
+    from tidemill.launch.checks.devices import PLACEMENT
 
     report = check_loaded(args, loaded)
     print(f"{' '.join(map(str, args.config))}: valid (--print-config prints it, tidemill check lists the checks)")
@@ -69,7 +69,7 @@ def config(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Print the findings of all checks. Returns 0, or 78 when there are errors. Raises SettingsError."""
-    from launch.checks import run
+    from tidemill.launch.checks import run
 
     loaded = loaded_config(args)
     if args.print_config:
@@ -93,7 +93,7 @@ def up(args: argparse.Namespace) -> int:
     require("engine", "learner")
     check_loaded(args, loaded, uses_bus=True, resumes=args.resume, fresh=args.fresh)
     loaded = with_iteration(args, loaded)
-    from launch.run.up import run_up
+    from tidemill.launch.run.up import run_up
 
     return run_up(loaded.config, resume=args.resume, fresh=args.fresh)
 
@@ -104,22 +104,22 @@ def data(args: argparse.Namespace) -> int:
     Raises SettingsError, PromptError, ValueError.
     """
     if args.word == "verifiers":
-        from launch.cli.taskset_prompts import write_prompts
+        from tidemill.launch.cli.taskset_prompts import write_prompts
 
         return write_prompts(args)
     if args.word == "import":
-        from launch.samples.imports import import_files
+        from tidemill.launch.samples.imports import import_files
 
         print(*import_files(args.files, args.out), sep="\n")
         return 0
-    from launch.cli.check_data import run_check
+    from tidemill.launch.cli.check_data import run_check
 
     return run_check(args)
 
 
 def eval(args: argparse.Namespace) -> int:
     """Print the scores of a model. Returns 0, or 1 when a prompt had no answer. Raises SettingsError, CheckFailed, GaveUp."""
-    from launch.cli.evaluate import run_eval
+    from tidemill.launch.cli.evaluate import run_eval
 
     return run_eval(args)
 
@@ -130,8 +130,8 @@ def prepare(args: argparse.Namespace) -> int:
     if wanted is None:
         return 0
     require("learner")
-    from launch.run.process import set_up_logging
-    from launch.run.roles import run_prepare
+    from tidemill.launch.run.process import set_up_logging
+    from tidemill.launch.run.roles import run_prepare
 
     set_up_logging("prepare")
     return run_prepare(wanted)
@@ -140,7 +140,7 @@ def prepare(args: argparse.Namespace) -> int:
 def convert(args: argparse.Namespace) -> int:
     """Convert a checkpoint to a model directory, or the reverse. Returns 0. Raises ValueError."""
     require("learner")
-    from launch.cli.convert import run_convert
+    from tidemill.launch.cli.convert import run_convert
 
     return run_convert(args.source, args.out, args.model, args.bridge)
 
@@ -152,7 +152,7 @@ def bus(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import bus_role, process
+    from tidemill.launch.run import bus_role, process
 
     process.set_up_logging("bus")
     return process.run(lambda draining: bus_role.run_bus(wanted, draining), drain_s=wanted.up.drain_s, uvloop=False)
@@ -182,8 +182,8 @@ def _worker(args: argparse.Namespace, role: str) -> int:
         if wanted is None:
             return 0
     require("actor" if role == "scorer" else role)
-    from bus.errors import BusUnavailable
-    from launch.run import process, roles
+    from tidemill.bus.errors import BusUnavailable
+    from tidemill.launch.run import process, roles
 
     id = process_id(args)
     process.set_up_logging(role, id)
@@ -217,13 +217,13 @@ def _worker(args: argparse.Namespace, role: str) -> int:
 
 def router(args: argparse.Namespace) -> int:
     """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
-    from actors.router.config import RouterConfig, check_url
-    from bus.client.addresses import AUTO
-    from launch.run import process, roles
+    from tidemill.actors.router.config import RouterConfig, check_url
+    from tidemill.bus.client.addresses import AUTO
+    from tidemill.launch.run import process, roles
 
     if args.exact:
         require("router")
-    exact = ["actors.router.token_history:TokenHistory"] if args.exact else []
+    exact = ["tidemill.actors.router.token_history:TokenHistory"] if args.exact else []
     wanted = RouterConfig(
         host=args.host,
         advertise=args.advertise,
@@ -264,9 +264,9 @@ def reward_server(args: argparse.Namespace) -> int:
     """Host a reward until it is drained. Returns the exit code of ``process.run``. Raises ValueError for wrong use, OSError."""
     import math
 
-    from bus.config import is_loopback
-    from launch.run import process, roles
-    from rewards.children.limits import Limits
+    from tidemill.bus.config import is_loopback
+    from tidemill.launch.run import process, roles
+    from tidemill.rewards.children.limits import Limits
 
     token = os.environ.get(args.token_env, "") if args.token_env else ""
     if args.token_env and not token:
@@ -300,10 +300,10 @@ def teacher(args: argparse.Namespace) -> int:
     if not 0 <= args.port < 65536 or args.max_context < 0:
         raise ValueError(f"want --port 0 to 65535 and --max-context >= 0, got {args.port}, {args.max_context}")
     require("engine")
-    from actors.config import EngineConfig
-    from actors.errors import UnsupportedModel
-    from launch.run import process
-    from launch.run.teacher import run_teacher
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.errors import UnsupportedModel
+    from tidemill.launch.run import process
+    from tidemill.launch.run.teacher import run_teacher
 
     names = ("host", "port", "insecure", "device", "dtype", "threads", "max_context")
     config = EngineConfig(**{name: getattr(args, name) for name in names})
@@ -327,10 +327,10 @@ def host(args: argparse.Namespace) -> int:
     """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
     from pathlib import Path
 
-    from actors.engines.membership import host_name
-    from launch.run import process, roles
-    from launch.run.desired import parse
-    from launch.run.host import HostExists, only_one, users_in
+    from tidemill.actors.engines.membership import host_name
+    from tidemill.launch.run import process, roles
+    from tidemill.launch.run.desired import parse
+    from tidemill.launch.run.host import HostExists, only_one, users_in
 
     name = args.name or user_name() or host_name()
     own = parse(args.wanted)
@@ -375,8 +375,8 @@ def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
     if not args.config:
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")
     require("learner")
-    from launch.run.host_learner import HostLearner
-    from launch.run.node_rank import node_place
+    from tidemill.launch.run.host_learner import HostLearner
+    from tidemill.launch.run.node_rank import node_place
 
     loaded = loaded_config(args)
     place = node_place(loaded.config.learner.nodes, args.learner_node, os.environ)
@@ -396,7 +396,7 @@ def learner(args: argparse.Namespace) -> int:
     if wanted is None:
         return 0
     require("learner")
-    from launch.run.node_rank import node_place
+    from tidemill.launch.run.node_rank import node_place
 
     place = node_place(wanted.learner.nodes, args.node_rank, os.environ)
     if place.nodes == 1 and (args.host or args.advertise):
@@ -407,12 +407,12 @@ def learner(args: argparse.Namespace) -> int:
     if not args.checked:
         check_loaded(args, loaded_config(args), starts_workers=False, resumes=True)
     wanted = with_iteration(args, loaded_config(args)).config
-    from launch.run import learner_roles, process
+    from tidemill.launch.run import learner_roles, process
 
     process.set_up_logging("learner", args.id or (f"node {place.rank}" if place.nodes > 1 else ""))
     address = bus_address(args, wanted, LEARNER)
     if place.nodes > 1:
-        from launch.run import learner_nodes
+        from tidemill.launch.run import learner_nodes
 
         given = learner_nodes.Given(place=place, host=args.host, advertise=args.advertise, id=args.id)
         return process.run(
@@ -432,8 +432,8 @@ def feeder(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import learner_roles, process
-    from learner.feed.feed_keys import FeedKeys
+    from tidemill.launch.run import learner_roles, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("feeder")
     address, keys = bus_address(args, wanted, LEARNER), FeedKeys.read(args.feeder_keys)
@@ -448,8 +448,8 @@ def rank(args: argparse.Namespace) -> int:
     wanted = unprinted_config(args)
     if wanted is None:
         return 0
-    from launch.run import learner_roles, process
-    from learner.feed.feed_keys import FeedKeys
+    from tidemill.launch.run import learner_roles, process
+    from tidemill.learner.feed.feed_keys import FeedKeys
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
     return learner_roles.run_rank(
@@ -459,6 +459,6 @@ def rank(args: argparse.Namespace) -> int:
 
 def debug(args: argparse.Namespace) -> int:
     """Compare dumps or weights, score prompts, or request a profile. Returns 0, or 1 when something differs. Raises ValueError."""
-    from launch.cli.debug import run_debug
+    from tidemill.launch.cli.debug import run_debug
 
     return run_debug(args)

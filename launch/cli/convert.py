@@ -7,17 +7,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.server.ports import KeptPort
-from launch.checks.resume import began_with
-from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.checkpoints.disk import TORCH_DIST, has_weights
-from learner.checkpoints.torch_dist import TRACKER, find
-from learner.errors import LearnerError
+from tidemill.bus.server.ports import KeptPort
+from tidemill.launch.checks.resume import began_with
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.checkpoints.disk import TORCH_DIST, has_weights
+from tidemill.learner.checkpoints.torch_dist import TRACKER, find
+from tidemill.learner.errors import LearnerError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from learner.layout.parallel import Parallel
+    from tidemill.learner.layout.parallel import Parallel
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
@@ -32,7 +32,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     if has_weights(source):
         model_dir, own = _of_run(source, model)
         with _in_this_process() as here:
-            from learner.megatron import convert
+            from tidemill.learner.megatron import convert
 
             step = convert.to_model(source, out, model_dir, here, bridge_class=bridge or own)
         print(f"{out}: the model of step {step}")
@@ -40,7 +40,7 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
         if model is not None:
             raise ValueError(f"--model: want none with a model directory, got {model}")
         with _in_this_process() as here:
-            from learner.megatron import convert
+            from tidemill.learner.megatron import convert
 
             convert.to_checkpoint(source, out, here, bridge_class=bridge)
         print(f"{out}: a checkpoint with its weights, for learner.from_checkpoint")
@@ -57,7 +57,7 @@ def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     """
     model_dir, bridge = _of_run(checkpoint, model)
     with _in_this_process() as here:
-        from learner.megatron import convert
+        from tidemill.learner.megatron import convert
 
         return convert.weights_of(checkpoint, model_dir, here, bridge_class=bridge)
 
@@ -70,7 +70,7 @@ def _in_this_process() -> "Iterator[Parallel]":
         # Before torch looks for devices: this needs none.
         os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        from learner.megatron import convert
+        from tidemill.learner.megatron import convert
 
         try:
             with convert.one_process() as here:

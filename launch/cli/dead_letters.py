@@ -7,11 +7,11 @@ import socket
 
 from rich.console import Console
 
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.streams.dead import DROP, REQUEUE
-from bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
-from launch.samples.text import plain, to_json
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.dead import DROP, REQUEUE
+from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Prompt, Requeue
+from tidemill.launch.samples.text import plain, to_json
 
 ANSWER_S = 5.0
 """Seconds to wait for the learner's records of a decision."""

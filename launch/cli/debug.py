@@ -11,13 +11,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.settings.extras import require
-from learner.debug.prompts import read_prompts
+from tidemill.launch.settings.extras import require
+from tidemill.learner.debug.prompts import read_prompts
 
 if TYPE_CHECKING:
-    from launch.cli.debug_engine import Engine
-    from learner.debug.comparison import Comparison
-    from learner.debug.train_file import Array
+    from tidemill.launch.cli.debug_engine import Engine
+    from tidemill.learner.debug.comparison import Comparison
+    from tidemill.learner.debug.train_file import Array
 
 SHOWN = 5
 """Most differences that are printed, after the first one."""
@@ -28,16 +28,16 @@ DEFAULT_ENGINE_DTYPE = "bfloat16"
 def run_debug(args: argparse.Namespace) -> int:
     """Run one word. Returns 0, or 1 when something differs. Raises ValueError for wrong files and arguments."""
     if args.word == "weights":
-        from launch.cli.debug_weights import compare_weights
+        from tidemill.launch.cli.debug_weights import compare_weights
 
         return compare_weights(args)
     return {"compare": _compare, "score": _score, "profile": _profile}[args.word](args)
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from learner.debug.comparison import compare_modules, compare_train
-    from learner.debug.module_file import read_modules
-    from learner.debug.train_file import MODULES, read, read_train, record_path
+    from tidemill.learner.debug.comparison import compare_modules, compare_train
+    from tidemill.learner.debug.module_file import read_modules
+    from tidemill.learner.debug.train_file import MODULES, read, read_train, record_path
 
     theirs = args.theirs or record_path(args.ours)
     kinds = [read(path)[0].get("kind") for path in (args.ours, theirs)]
@@ -75,7 +75,7 @@ def _score(args: argparse.Namespace) -> int:
     if args.config and (args.engine or args.by != "sglang"):
         raise ValueError(f"--config: want it with --by sglang, got {'--engine' if args.engine else '--by ' + args.by}")
     if args.engine:
-        from launch.cli.debug_engine import Engine
+        from tidemill.launch.cli.debug_engine import Engine
 
         engine = Engine(args.engine, args.key_env)
         outputs, source = engine.log_probs(prompts), args.engine
@@ -87,7 +87,7 @@ def _score(args: argparse.Namespace) -> int:
         source = f"{args.by} {args.model}"
         outputs, dtype = _of_sglang(args, prompts) if args.by == "sglang" else _of_this_process(args, prompts, args.dtype or "float32")
     if args.out is not None:
-        from learner.debug.module_file import write_modules
+        from tidemill.learner.debug.module_file import write_modules
 
         write_modules(args.out, outputs, prompts=prompts, dtype=dtype, source=source)
         megabytes = args.out.stat().st_size / 1e6
@@ -111,10 +111,10 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
 def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "tuple[dict[str, Array], str]":
     """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
-        from actors.serving.builtin.scoring import score_directory
+        from tidemill.actors.serving.builtin.scoring import score_directory
 
         return score_directory(args.model, prompts, args.names, dtype=dtype), dtype
-    from launch.run.learner_score import score_by_learner
+    from tidemill.launch.run.learner_score import score_by_learner
 
     logging.getLogger("megatron").setLevel(logging.WARNING)
     return score_by_learner(args.model, prompts, args.names, dtype=dtype), dtype
@@ -122,9 +122,9 @@ def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]],
 
 def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "tuple[dict[str, Array], str]":
     """Return the outputs of a server that is started for them, and their dtype. Raises ValueError."""
-    from actors.errors import EngineError
-    from actors.serving.sglang.scoring import score_directory
-    from launch.settings.config_loader import load
+    from tidemill.actors.errors import EngineError
+    from tidemill.actors.serving.sglang.scoring import score_directory
+    from tidemill.launch.settings.config_loader import load
 
     engine = load(args.config, environment=os.environ).config.engine
     settings = engine.sglang
@@ -153,9 +153,9 @@ def _dtype_of_engine(engine: "Engine", wanted: str | None) -> str:
 
 
 def _profile(args: argparse.Namespace) -> int:
-    from launch.settings.config_loader import load
-    from launch.settings.run_config import CONFIG_FILE
-    from learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
+    from tidemill.launch.settings.config_loader import load
+    from tidemill.launch.settings.run_config import CONFIG_FILE
+    from tidemill.learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name, write_request
 
     root = Path(args.run_dir)
     if not (root / CONFIG_FILE).exists():

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from bus.system.proxies import direct_opener
-from rewards.http.remote import bearer
+from tidemill.bus.system.proxies import direct_opener
+from tidemill.rewards.http.remote import bearer
 
 if TYPE_CHECKING:
-    from learner.debug.train_file import Array
+    from tidemill.learner.debug.train_file import Array
 
 ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 256 << 20

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.settings.extras import require
-from learner.checkpoints.disk import has_weights
+from tidemill.launch.settings.extras import require
+from tidemill.learner.checkpoints.disk import has_weights
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bus.http.client import Headers
-    from bus.streams.bus import Bus
-    from weightstore.format.checksums import ChecksumReport
+    from tidemill.bus.http.client import Headers
+    from tidemill.bus.streams.bus import Bus
+    from tidemill.weightstore.format.checksums import ChecksumReport
 
 SHOWN = 5
 """Most tensors that are printed of a comparison."""
@@ -87,15 +87,15 @@ def _of_sides(ours: str, theirs: str, model: Path | None) -> Compared:
 
 
 async def _reports(urls: Sequence[str]) -> "list[ChecksumReport]":
-    from bus.http.client import no_headers
+    from tidemill.bus.http.client import no_headers
 
     return [await _report(url, no_headers) for url in urls]
 
 
 async def _report(url: str, headers: "Headers") -> "ChecksumReport":
     """Ask an engine for the checksums of the weights that it serves. Raises ValueError."""
-    from bus.http.client import ApiClient, CallFailed
-    from weightstore.format.checksums import ChecksumReport
+    from tidemill.bus.http.client import ApiClient, CallFailed
+    from tidemill.weightstore.format.checksums import ChecksumReport
 
     def refused(failed: CallFailed) -> ValueError:
         """Return the error of an engine without checksums."""
@@ -115,11 +115,11 @@ def tensors_of(directory: Path, model: Path | None = None) -> "dict[str, Tensor]
     """
     if has_weights(directory):
         require("learner")
-        from launch.cli.convert import weights_of
+        from tidemill.launch.cli.convert import weights_of
 
         return weights_of(directory, model)
-    from actors.errors import UnsupportedModel
-    from actors.serving.builtin.weights import read_safetensors
+    from tidemill.actors.errors import UnsupportedModel
+    from tidemill.actors.serving.builtin.weights import read_safetensors
 
     try:
         return dict(read_safetensors(directory))
@@ -148,7 +148,7 @@ def between_tensors(what: str, ours: "Mapping[str, Tensor]", theirs: "Mapping[st
 
 def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tensor]") -> Compared:
     """Compare an engine's checksums with the tensors of a directory, in the engine's dtype."""
-    from weightstore.format.checksums import differences, sum_of
+    from tidemill.weightstore.format.checksums import differences, sum_of
 
     there = {name for part in report.parts for name in part.names}
     known = {name: tensor for name, tensor in tensors.items() if name in there or name != HEAD}  # a tied output projection
@@ -173,10 +173,10 @@ def _by_layer(name: str) -> tuple[int, str]:
 
 def _of_run(args: argparse.Namespace) -> list[Compared]:
     """Compare every engine of a running run with the files of the version that it serves."""
-    from launch.cli.find_run import find_run, on_bus
-    from launch.run.process import set_up_logging
-    from launch.settings.config_loader import load
-    from launch.settings.run_config import CONFIG_FILE
+    from tidemill.launch.cli.find_run import find_run, on_bus
+    from tidemill.launch.run.process import set_up_logging
+    from tidemill.launch.settings.config_loader import load
+    from tidemill.launch.settings.run_config import CONFIG_FILE
 
     set_up_logging("debug", level=logging.ERROR)
     url, run = find_run(args.run_dir, "", "")
@@ -197,8 +197,8 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
 
 
 async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None") -> list[Compared]:
-    from bus.liveness.heartbeats import LiveView
-    from bus.liveness.keys import api_keys
+    from tidemill.bus.liveness.heartbeats import LiveView
+    from tidemill.bus.liveness.keys import api_keys
 
     found = []
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from launch.checks.findings import Report
-from launch.checks.run import Purpose, check
-from launch.run.evaluated import in_words, line_of
-from launch.settings.config_loader import Loaded, load, render
-from launch.settings.extras import require
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.run.evaluated import in_words, line_of
+from tidemill.launch.settings.config_loader import Loaded, load, render
+from tidemill.launch.settings.extras import require
 
 OPEN_TASKS = 256
 """Prompts that are out at a time, where no training needs the engines."""
@@ -91,9 +91,9 @@ def _checked(loaded: Loaded) -> Report:
 
 
 def _evaluated(loaded: Loaded, *, as_json: bool) -> int:
-    from bus.wire.messages import Evaluated
-    from launch.run import process
-    from launch.run.evaluate import evaluate
+    from tidemill.bus.wire.messages import Evaluated
+    from tidemill.launch.run import process
+    from tidemill.launch.run.evaluate import evaluate
 
     found: list[Evaluated] = []
 

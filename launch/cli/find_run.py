@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.errors import BusError
-from bus.streams.bus import Bus, connect
-from bus.streams.bus import find_run as find_only_run
-from launch.run.access import VIEWER, viewer_line
-from launch.run.ended import EndedBus, started
-from launch.run.roles import BUS_URL_FILE
-from launch.run.up import CONFIG_FILE
-from launch.settings import yaml_file
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import find_run as find_only_run
+from tidemill.launch.run.access import VIEWER, viewer_line
+from tidemill.launch.run.ended import EndedBus, started
+from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.up import CONFIG_FILE
+from tidemill.launch.settings import yaml_file
 
 CONNECT_S = 3.0
 _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"

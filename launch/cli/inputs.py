@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launch.settings import yaml_file
-from launch.settings.config_loader import Loaded, SettingsError, load, render
-from launch.settings.run_config import RunConfig
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import Loaded, SettingsError, load, render
+from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from launch.checks.findings import Report
+    from tidemill.launch.checks.findings import Report
 
 
 def loaded_config(args: argparse.Namespace) -> Loaded:
@@ -21,7 +21,7 @@ def loaded_config(args: argparse.Namespace) -> Loaded:
 
 def bus_address(args: argparse.Namespace, config: RunConfig | None, user: str) -> str:
     """Return the address of the bus with the password in it: for this process only, never to be shown."""
-    from launch.run.access import address_line
+    from tidemill.launch.run.access import address_line
 
     return address_line(args.bus, config, user, os.environ)
 
@@ -33,7 +33,7 @@ def process_id(args: argparse.Namespace) -> str:
 
 def user_name() -> str:
     """Return the user of the bus in the environment; empty if there is none."""
-    from launch.run.access import user_of_environment
+    from tidemill.launch.run.access import user_of_environment
 
     return user_of_environment(os.environ)[0]
 
@@ -49,7 +49,7 @@ def unprinted_config(args: argparse.Namespace) -> RunConfig | None:
 
 def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "Report":
     """Check the configuration and print warnings to stderr. Returns the report. Raises CheckFailed after errors."""
-    from launch.checks.run import Purpose, check
+    from tidemill.launch.checks.run import Purpose, check
 
     report = check(loaded, Purpose(**purpose))
     report.refuse()
@@ -63,7 +63,7 @@ def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
 
     The job that writes the checkpoints may finish another one at any time. Raises ConfigRefused.
     """
-    from learner.checkpoints.torch_dist import SETTING, find
+    from tidemill.learner.checkpoints.torch_dist import SETTING, find
 
     given = loaded.config.model.megatron_checkpoint
     if given and str(found := find(Path(given))) != given:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.exit_codes import CRASHED
-from bus.system import output
-from launch.cli import debug_arguments as debug
-from launch.cli.parser import CommandParser, PrintVersion
-from launch.samples import arguments as samples
-from launch.settings.extras import explain
+from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.system import output
+from tidemill.launch.cli import debug_arguments as debug
+from tidemill.launch.cli.parser import CommandParser, PrintVersion
+from tidemill.launch.samples import arguments as samples
+from tidemill.launch.settings.extras import explain
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -54,7 +54,7 @@ def _run(words: Sequence[str]) -> int:
 
 def _function(command: str) -> Callable[[argparse.Namespace], int]:
     """Return the function of a command, which has its name."""
-    from launch.cli import commands, run_commands
+    from tidemill.launch.cli import commands, run_commands
 
     name = command.replace("-", "_")
     found: Callable[[argparse.Namespace], int] = getattr(commands if hasattr(commands, name) else run_commands, name)

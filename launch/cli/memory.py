@@ -6,11 +6,11 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from launch.checks.findings import CheckFailed, Report
-from launch.checks.model import check_model, rank_rows
-from launch.checks.prepared import check_prepare
-from launch.devices.visible import this_node
-from launch.settings.config_loader import Loaded
+from tidemill.launch.checks.findings import CheckFailed, Report
+from tidemill.launch.checks.model import check_model, rank_rows
+from tidemill.launch.checks.prepared import check_prepare
+from tidemill.launch.devices.visible import this_node
+from tidemill.launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (
     "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), padding of rows with sequences of "

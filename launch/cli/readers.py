@@ -4,8 +4,8 @@ import argparse
 
 from rich.console import Console
 
-from bus.streams.bus import Bus
-from bus.streams.cursors import WAIT, Cursors
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.cursors import WAIT, Cursors
 
 
 async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:

@@ -11,17 +11,17 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect, current_epoch
-from bus.wire.messages import Plan
-from bus.wire.subjects import SETTINGS_KEY
-from launch.run.up import CONFIG_FILE, directory_of_one, run_up
-from launch.settings.config_loader import changes, from_map, load, to_map
-from launch.settings.run_config import RunConfig
-from learner.checkpoints import disk
-from learner.data.snapshot import read_state
-from learner.feed.restart import CHECKPOINT_KEY
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect, current_epoch
+from tidemill.bus.wire.messages import Plan
+from tidemill.bus.wire.subjects import SETTINGS_KEY
+from tidemill.launch.run.up import CONFIG_FILE, directory_of_one, run_up
+from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.snapshot import read_state
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 BUS_DIRECTORY, CHECKPOINTS = "bus", "checkpoints"
 ALONE = (

@@ -6,18 +6,18 @@ import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING
 
-from launch.cli.inputs import given_options
-from launch.run.access import OPERATOR, VIEWER
-from launch.settings.extras import require
+from tidemill.launch.cli.inputs import given_options
+from tidemill.launch.run.access import OPERATOR, VIEWER
+from tidemill.launch.settings.extras import require
 
 if TYPE_CHECKING:
-    from bus.streams.bus import Bus
+    from tidemill.bus.streams.bus import Bus
 
 
 def scale(args: argparse.Namespace) -> int:
     """Set the desired numbers of engines and actors, if any are given, and print them. Returns 0. Raises ValueError."""
-    from launch.run.desired import parse
-    from launch.run.scaling import show_scale
+    from tidemill.launch.run.desired import parse
+    from tidemill.launch.run.scaling import show_scale
 
     args.counts = parse(args.wanted)
     return _change(args, show_scale)
@@ -25,7 +25,7 @@ def scale(args: argparse.Namespace) -> int:
 
 def dead(args: argparse.Namespace) -> int:
     """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
-    from launch.cli.dead_letters import decide_dead_letters, show_dead
+    from tidemill.launch.cli.dead_letters import decide_dead_letters, show_dead
 
     if args.word == "list":
         return _look(args, show_dead)
@@ -36,35 +36,35 @@ def dead(args: argparse.Namespace) -> int:
 
 def status(args: argparse.Namespace) -> int:
     """Print the state of a run. Returns 0. Raises ValueError when it cannot be read."""
-    from launch.cli.status import show_status
+    from tidemill.launch.cli.status import show_status
 
     return _look(args, show_status)
 
 
 def weights(args: argparse.Namespace) -> int:
     """Print the version of each engine. Returns 0, or 1 when engines of one version differ. Raises ValueError."""
-    from launch.cli.weights import show_weights
+    from tidemill.launch.cli.weights import show_weights
 
     return _look(args, show_weights)
 
 
 def tail(args: argparse.Namespace) -> int:
     """Print samples of the stream; with --follow until interrupted. Returns 0. Raises ValueError."""
-    from launch.samples.tail import show_tail
+    from tidemill.launch.samples.tail import show_tail
 
     return _look(args, show_tail)
 
 
 def show(args: argparse.Namespace) -> int:
     """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
-    from launch.samples.show import show_sample
+    from tidemill.launch.samples.show import show_sample
 
     return _look(args, show_sample)
 
 
 def stats(args: argparse.Namespace) -> int:
     """Print statistics of the newest samples; with --follow until interrupted. Returns 0. Raises ValueError."""
-    from launch.samples.stats import show_stats
+    from tidemill.launch.samples.stats import show_stats
 
     return _look(args, show_stats)
 
@@ -73,11 +73,11 @@ def replay(args: argparse.Namespace) -> int:
     """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
     if args.train:
         require("learner")
-        from launch.cli.retrain import retrain
+        from tidemill.launch.cli.retrain import retrain
 
         return retrain(args.run_dir, args.train, args.set)
-    from launch.run.process import set_up_logging
-    from launch.samples.replay import replay_file, replay_run
+    from tidemill.launch.run.process import set_up_logging
+    from tidemill.launch.samples.replay import replay_file, replay_run
 
     set_up_logging("replay", level=logging.ERROR)
     if args.source:
@@ -87,14 +87,14 @@ def replay(args: argparse.Namespace) -> int:
 
 def archive(args: argparse.Namespace) -> int:
     """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
-    from launch.samples.archive import archive as archived
+    from tidemill.launch.samples.archive import archive as archived
 
     return _read_until_drained(args, lambda url, run, draining: archived(url, run, args, draining), name=args.name, user=OPERATOR)
 
 
 def metrics(args: argparse.Namespace) -> int:
     """Give the metrics of a run to a sink until drained. Returns and raises as ``archive``; ValueError also for a sink that is refused."""
-    from launch.metrics.export import export, open_sink
+    from tidemill.launch.metrics.export import export, open_sink
 
     sink = open_sink(args.to, given_options(args.option))
 
@@ -109,7 +109,7 @@ def metrics(args: argparse.Namespace) -> int:
 
 def cursors(args: argparse.Namespace) -> int:
     """List the registered readers of a run, after --forget removed one. Returns 0. Raises ValueError."""
-    from launch.cli.readers import show_cursors
+    from tidemill.launch.cli.readers import show_cursors
 
     return _change(args, show_cursors) if args.forget else _look(args, show_cursors)
 
@@ -121,9 +121,9 @@ def _read_until_drained(
 
     Raises ValueError for errors of the bus and of the arguments.
     """
-    from bus.errors import BusError
-    from launch.cli.find_run import run_of
-    from launch.run import process
+    from tidemill.bus.errors import BusError
+    from tidemill.launch.cli.find_run import run_of
+    from tidemill.launch.run import process
 
     process.set_up_logging(args.command, name)
     refused: list[str] = []
@@ -145,8 +145,8 @@ def _read_until_drained(
 
 def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
     """Find the run, which may be over, and return the exit code of ``look``, which only reads. Raises ValueError."""
-    from launch.cli.find_run import on_bus, run_of
-    from launch.run.process import set_up_logging
+    from tidemill.launch.cli.find_run import on_bus, run_of
+    from tidemill.launch.run.process import set_up_logging
 
     set_up_logging(args.command, level=logging.ERROR)
     with run_of(args) as place:
@@ -156,8 +156,8 @@ def _look(args: argparse.Namespace, look: "Callable[[Bus, argparse.Namespace], A
 
 def _change(args: argparse.Namespace, change: "Callable[[Bus, argparse.Namespace], Awaitable[int]]") -> int:
     """Find the run, which must not be over, and return the exit code of ``change``. Raises ValueError."""
-    from launch.cli.find_run import find_run, on_bus
-    from launch.run.process import set_up_logging
+    from tidemill.launch.cli.find_run import find_run, on_bus
+    from tidemill.launch.run.process import set_up_logging
 
     set_up_logging(args.command, level=logging.ERROR)
     url, run = find_run(args.run_dir, args.bus, args.run, user=OPERATOR)

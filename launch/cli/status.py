@@ -13,22 +13,22 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from actors.engines.witness import CURE, unreachable, verified
-from bus.client.jetstream import StreamState
-from bus.client.rows import Value
-from bus.config import SINGLE_TURN
-from bus.errors import NotFound
-from bus.liveness.heartbeats import processes
-from bus.streams.bus import Bus
-from bus.streams.cursors import Cursors
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Done, Evaluated, Plan, Settle
-from bus.wire.rows import LiveRow
-from launch.run import evaluated
-from launch.run.summary import SKIPPED
-from launch.samples.text import plain
-from learner.debug.report import LOOKS
+from tidemill.actors.engines.witness import CURE, unreachable, verified
+from tidemill.bus.client.jetstream import StreamState
+from tidemill.bus.client.rows import Value
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.bus.errors import NotFound
+from tidemill.bus.liveness.heartbeats import processes
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import evaluated
+from tidemill.launch.run.summary import SKIPPED
+from tidemill.launch.samples.text import plain
+from tidemill.learner.debug.report import LOOKS
 
 _FULL_READ_S = 10.0
 """Seconds for the reads while the bus stores nothing."""

@@ -7,9 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
-from learner.errors import PromptError
-from rewards.children.keeper_process import environment
+from tidemill.actors.rollout_settings import OF_VERIFIERS, VERIFIERS, parse_rollouts
+from tidemill.learner.errors import PromptError
+from tidemill.rewards.children.keeper_process import environment
 
 PROGRAM = VERIFIERS.rpartition(":")[0]
 

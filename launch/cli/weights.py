@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
-from bus.http.client import ApiClient, CallFailed, Headers
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import api_keys
-from bus.streams.bus import Bus
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.http.client import ApiClient, CallFailed, Headers
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonMapping
 
 ANSWER_S = 120.0
 """Seconds for an engine's checksums: on CPU it computes some GB a second."""

@@ -1,6 +1,6 @@
 """The error tree of the devices: a placement that cannot work, and devices that cannot be read."""
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 
 class DeviceError(ValueError):

@@ -6,9 +6,9 @@ src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
 
 from collections.abc import Sequence
 
-from launch.devices.errors import Refused
-from launch.devices.shapes import CUDA, GLOO, HANDLES, NCCL, SGLANG, EnginePlace, Node, RankPlace, Want, every_device
-from weightstore.transport.nccl import nccl_differs
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.shapes import CUDA, GLOO, HANDLES, NCCL, SGLANG, EnginePlace, Node, RankPlace, Want, every_device
+from tidemill.weightstore.transport.nccl import nccl_differs
 
 USABLE = 0.95
 """Share of a device's memory that processes may plan with; the rest is for the CUDA contexts of ranks and engines."""

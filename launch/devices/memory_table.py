@@ -11,11 +11,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from actors.serving.builtin.shape import ModelShape
-from launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
-from launch.settings.run_config import RunConfig
-from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, Dealt, num_senders
-from learner.settings.config import RECOMPUTE, LearnerConfig
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.devices.trained import Shapes, is_whole, stages_of, trained_tensors
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE, OFFLOADED_AT_ONCE, Dealt, num_senders
+from tidemill.learner.settings.config import RECOMPUTE, LearnerConfig
 
 ITEM_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 FLOAT32, TOKEN_ID = 4, 8

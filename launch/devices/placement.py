@@ -10,9 +10,22 @@ Where a machine has one device, the rank and built-in engines share it. Without 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from launch.devices.errors import Refused
-from launch.devices.fitness import refuse_memory, refuse_shm, transport_of
-from launch.devices.shapes import CUDA, NCCL, SGLANG, Device, EnginePlace, Node, Others, Placed, RankPlace, Want, every_device, listed
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.fitness import refuse_memory, refuse_shm, transport_of
+from tidemill.launch.devices.shapes import (
+    CUDA,
+    NCCL,
+    SGLANG,
+    Device,
+    EnginePlace,
+    Node,
+    Others,
+    Placed,
+    RankPlace,
+    Want,
+    every_device,
+    listed,
+)
 
 ALONE = Others()
 

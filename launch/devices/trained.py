@@ -4,9 +4,9 @@ from bisect import bisect
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
-from learner.layout.sizes import stage_layers
-from learner.settings.config import LearnerConfig
-from learner.settings.schedule import frozen_names
+from tidemill.learner.layout.sizes import stage_layers
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.schedule import frozen_names
 
 ROW_SPLIT = ("o_proj", "down_proj")
 """Layers with their input split over tensor-parallel ranks; of the others the output is."""

@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from xml.etree import ElementTree
 
-from launch.devices.errors import DevicesUnreadable
-from launch.devices.shapes import Device, Node
+from tidemill.launch.devices.errors import DevicesUnreadable
+from tidemill.launch.devices.shapes import Device, Node
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 PROGRAM = "nvidia-smi"

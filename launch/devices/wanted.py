@@ -6,16 +6,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from actors.config import OF_RANKS, EngineConfig
-from launch.devices.errors import Refused
-from launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
-from launch.devices.nccl import nccl_of
-from launch.devices.placement import engine_place
-from launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
-from launch.devices.trained import Shapes
-from launch.devices.visible import VARIABLE
-from launch.settings.run_config import RunConfig
-from learner.layout.sizes import num_senders
+from tidemill.actors.config import OF_RANKS, EngineConfig
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.memory_table import ITEM_BYTES, dtype_on, group_bytes, staged_bytes, training_bytes
+from tidemill.launch.devices.nccl import nccl_of
+from tidemill.launch.devices.placement import engine_place
+from tidemill.launch.devices.shapes import CUDA, SGLANG, EnginePlace, Node, RankPlace, Want
+from tidemill.launch.devices.trained import Shapes
+from tidemill.launch.devices.visible import VARIABLE
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.layout.sizes import num_senders
 
 ENGINE_DEVICES = "TIDEMILL_ENGINE__DEVICES"
 """Variable of the setting ``engine.devices``: a host names each engine's devices in it."""

@@ -1,7 +1,7 @@
 """Metrics as event files of TensorBoard."""
 
-from launch.metrics.port import StepMetrics
-from launch.settings import extras
+from tidemill.launch.metrics.port import StepMetrics
+from tidemill.launch.settings import extras
 
 
 class TensorBoard:

@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from bus.streams.bus import Bus, connect
-from bus.system.failure_log import FailureLog
-from bus.system.foreign import errors_as
-from bus.wire.messages import Done, Evaluated, PlanRecord
-from launch.metrics.port import SINK, StepMetrics
-from rewards.errors import BadRewardOption, UnknownReward
-from rewards.registry import Bound, bind
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.wire.messages import Done, Evaluated, PlanRecord
+from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.rewards.errors import BadRewardOption, UnknownReward
+from tidemill.rewards.registry import Bound, bind
 
 log = logging.getLogger(__name__)
 

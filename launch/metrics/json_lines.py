@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from launch.metrics.port import StepMetrics
+from tidemill.launch.metrics.port import StepMetrics
 
 
 class Jsonl:

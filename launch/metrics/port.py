@@ -4,9 +4,9 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from bus.wire.json_object import JsonMapping
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +38,11 @@ SINK = Contract(
     word="metric sink",
     options="--option",
     argument="StepMetrics",
-    path="launch.metrics.port:SINK",
+    path="tidemill.launch.metrics.port:SINK",
     table={
-        "jsonl": "launch.metrics.json_lines:Jsonl",
-        "tensorboard": "launch.metrics.event_files:TensorBoard",
-        "wandb": "launch.metrics.weights_and_biases:WeightsAndBiases",
+        "jsonl": "tidemill.launch.metrics.json_lines:Jsonl",
+        "tensorboard": "tidemill.launch.metrics.event_files:TensorBoard",
+        "wandb": "tidemill.launch.metrics.weights_and_biases:WeightsAndBiases",
     },
     encode=lambda one: json.dumps(asdict(one)).encode(),
     decode=_decoded,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from launch.metrics.port import StepMetrics
+from tidemill.launch.metrics.port import StepMetrics
 
 
 class WeightsAndBiases:

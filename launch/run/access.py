@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bus.client.addresses import Address, parse
-from bus.wire.json_object import JsonMapping
-from launch.settings.run_config import RunConfig
+from tidemill.bus.client.addresses import Address, parse
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from bus.liveness.keys import Keys
+    from tidemill.bus.liveness.keys import Keys
 
 VIEWER, OPERATOR, LEARNER = "viewer", "operator", "learner"
 AUTH_DIR = "auth"
@@ -31,7 +31,7 @@ def auth_dir(config: RunConfig) -> Path:
 
 def write_keys(directory: Path, keys: "Keys") -> None:
     """Write the run's keys for HTTP requests to its engines: files ``api-key`` and ``admin-key``, readable by their owner alone."""
-    from bus.system.files import write_whole
+    from tidemill.bus.system.files import write_whole
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     for name, key in ((API_KEY_FILE, keys.api), (ADMIN_KEY_FILE, keys.admin)):
@@ -45,7 +45,7 @@ def last_key(directory: Path) -> str:
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
-    """Return the address with user, password and certificates, as ``bus.client.addresses`` reads it; not to be shown.
+    """Return the address with user, password and certificates, as ``tidemill.bus.client.addresses`` reads it; not to be shown.
 
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
     Raises ValueError for a ``url`` with a password in it.
@@ -93,7 +93,7 @@ def viewer_line(
 
 def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
     """Return (user, password), empty if the environment names none. Raises ValueError for one of both, and for an unusable file."""
-    from bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
+    from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
 
     if file := environment.get(CREDENTIALS_VARIABLE):
         return read_credentials(Path(file))
@@ -110,14 +110,14 @@ def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: I
     are set on this machine: their values on the bus are not used, and so not refused.
     Raises ValueError for a pattern that fits no setting.
     """
-    from actors.allowed import checked
+    from tidemill.actors.allowed import checked
 
     given = checked([*patterns, *shlex.split(environment.get(ALLOW_VARIABLE, ""))])
     return (*given, *(f"{path}[.=]*" for path in replaced))
 
 
 def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
-    from bus.server.auth import credentials_file, read_credentials
+    from tidemill.bus.server.auth import credentials_file, read_credentials
 
     file = credentials_file(directory, user)
     if not file.exists():

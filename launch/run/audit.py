@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.wire.codec import check_sample
-from bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
-from learner.data.groups import mismatch
-from learner.data.ledger import count_of, field_of
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle, Status, Task
+from tidemill.learner.data.groups import mismatch
+from tidemill.learner.data.ledger import count_of, field_of
 
 EVERYTHING = 1 << 62
 """Number of newest samples to read; more than any stream has."""
@@ -392,8 +392,8 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
 
     ``stored``: a store has all files of those of which only the metadata is here.
     """
-    from learner.checkpoints import disk
-    from learner.data.snapshot import read_state
+    from tidemill.learner.checkpoints import disk
+    from tidemill.learner.data.snapshot import read_state
 
     path, _ = disk.latest_valid((one.path for one in disk.listed(checkpoints)), partly=True, stored=stored)
     if path is None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 
 ROLE = "up"
 REPORT_EVERY_S, SHOW_EVERY_S = 5.0, 1.0

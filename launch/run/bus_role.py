@@ -12,16 +12,16 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.cluster import EmbeddedBus
-from bus.server.store_disk import StoreKeeper, lacking, needed_bytes
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import first_of
-from bus.system.files import write_whole
-from bus.wire.rows import LiveRow
-from launch.run.access import auth_dir
-from launch.run.roles import BUS_URL_FILE, own_address
-from launch.settings.run_config import RunConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.store_disk import StoreKeeper, lacking, needed_bytes
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run.access import auth_dir
+from tidemill.launch.run.roles import BUS_URL_FILE, own_address
+from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 

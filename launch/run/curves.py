@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 REWARD = "data/reward_mean"
 PANELS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (

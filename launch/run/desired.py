@@ -7,9 +7,9 @@ together. For each role the first row that names it counts, in this order; a tot
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.client.rows import Row, Value
-from bus.streams.bus import Bus
-from bus.wire.subjects import token
+from tidemill.bus.client.rows import Row, Value
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.subjects import token
 
 ROLES = ("engine", "scorer", "actor")
 """Roles in the order in which their processes are started."""

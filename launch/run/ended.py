@@ -15,16 +15,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
-from bus.client.addresses import parse
-from bus.config import BusConfig
-from bus.errors import ServerFailed
-from bus.server.auth import VIEWER
-from bus.server.cluster import EmbeddedBus
-from bus.server.nats_server import in_use
-from launch.run.access import AUTH_DIR, viewer_line
-from launch.run.roles import BUS_URL_FILE
-from launch.settings import yaml_file
-from launch.settings.config_loader import from_map
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server.auth import VIEWER
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.nats_server import in_use
+from tidemill.launch.run.access import AUTH_DIR, viewer_line
+from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import from_map
 
 CONFIG_FILE, BUS_DIR = "config.yaml", "bus"
 """Names in the run's directory: its settings, and its embedded bus with the streams."""

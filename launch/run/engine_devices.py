@@ -10,18 +10,18 @@ from asyncio import to_thread
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from actors.engines.membership import CONFIG_KEY
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow
-from launch.checks.model import size_here
-from launch.devices.errors import DeviceError, Refused
-from launch.devices.placement import engine_place
-from launch.devices.shapes import Node, Others
-from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, engine_variables, want_of
-from launch.settings.config_loader import SettingsError, changes, from_map
-from launch.settings.run_config import RunConfig
+from tidemill.actors.engines.membership import CONFIG_KEY
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.checks.model import size_here
+from tidemill.launch.devices.errors import DeviceError, Refused
+from tidemill.launch.devices.placement import engine_place
+from tidemill.launch.devices.shapes import Node, Others
+from tidemill.launch.devices.visible import this_node
+from tidemill.launch.devices.wanted import ModelSize, engine_variables, want_of
+from tidemill.launch.settings.config_loader import SettingsError, changes, from_map
+from tidemill.launch.settings.run_config import RunConfig
 
 log = logging.getLogger(__name__)
 

@@ -12,19 +12,19 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from bus.client.connection import cancellable
-from bus.streams.bus import Bus, connect, raise_epoch
-from bus.system.coroutines import first_of
-from bus.system.files import write_whole
-from bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
-from launch.run import evaluated, learner_roles, roles
-from launch.run.supervisor import GaveUp, Supervisor
-from launch.settings import yaml_file
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.feed.evaluations import EvalPlan, Evaluations
-from learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.streams.bus import Bus, connect, raise_epoch
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
+from tidemill.launch.run import evaluated, learner_roles, roles
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.feed.evaluations import EvalPlan, Evaluations
+from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE, FailingTasks
+from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 

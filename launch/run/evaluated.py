@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 
-from bus.streams.bus import Bus
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Evaluated
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Evaluated
 
 EVALUATIONS_FILE = "evaluations.jsonl"
 """File in the run's directory with a line for each evaluation set and version."""

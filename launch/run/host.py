@@ -16,17 +16,17 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.server.auth import CREDENTIALS_VARIABLE
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.rows import LiveRow
-from launch.devices.errors import DeviceError
-from launch.run import desired
-from launch.run.desired import ROLES, LiveHost
-from launch.run.engine_devices import EngineDevices
-from launch.run.supervisor import Supervisor
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.server.auth import CREDENTIALS_VARIABLE
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.devices.errors import DeviceError
+from tidemill.launch.run import desired
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.engine_devices import EngineDevices
+from tidemill.launch.run.supervisor import Supervisor
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Host:
         users: Mapping[str, Sequence[Path]] | None = None,
         devices: EngineDevices | None = None,
     ) -> None:
-        """``arguments(role, id)`` follow ``python -m launch``; processes are named ``<role>-<prefix><number>``.
+        """``arguments(role, id)`` follow ``python -m tidemill``; processes are named ``<role>-<prefix><number>``.
 
         ``devices``: the accelerators of its engines; None = those of this machine, none of which ranks have.
         ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user

@@ -5,10 +5,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
-from launch.run.access import LEARNER
-from launch.run.supervisor import Supervisor
-from launch.settings.run_config import RunConfig
+from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
+from tidemill.launch.run.access import LEARNER
+from tidemill.launch.run.supervisor import Supervisor
+from tidemill.launch.settings.run_config import RunConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class HostLearner:
     config: RunConfig
     rank: int
     arguments: Sequence[str]
-    """Those behind ``python -m launch``."""
+    """Those behind ``python -m tidemill``."""
     users: Path | None = None
     """Directory with the credentials of the learner's user; None = a bus without users, or those of the run's own files."""
 

@@ -15,35 +15,35 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from actors.engines.witness import Witness
-from bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import keep_keys, make_keys
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import beside
-from bus.system.files import write_whole
-from bus.wire.rows import Capabilities, LiveRow
-from launch.devices.errors import Refused
-from launch.devices.nccl import nccl_of
-from launch.devices.placement import place
-from launch.devices.shapes import Device, Node, RankPlace
-from launch.devices.visible import this_node
-from launch.devices.wanted import rank_variables, want_of
-from launch.run.access import auth_dir, last_key, write_keys
-from launch.run.interfaces import interface_of
-from launch.run.learner_roles import uploading
-from launch.run.learner_row import LearnerRow
-from launch.run.node_rank import NodePlace
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import RunConfig
-from learner.checkpoints.keeper import Keeper, Ring
-from learner.nodes.agent import Agent, Limits
-from learner.nodes.agreement import refuse_public
-from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow
-from learner.nodes.own_row import here
-from learner.ranks.process import Part, run_part
-from learner.settings.checkpoint_store import SHARED
+from tidemill.actors.engines.witness import Witness
+from tidemill.bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import keep_keys, make_keys
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.nccl import nccl_of
+from tidemill.launch.devices.placement import place
+from tidemill.launch.devices.shapes import Device, Node, RankPlace
+from tidemill.launch.devices.visible import this_node
+from tidemill.launch.devices.wanted import rank_variables, want_of
+from tidemill.launch.run.access import auth_dir, last_key, write_keys
+from tidemill.launch.run.interfaces import interface_of
+from tidemill.launch.run.learner_roles import uploading
+from tidemill.launch.run.learner_row import LearnerRow
+from tidemill.launch.run.node_rank import NodePlace
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.checkpoints.keeper import Keeper, Ring
+from tidemill.learner.nodes.agent import Agent, Limits
+from tidemill.learner.nodes.agreement import refuse_public
+from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.nodes.node_rows import NodeRow
+from tidemill.learner.nodes.own_row import here
+from tidemill.learner.ranks.process import Part, run_part
+from tidemill.learner.settings.checkpoint_store import SHARED
 
 LONG_WAIT_S = 300.0
 """Seconds that an agent waits for a bus that is started after it."""
@@ -70,7 +70,7 @@ class Given:
 async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event) -> None:
     """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's configuration.
 
-    Raises DeviceError, ValueError for an address, and as ``learner.nodes.agent.Agent.run``.
+    Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
     """
     addresses = await asyncio.to_thread(_addresses, bus_url, given, config)
     node = await asyncio.to_thread(this_node, os.environ)
@@ -115,7 +115,7 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
 
 
 class NodeWork:
-    """The ranks of this node: ``learner.nodes.port.Work``."""
+    """The ranks of this node: ``tidemill.learner.nodes.port.Work``."""
 
     def __init__(
         self, config: RunConfig, arguments: Sequence[str], node: Node, devices: Sequence[Device], *, reach: Reach, place: NodePlace

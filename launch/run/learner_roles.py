@@ -10,25 +10,25 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts, recorded_in
-from bus.system.coroutines import beside
-from launch.run.access import auth_dir
-from launch.run.roles import LONG_WAIT_S, importing
-from launch.settings.config_loader import SettingsError
-from launch.settings.run_config import RunConfig
-from rewards.end_tokens import EndTokens
+from tidemill.actors.rollout_settings import parse_rollouts, recorded_in
+from tidemill.bus.system.coroutines import beside
+from tidemill.launch.run.access import auth_dir
+from tidemill.launch.run.roles import LONG_WAIT_S, importing
+from tidemill.launch.settings.config_loader import SettingsError
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.rewards.end_tokens import EndTokens
 
 if TYPE_CHECKING:
-    from bus.streams.bus import Bus
-    from bus.wire.episode_limits import Budget
-    from bus.wire.messages import Sampling
-    from bus.wire.routed_experts import RoutedShape
-    from bus.wire.rows import Capabilities
-    from learner.data.config import DataConfig
-    from learner.data.prompts import PromptFile
-    from learner.feed.evaluations import EvalPlan
-    from learner.feed.feed_keys import FeedKeys
-    from learner.feed.places import FeederPlaces
+    from tidemill.bus.streams.bus import Bus
+    from tidemill.bus.wire.episode_limits import Budget
+    from tidemill.bus.wire.messages import Sampling
+    from tidemill.bus.wire.routed_experts import RoutedShape
+    from tidemill.bus.wire.rows import Capabilities
+    from tidemill.learner.data.config import DataConfig
+    from tidemill.learner.data.prompts import PromptFile
+    from tidemill.learner.feed.evaluations import EvalPlan
+    from tidemill.learner.feed.feed_keys import FeedKeys
+    from tidemill.learner.feed.places import FeederPlaces
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,18 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
 
     The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
     """
-    from actors.engines.witness import Witness
-    from bus.liveness.heartbeats import HeartbeatPublisher
-    from bus.liveness.keys import keep_keys, make_keys
-    from bus.streams.bus import connect
-    from bus.wire.rows import Capabilities, LiveRow
-    from launch.run.access import last_key, write_keys
-    from launch.run.learner_row import LearnerRow
-    from launch.settings.config_loader import to_map
-    from learner.ranks.process import run_learner
+    from tidemill.actors.engines.witness import Witness
+    from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+    from tidemill.bus.liveness.keys import keep_keys, make_keys
+    from tidemill.bus.streams.bus import connect
+    from tidemill.bus.wire.rows import Capabilities, LiveRow
+    from tidemill.launch.run.access import last_key, write_keys
+    from tidemill.launch.run.learner_row import LearnerRow
+    from tidemill.launch.settings.config_loader import to_map
+    from tidemill.learner.ranks.process import run_learner
 
     if config.learner.checkpoint.url:
-        from learner.checkpoints.keeper import clean
+        from tidemill.learner.checkpoints.keeper import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
     variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
@@ -88,8 +88,8 @@ async def uploading(bus: "Bus", config: RunConfig, *, node: int = 0) -> AsyncIte
     if not config.learner.checkpoint.url:
         yield
         return
-    from learner.checkpoints.object_store import ObjectStore
-    from learner.checkpoints.uploads import Uploads
+    from tidemill.learner.checkpoints.object_store import ObjectStore
+    from tidemill.learner.checkpoints.uploads import Uploads
 
     store = ObjectStore(config.learner.checkpoint.url, config.run)
     async with beside(Uploads(bus, config.checkpoints, store, node=node, keep=config.learner.keep_checkpoints).run()):
@@ -101,11 +101,11 @@ def place_ranks(config: RunConfig) -> "tuple[list[dict[str, str]], Capabilities]
 
     Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from bus.wire.rows import Capabilities
-    from launch.devices.nccl import nccl_of
-    from launch.devices.placement import place
-    from launch.devices.visible import this_node
-    from launch.devices.wanted import rank_variables, want_of
+    from tidemill.bus.wire.rows import Capabilities
+    from tidemill.launch.devices.nccl import nccl_of
+    from tidemill.launch.devices.placement import place
+    from tidemill.launch.devices.visible import this_node
+    from tidemill.launch.devices.wanted import rank_variables, want_of
 
     node = this_node(os.environ)
     ranks = place([node], want_of(config, node, learner=True, engines=0)).ranks
@@ -125,13 +125,13 @@ async def run_feeder(
 
     ``epoch``: of this start, if its parent has raised it.
 
-    Raises SettingsError for a directory without a model, and the errors of ``learner.feed.feeder.run_feeder``.
+    Raises SettingsError for a directory without a model, and the errors of ``tidemill.learner.feed.feeder.run_feeder``.
     """
-    from bus.wire.messages import Sampling
-    from launch.checks.resume import model_identity
-    from learner.data.curriculum import CurriculumRules
-    from learner.data.filter_settings import read_filters
-    from learner.feed import feeder, recorded_steps
+    from tidemill.bus.wire.messages import Sampling
+    from tidemill.launch.checks.resume import model_identity
+    from tidemill.learner.data.curriculum import CurriculumRules
+    from tidemill.learner.data.filter_settings import read_filters
+    from tidemill.learner.feed import feeder, recorded_steps
 
     model, debug = Path(config.model.path), config.debug
     vocab_size, max_context = model_shape(model)
@@ -170,8 +170,8 @@ async def run_feeder(
 
 def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys", *, epoch: int) -> "FeederPlaces":
     """Return the addresses and directories of a feeder, and the limit on the silence of its ranks."""
-    from learner.feed.feed_liveness import SILENCE_S
-    from learner.feed.places import FeederPlaces
+    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.places import FeederPlaces
 
     return FeederPlaces(
         run=config.run,
@@ -188,15 +188,15 @@ def feeder_places(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedK
 
 def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
-    from learner.feed.feeder import within
+    from tidemill.learner.feed.feeder import within
 
     return {name: within(one.budget, max_context) for name, one in parse_rollouts(config.rollouts).items() if not one.recorded}
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
     """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
-    from learner.evaluation.prompts import EvalPrompts
-    from learner.feed.evaluations import EvalPlan
+    from tidemill.learner.evaluation.prompts import EvalPrompts
+    from tidemill.learner.feed.evaluations import EvalPlan
 
     chosen = config.eval
     if not chosen.every:
@@ -245,9 +245,9 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from launch.checks.rows import row_check
-    from learner.data.prompts import PromptFile, RowRules, model_tokenizer
-    from learner.data.responses import Recordings
+    from tidemill.launch.checks.rows import row_check
+    from tidemill.learner.data.prompts import PromptFile, RowRules, model_tokenizer
+    from tidemill.learner.data.responses import Recordings
 
     with importing():
         tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
@@ -276,8 +276,8 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
 
     ``progress``: as ``RankPlaces.progress``.
     """
-    from learner.feed.feed_liveness import SILENCE_S
-    from learner.feed.places import RankPlaces
+    from tidemill.learner.feed.feed_liveness import SILENCE_S
+    from tidemill.learner.feed.places import RankPlaces
 
     places = RankPlaces(
         run=config.run,
@@ -294,11 +294,11 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         final_dir=config.root / "final",
     )
     if config.debug.rollout_only:
-        from learner.ranks import rollout_only
+        from tidemill.learner.ranks import rollout_only
 
         return rollout_only.main(places)
     with importing():
-        from learner.ranks import rank
+        from tidemill.learner.ranks import rank
     return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus, debug=config.debug)
 
 
@@ -317,7 +317,7 @@ def routed_of(model: Path) -> "RoutedShape | None":
     """Return the sizes of the model's routing, by its config.json; None for a dense model."""
     import json
 
-    from bus.wire.routed_experts import RoutedShape
+    from tidemill.bus.wire.routed_experts import RoutedShape
 
     return RoutedShape.of(json.loads((model / "config.json").read_text()))
 

@@ -5,11 +5,11 @@ Consumes the changes of the agent and the row ``weights/evicted``; produces ``ph
 
 from contextlib import suppress
 
-from bus.errors import BusError
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from learner.nodes.node_rows import NodeRow, Phase
-from weightstore.store.registry import EVICTED, VersionRegistry
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.learner.nodes.node_rows import NodeRow, Phase
+from tidemill.weightstore.store.registry import EVICTED, VersionRegistry
 
 _PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.server.ports import KeptPort
+from tidemill.bus.server.ports import KeptPort
 
 
 def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules, as ``learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
+    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
     import torch
 
-    from learner.layout import parallel
-    from learner.megatron.activations import module_outputs
-    from learner.megatron.model import build_policy
+    from tidemill.learner.layout import parallel
+    from tidemill.learner.megatron.activations import module_outputs
+    from tidemill.learner.megatron.model import build_policy
 
     with KeptPort() as port:
         place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}

@@ -6,7 +6,7 @@ Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPU
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from launch.settings.config_loader import SettingsError
+from tidemill.launch.settings.config_loader import SettingsError
 
 NODES = ("GROUP_WORLD_SIZE", "SLURM_NNODES")
 RANKS = ("GROUP_RANK", "SLURM_NODEID", "JOB_COMPLETION_INDEX")

@@ -12,12 +12,12 @@ import sys
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
-from bus import exit_codes
-from bus.client.connection import cancellable
-from bus.exit_codes import DONE, NOT_IN_TIME
-from bus.system.coroutines import beside, first_error, new_event_loop
-from bus.system.processes import Child
-from bus.system.stopped import report_stopped
+from tidemill.bus import exit_codes
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.exit_codes import DONE, NOT_IN_TIME
+from tidemill.bus.system.coroutines import beside, first_error, new_event_loop
+from tidemill.bus.system.processes import Child
+from tidemill.bus.system.stopped import report_stopped
 
 log = logging.getLogger(__name__)
 
@@ -89,13 +89,13 @@ def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> Non
     """Log one line per event to stderr: time, level, process, logger, message."""
     name = f"{role} {id}".strip()
     logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True)
-    logging.getLogger("nats").setLevel(logging.CRITICAL)  # bus.client.connection reports it
+    logging.getLogger("nats").setLevel(logging.CRITICAL)  # tidemill.bus.client.connection reports it
     logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
 def launched(name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> Child:
-    """Return the child that runs ``python -m launch ARGUMENTS``, with its output in ``log_file``."""
-    command = (sys.executable, "-m", "launch", *arguments)
+    """Return the child that runs ``python -m tidemill ARGUMENTS``, with its output in ``log_file``."""
+    command = (sys.executable, "-m", "tidemill", *arguments)
     return Child(name, command, log_file, {"PYTHONUNBUFFERED": "1", **(environment or {})})

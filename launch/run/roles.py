@@ -16,19 +16,19 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.rollout_settings import parse_rollouts
-from bus.system.coroutines import first_of
-from bus.system.output import STANDARD_OUTPUT, lossy
-from launch.run.access import LEARNER, address_line
-from launch.settings.run_config import RunConfig
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.run.access import LEARNER, address_line
+from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from actors.config import EngineConfig
-    from actors.router.config import RouterConfig
-    from actors.serving.engine_process import HeldDevices
-    from launch.run.host_learner import HostLearner
-    from launch.settings.config_loader import Setting
-    from rewards.children.limits import Limits
+    from tidemill.actors.config import EngineConfig
+    from tidemill.actors.router.config import RouterConfig
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.launch.run.host_learner import HostLearner
+    from tidemill.launch.settings.config_loader import Setting
+    from tidemill.rewards.children.limits import Limits
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ LONG_WAIT_S = 300.0
 def run_prepare(config: RunConfig) -> int:
     """Make model and prompts if the configuration has ``prepare``; return 0."""
     if config.prepare is not None:
-        from launch.settings.prepare import prepare
+        from tidemill.launch.settings.prepare import prepare
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
@@ -85,8 +85,8 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from bus.client.addresses import parse
-    from bus.client.connection import open_connection
+    from tidemill.bus.client.addresses import parse
+    from tidemill.bus.client.connection import open_connection
 
     async def reached() -> None:
         """Connect to the bus and disconnect."""
@@ -102,11 +102,11 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
     ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
     """
-    from actors.engines.membership import default_id
-    from actors.scratch import Scratch
-    from actors.serving import engine_process
-    from bus.client.addresses import AUTO
-    from launch.settings.wiring import engine_factory
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scratch import Scratch
+    from tidemill.actors.serving import engine_process
+    from tidemill.bus.client.addresses import AUTO
+    from tidemill.launch.settings.wiring import engine_factory
 
     id = id or default_id()
     with Scratch("model") as fetched:
@@ -141,10 +141,10 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
     Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
     """
-    from actors.serving.engine_process import HeldDevices
-    from launch.checks.model import size_here
-    from launch.devices.visible import VARIABLE, this_node
-    from launch.devices.wanted import nccl_of_engine, own_place, refuse_expandable_engine
+    from tidemill.actors.serving.engine_process import HeldDevices
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.visible import VARIABLE, this_node
+    from tidemill.launch.devices.wanted import nccl_of_engine, own_place, refuse_expandable_engine
 
     engine, node = config.engine, this_node(os.environ)
     place = own_place(node, config, size_here(config))
@@ -165,9 +165,9 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
     """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
-    from launch.checks.model import size_here
-    from launch.devices.visible import this_node
-    from launch.devices.wanted import own_place
+    from tidemill.launch.checks.model import size_here
+    from tidemill.launch.devices.visible import this_node
+    from tidemill.launch.devices.wanted import own_place
 
     own_place(this_node(os.environ), config, size_here(config, model))
 
@@ -176,9 +176,9 @@ async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: as
     """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import CONFIG_KEY, config_of_run, connected
-    from bus.config import BusConfig
-    from launch.settings.config_loader import from_map
+    from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.launch.settings.config_loader import from_map
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
@@ -190,9 +190,9 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import connected, first_row
-    from bus.liveness.heartbeats import Waiting
-    from weightstore.catchup.catch_up import fetch_model
+    from tidemill.actors.engines.membership import connected, first_row
+    from tidemill.bus.liveness.heartbeats import Waiting
+    from tidemill.weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
     if (model / "config.json").exists():
@@ -209,10 +209,10 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
 
 async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
-    from actors.engines.membership import default_id
-    from actors.rollout import actor_process
-    from actors.rollout_settings import RolloutPrograms
-    from rewards.children.limits import become_undumpable
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.rollout import actor_process
+    from tidemill.actors.rollout_settings import RolloutPrograms
+    from tidemill.rewards.children.limits import become_undumpable
 
     become_undumpable()  # the user's code in its children has the same user id, and could read the credentials of the bus
     run = run or await found_run(bus_url, "actor", draining)
@@ -232,10 +232,10 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
 
 async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
-    from actors.engines.membership import default_id
-    from actors.scoring.scorer_process import ScorerPlace, run_scorer
-    from bus.client.addresses import AUTO
-    from rewards.children.limits import become_undumpable
+    from tidemill.actors.engines.membership import default_id
+    from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
+    from tidemill.bus.client.addresses import AUTO
+    from tidemill.rewards.children.limits import become_undumpable
 
     become_undumpable()  # as actors do
     run = run or await found_run(bus_url, "scorer", draining)
@@ -259,7 +259,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
 async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
-    from actors.router import process
+    from tidemill.actors.router import process
 
     if bus_url:
         run = run or await found_run(bus_url, "router", draining)
@@ -281,10 +281,10 @@ class ServedReward:
 
 async def run_reward_server(reward: ServedReward, limits: "Limits", draining: asyncio.Event, *, host: str, port: int, token: str) -> None:
     """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
-    from actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
-    from rewards.children.limits import become_undumpable
-    from rewards.scorers.groups import opened_group
-    from rewards.scorers.single import opened
+    from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
+    from tidemill.rewards.children.limits import become_undumpable
+    from tidemill.rewards.scorers.groups import opened_group
+    from tidemill.rewards.scorers.single import opened
 
     become_undumpable()
     async with AsyncExitStack() as stack:
@@ -301,7 +301,7 @@ async def run_reward_server(reward: ServedReward, limits: "Limits", draining: as
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
-    from bus.streams.bus import find_run
+    from tidemill.bus.streams.bus import find_run
 
     found = ""
 
@@ -335,9 +335,9 @@ class Machine:
     """The learner's node of this machine."""
 
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
-        """Return the arguments behind ``python -m launch`` of one of its processes."""
+        """Return the arguments behind ``python -m tidemill`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from bus.client.addresses import bare
+        from tidemill.bus.client.addresses import bare
 
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # a port is that of an engine
@@ -352,13 +352,13 @@ async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Mac
     """
     from contextlib import AsyncExitStack
 
-    from actors.engines.membership import connected
-    from bus.config import BusConfig
-    from bus.errors import Forbidden
-    from launch.run import desired
-    from launch.run.engine_devices import EngineDevices
-    from launch.run.host import Host, refuse_another
-    from launch.run.supervisor import Supervisor
+    from tidemill.actors.engines.membership import connected
+    from tidemill.bus.config import BusConfig
+    from tidemill.bus.errors import Forbidden
+    from tidemill.launch.run import desired
+    from tidemill.launch.run.engine_devices import EngineDevices
+    from tidemill.launch.run.host import Host, refuse_another
+    from tidemill.launch.run.supervisor import Supervisor
 
     name, directory, learner = machine.name, machine.directory, machine.learner
     address = address_line(bus_url, None, name, os.environ)

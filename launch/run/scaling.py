@@ -5,12 +5,12 @@ from collections.abc import Mapping
 
 from rich.console import Console
 
-from actors.engines.membership import CONFIG_KEY
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from launch.run import desired
-from launch.run.desired import ROLES, LiveHost
-from launch.run.host import ROLE
+from tidemill.actors.engines.membership import CONFIG_KEY
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.run import desired
+from tidemill.launch.run.desired import ROLES, LiveHost
+from tidemill.launch.run.host import ROLE
 
 
 async def _asks_scorers(bus: Bus) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.system.files import write_whole
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Done
-from bus.wire.rows import VersionRow
-from launch.run.audit import RunAccounting, mean
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.launch.run.audit import RunAccounting, mean
 
 LAST_STEPS = 10
 """Number of steps over which the last reward is averaged: a peak proves nothing."""

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from bus import exit_codes
-from bus.system.processes import Child
-from launch.run.process import launched
+from tidemill.bus import exit_codes
+from tidemill.bus.system.processes import Child
+from tidemill.launch.run.process import launched
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Supervisor:
     def keep(
         self, name: str, arguments: Sequence[str], *, finishes: bool = False, environment: Mapping[str, str] | None = None
     ) -> asyncio.Task[None]:
-        """Run ``python -m launch ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another program.
+        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another program.
 
         ``finishes``: code 0 means that its work is done; it is not started again then, and the returned task ends.
         The returned task raises GaveUp.

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from actors.teacher_settings import TeacherConfig, parse_teachers
-from bus.server.ports import KeptPort
-from bus.system.coroutines import first_of
-from bus.system.output import STANDARD_OUTPUT, lossy
-from launch.settings.run_config import RunConfig
+from tidemill.actors.teacher_settings import TeacherConfig, parse_teachers
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.launch.settings.run_config import RunConfig
 
 if TYPE_CHECKING:
-    from actors.config import EngineConfig
+    from tidemill.actors.config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -28,7 +28,7 @@ LOOPBACK = "127.0.0.1"
 
 async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Event, *, drain_s: float) -> None:
     """Serve a model directory until ``draining`` is set. Raises UnsupportedModel, SnapshotBroken, UpdateRefused, EngineFailed, OSError."""
-    from launch.settings.wiring import engine_factory
+    from tidemill.launch.settings.wiring import engine_factory
 
     engine = engine_factory(config)(model, config, version=0)
     await asyncio.to_thread(engine.load)
@@ -73,7 +73,7 @@ def _kept_port(before: Sequence[str]) -> KeptPort:
 
 
 def commands(config: RunConfig) -> dict[str, list[str]]:
-    """Return the arguments behind ``python -m launch`` of every teacher with a model, by the name of its process."""
+    """Return the arguments behind ``python -m tidemill`` of every teacher with a model, by the name of its process."""
     found = {}
     for one in parse_teachers(config.actor.teachers):
         if one.model and one.urls:

@@ -24,30 +24,30 @@ from typing import IO
 
 from rich.console import Console
 
-from bus import exit_codes
-from bus.errors import BusError, ServerFailed
-from bus.server.nats_server import end_reader
-from bus.server.store_disk import lacking, needed_bytes
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import beside, first_of
-from bus.system.files import write_whole
-from bus.system.output import STANDARD_OUTPUT, lossy
-from bus.wire.messages import Done
-from bus.wire.rows import VersionRow
-from bus.wire.subjects import BEST_KEY, END_KEY
-from launch.checks.findings import CheckFailed
-from launch.checks.prepared import made_before
-from launch.checks.run import Purpose, check
-from launch.run import audit_progress, desired, evaluated, learner_roles, process, roles, summary, teacher, view
-from launch.run.audit import audit, read_cursor
-from launch.run.engine_devices import EngineDevices
-from launch.run.host import Host
-from launch.run.supervisor import GaveUp, Supervisor
-from launch.run.watch import RunWatch
-from launch.settings import extras, yaml_file
-from launch.settings.config_loader import Loaded, to_map
-from launch.settings.run_config import CONFIG_FILE, RunConfig
-from learner.feed.restart import CHECKPOINT_KEY
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import BusError, ServerFailed
+from tidemill.bus.server.nats_server import end_reader
+from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside, first_of
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
+from tidemill.launch.checks.findings import CheckFailed
+from tidemill.launch.checks.prepared import made_before
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.run import audit_progress, desired, evaluated, learner_roles, process, roles, summary, teacher, view
+from tidemill.launch.run.audit import audit, read_cursor
+from tidemill.launch.run.engine_devices import EngineDevices
+from tidemill.launch.run.host import Host
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.run.watch import RunWatch
+from tidemill.launch.settings import extras, yaml_file
+from tidemill.launch.settings.config_loader import Loaded, to_map
+from tidemill.launch.settings.run_config import CONFIG_FILE, RunConfig
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 log = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ def _lock(lock: IO[str], root: Path) -> None:
 
 
 def _end_look(root: Path) -> None:
-    """End a command that reads the run while it is over: it has the store open (``launch.run.ended``). Raises CannotBegin."""
+    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises CannotBegin."""
     try:
         for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
             end_reader(directory)
@@ -466,7 +466,7 @@ def _short(value: object) -> str:
 
 def _draw(lines: list[dict[str, object]], evaluations: list[dict[str, object]], file: Path, title: str) -> str:
     """Draw the curves of a run; return the file, or why there is none: a run does not need the extra ``plots``."""
-    from launch.run.curves import draw
+    from tidemill.launch.run.curves import draw
 
     try:
         extras.require("plots")

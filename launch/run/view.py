@@ -14,10 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bus.wire.messages import Sample
-from bus.wire.rows import LiveRow
-from launch.run.evaluated import in_words, lines_of, newest_in_words
-from launch.run.watch import SILENT_S, RunWatch
+from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run.evaluated import in_words, lines_of, newest_in_words
+from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 REFRESH_S = 0.5
 PLAIN_EVERY_S = 5.0

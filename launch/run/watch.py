@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from bus.client.jetstream import StreamState
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.wire.messages import Done, Evaluated, Sample
-from bus.wire.rows import LiveRow
-from launch.run import evaluated
-from launch.run.growing_file import GrowingFile
-from launch.run.summary import count_in
+from tidemill.bus.client.jetstream import StreamState
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done, Evaluated, Sample
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import evaluated
+from tidemill.launch.run.growing_file import GrowingFile
+from tidemill.launch.run.summary import count_in
 
 log = logging.getLogger(__name__)
 

@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO
 
-from bus.errors import StreamTrimmed, WireError
-from bus.streams.bus import Bus, connect
-from bus.streams.cursors import LEAVE, Reader
-from bus.streams.history import History, StoredSample
-from bus.wire.rows import ReaderRow
-from launch.samples.filter_arguments import positive
-from launch.samples.recording import Origin, Recorder, repair
+from tidemill.bus.errors import StreamTrimmed, WireError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.cursors import LEAVE, Reader
+from tidemill.bus.streams.history import History, StoredSample
+from tidemill.bus.wire.rows import ReaderRow
+from tidemill.launch.samples.filter_arguments import positive
+from tidemill.launch.samples.recording import Origin, Recorder, repair
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bus.client.addresses import parse
+from tidemill.bus.client.addresses import parse
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"

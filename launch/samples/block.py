@@ -2,12 +2,12 @@
 
 from rich.text import Text
 
-from bus.errors import WireError
-from bus.wire.messages import Sample
-from launch.samples.episode import conversation
-from launch.samples.filters import Headline, prompt_text
-from launch.samples.search import Found, clock
-from launch.samples.text import plain, shortened
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.samples.episode import conversation
+from tidemill.launch.samples.filters import Headline, prompt_text
+from tidemill.launch.samples.search import Found, clock
+from tidemill.launch.samples.text import plain, shortened
 
 _PROMPT_SIZE, _RESPONSE_SIZE = (4, 320), (10, 900)
 """Lines and characters of a text that is shortened."""

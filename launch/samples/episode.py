@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Turns
-from launch.samples.text import plain, to_json
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Turns
+from tidemill.launch.samples.text import plain, to_json
 
 _ROLES = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 """Colours of a message's role."""

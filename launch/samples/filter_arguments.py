@@ -3,7 +3,7 @@
 import argparse
 import re
 
-from launch.samples.filters import Filter, Range
+from tidemill.launch.samples.filters import Filter, Range
 
 _TASK = re.compile(r"([1-9]\d*)(?:\.(\d+))?")
 

@@ -5,9 +5,9 @@ import re
 from dataclasses import dataclass, replace
 from typing import Self
 
-from bus.streams.samples import Glimpse, header_fields, headers_of
-from bus.wire import subjects
-from bus.wire.messages import Sample
+from tidemill.bus.streams.samples import Glimpse, header_fields, headers_of
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Sample
 
 _NUMBER = r"-?(?:\d+\.?\d*|\.\d+)(?:[eE]-?\d+)?"
 _COMPARED = re.compile(rf"(<=|>=|<|>|=)?\s*({_NUMBER})")
@@ -64,7 +64,7 @@ class Headline:
     """Number of tokens of the response."""
     engine: str | None = None
     lag: int | None = None
-    """Lag in steps when it was stored: see ``launch.samples.lags``."""
+    """Lag in steps when it was stored: see ``tidemill.launch.samples.lags``."""
 
 
 def headline(glimpse: Glimpse) -> Headline:

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.errors import WireError
-from bus.system.files import write_whole
-from bus.wire.codec import check_sample, decode_sample
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Kind, Sample, Status
-from launch.samples.recording import Recording
-from learner.data.formats import read_values
-from learner.data.prompts import row_of
-from learner.data.responses import KNOWN, listed, responses_in
-from learner.errors import PromptError
+from tidemill.bus.errors import WireError
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.codec import check_sample, decode_sample
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Kind, Sample, Status
+from tidemill.launch.samples.recording import Recording
+from tidemill.learner.data.formats import read_values
+from tidemill.learner.data.prompts import row_of
+from tidemill.learner.data.responses import KNOWN, listed, responses_in
+from tidemill.learner.errors import PromptError
 
 SUFFIX = ".tide"
 _RIGHT = (Status.COMPLETED, Status.TRUNCATED)

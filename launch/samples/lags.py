@@ -8,10 +8,10 @@ import time
 from bisect import bisect_right
 from dataclasses import replace
 
-from bus.client.jetstream import unix_time
-from bus.streams.bus import Bus
-from bus.wire import subjects
-from launch.samples.filters import Headline
+from tidemill.bus.client.jetstream import unix_time
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.launch.samples.filters import Headline
 
 _PAUSE_S = 0.05
 """Seconds between two reads of the registry: samples stored meanwhile share the next one."""

@@ -20,11 +20,11 @@ from typing import IO, Self
 import msgpack
 import numpy as np
 
-from bus.errors import WireError
-from bus.streams.history import StoredSample
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.message_format import unpack
-from bus.wire.messages import SCHEMA
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.message_format import unpack
+from tidemill.bus.wire.messages import SCHEMA
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

@@ -8,20 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Protocol
 
-from bus.client.layout import create_archive
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus, connect
-from bus.streams.history import StoredSample
-from bus.streams.samples import PARTS_HEADER
-from bus.wire import subjects
-from bus.wire.codec import encode_sample
-from bus.wire.messages import Sample
-from launch.samples.filter_arguments import filter_of, positive
-from launch.samples.filters import Filter, headline_of
-from launch.samples.recording import Origin, Recorder, Recording
-from launch.samples.search import Search, as_map, opened
-from launch.samples.tail import tail
-from launch.samples.text import to_json
+from tidemill.bus.client.layout import create_archive
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.streams.samples import PARTS_HEADER
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.samples.filter_arguments import filter_of, positive
+from tidemill.launch.samples.filters import Filter, headline_of
+from tidemill.launch.samples.recording import Origin, Recorder, Recording
+from tidemill.launch.samples.search import Search, as_map, opened
+from tidemill.launch.samples.tail import tail
+from tidemill.launch.samples.text import to_json
 
 CONNECT_S = 3.0
 REPLAYED_HEADER = "Tm-Replayed"

@@ -3,12 +3,12 @@
 from contextlib import aclosing
 from dataclasses import dataclass
 
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.streams.history import History
-from bus.wire import subjects
-from bus.wire.codec import check_sample
-from bus.wire.messages import Done, Kind, Plan, Sample, Settle
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.history import History
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Done, Kind, Plan, Sample, Settle
 
 DIFFERENCE = "offpolicy/logprob_diff_abs"
 """Metric of a step: mean of |log-prob when trained - log-prob when sampled| over its tokens."""

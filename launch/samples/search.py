@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from bus.errors import NotFound, WireError
-from bus.streams.bus import Bus
-from bus.streams.history import History, StoredSample
-from bus.streams.samples import Glimpse
-from bus.wire.codec import decode_sample
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sample
-from launch.samples.episode import turns_in
-from launch.samples.filters import Filter, Headline, headline, headline_of
-from launch.samples.lags import Lags
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.history import History, StoredSample
+from tidemill.bus.streams.samples import Glimpse
+from tidemill.bus.wire.codec import decode_sample
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.samples.episode import turns_in
+from tidemill.launch.samples.filters import Filter, Headline, headline, headline_of
+from tidemill.launch.samples.lags import Lags
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|d)")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

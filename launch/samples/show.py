@@ -10,17 +10,17 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bus.errors import NotFound, WireError
-from bus.streams.bus import Bus
-from bus.wire.messages import Sample
-from launch.samples.block import facts
-from launch.samples.episode import conversation, turns_table
-from launch.samples.filter_arguments import task_of
-from launch.samples.filters import Filter, prompt_text
-from launch.samples.sample_history import SampleHistory, history_of
-from launch.samples.search import Found, Search, as_map, opened
-from launch.samples.text import plain, to_json
-from launch.samples.tokens import Vocabulary
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.samples.block import facts
+from tidemill.launch.samples.episode import conversation, turns_table
+from tidemill.launch.samples.filter_arguments import task_of
+from tidemill.launch.samples.filters import Filter, prompt_text
+from tidemill.launch.samples.sample_history import SampleHistory, history_of
+from tidemill.launch.samples.search import Found, Search, as_map, opened
+from tidemill.launch.samples.text import plain, to_json
+from tidemill.launch.samples.tokens import Vocabulary
 
 _SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
 """(lowest probability, style) of a token, in descending order."""

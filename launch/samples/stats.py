@@ -15,12 +15,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
-from bus.wire.messages import Kind
-from launch.samples.filter_arguments import filter_of
-from launch.samples.filters import Headline
-from launch.samples.search import Search, seconds
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.messages import Kind
+from tidemill.launch.samples.filter_arguments import filter_of
+from tidemill.launch.samples.filters import Headline
+from tidemill.launch.samples.search import Search, seconds
 
 _REFRESH_S = 2.0
 _LIMIT = 1_000_000

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Callable
 
 from rich.console import Console
 
-from bus.streams.bus import Bus
-from launch.samples.block import block
-from launch.samples.filter_arguments import filter_of, positive
-from launch.samples.search import Found, Search, as_map
-from launch.samples.text import to_json
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.samples.block import block
+from tidemill.launch.samples.filter_arguments import filter_of, positive
+from tidemill.launch.samples.search import Found, Search, as_map
+from tidemill.launch.samples.text import to_json
 
 DEFAULT_LAST = 10
 

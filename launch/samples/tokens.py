@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from actors.text.text import Text
+from tidemill.actors.text.text import Text
 
 _CONTEXT = 8
 """Tokens before a token that affect its text: a space at its beginning, the rest of a character."""

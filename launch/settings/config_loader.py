@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from actors.rollout_settings import DATASET
-from bus.wire.json_object import JsonObject
-from launch.settings import yaml_file
-from launch.settings.run_config import RunConfig
-from launch.settings.yaml_file import SettingsError, Written, shown
-from learner.algorithms.config import unset_names
+from tidemill.actors.rollout_settings import DATASET
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.yaml_file import SettingsError, Written, shown
+from tidemill.learner.algorithms.config import unset_names
 
 ENVIRONMENT_PREFIX = "TIDEMILL_"
 NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CREDENTIALS", "TIDEMILL_ALLOW")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
-from launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.prepare_config import PrepareConfig
 
 DATA = Path(__file__).parents[1] / "data"
 GOLD_MARKER = "####"

@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-from bus import exit_codes
+from tidemill.bus import exit_codes
 
 EXTRAS = {
     "actor": (),

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.system.files import write_whole
-from bus.wire.json_object import JsonObject
-from launch.settings.datasets import prompts, write_prompts
-from launch.settings.prepare_config import PrepareConfig
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings.datasets import prompts, write_prompts
+from tidemill.launch.settings.prepare_config import PrepareConfig
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def digest(config: Mapping[str, object]) -> str:
 
 
 def _make(config: PrepareConfig, prepared: Prepared) -> None:
-    from launch.settings.tiny_model import make_model
+    from tidemill.launch.settings.tiny_model import make_model
 
     shutil.rmtree(prepared.model, ignore_errors=True)
     count = write_prompts(prepared.prompts, prompts(config))

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from typing import Any
 
-from bus.wire.json_object import JsonObject
-from launch.settings import yaml_file
-from launch.settings.run_config import RunConfig
-from launch.settings.wiring import ENGINES
-from learner.algorithms.config import unset_names
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.wiring import ENGINES
+from tidemill.learner.algorithms.config import unset_names
 
 HEAD = """# Configuration reference
 

@@ -9,24 +9,24 @@ import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from actors.config import ActorConfig, EngineConfig
-from actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
-from actors.sglang_arguments import refuse_untried
-from actors.teacher_settings import parse_teachers
-from bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
-from bus.wire.json_object import JsonMapping, JsonObject
-from launch.settings.prepare_config import PrepareConfig
-from learner.algorithms.alarms import refuse_unknown
-from learner.data.config import DataConfig, refuse_stops
-from learner.data.filter_settings import read_filters
-from learner.data.rules import refuse_rare_pushes, refuse_sampling
-from learner.debug.config import DebugConfig
-from learner.evaluation.config import EvalConfig
-from learner.settings.checkpoint_store import masked
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.routing_replay import ROLLOUT
-from rewards.part_settings import BY_ROLLOUT
-from weightstore.config import WeightsConfig
+from tidemill.actors.config import ActorConfig, EngineConfig
+from tidemill.actors.rollout_settings import DATASET, RolloutConfig, parse_rollouts, recorded_in, served
+from tidemill.actors.sglang_arguments import refuse_untried
+from tidemill.actors.teacher_settings import parse_teachers
+from tidemill.bus.config import RUN_NAME, SINGLE_TURN, BusConfig, refuse_odd
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.algorithms.alarms import refuse_unknown
+from tidemill.learner.data.config import DataConfig, refuse_stops
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.rules import refuse_rare_pushes, refuse_sampling
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.evaluation.config import EvalConfig
+from tidemill.learner.settings.checkpoint_store import masked
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.weightstore.config import WeightsConfig
 
 CONFIG_FILE = "config.yaml"
 """File in a run's directory with all settings of its last start."""

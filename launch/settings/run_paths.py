@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 
 PATHS = (
     *("directory", "model.path", "model.megatron_checkpoint", "data.path", "data.sources.*.path", "eval.sets.*.path"),

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from launch.settings.datasets import gsm8k_texts
-from launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.datasets import gsm8k_texts
+from tidemill.launch.settings.prepare_config import PrepareConfig
 
 PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from actors.config import EngineConfig
+from tidemill.actors.config import EngineConfig
 
 if TYPE_CHECKING:
-    from actors.serving.port import Factory
+    from tidemill.actors.serving.port import Factory
 
 ENGINES = ("builtin", "sglang")
 """Allowed values of ``engine.kind``."""
@@ -15,11 +15,11 @@ def engine_factory(config: EngineConfig) -> "Factory":
     """Return the factory of the engine that ``config.kind`` names. Raises ValueError for an unknown name."""
     match config.kind:
         case "builtin":
-            from actors.serving.builtin.engine import BuiltinEngine
+            from tidemill.actors.serving.builtin.engine import BuiltinEngine
 
             return BuiltinEngine
         case "sglang":
-            from actors.serving.sglang.engine import SglangEngine
+            from tidemill.actors.serving.sglang.engine import SglangEngine
 
             return SglangEngine
     raise ValueError(f"engine.kind: want {' or '.join(ENGINES)}, got {config.kind!r}")

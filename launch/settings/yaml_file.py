@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from bus import exit_codes
-from launch.settings.run_paths import set_base
+from tidemill.bus import exit_codes
+from tidemill.launch.settings.run_paths import set_base
 
 MOST_NODES = 100_000
 """Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
@@ -75,7 +75,7 @@ class Written:
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
     """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with the line.
 
-    Relative paths in the configuration of a run are those of the run's working directory (``launch.settings.run_paths``).
+    Relative paths in the configuration of a run are those of the run's working directory (``tidemill.launch.settings.run_paths``).
     """
     try:
         data = file.read_bytes()

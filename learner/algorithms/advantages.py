@@ -31,7 +31,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from learner.algorithms.gae_vtrace import gae
+from tidemill.learner.algorithms.gae_vtrace import gae
 
 STD_EPSILON = 1e-6
 """Added to the standard deviation of a group. Source: common implementations of GRPO (DeepSeekMath, Shao et al. 2024)."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.choices import AGGREGATIONS
+from tidemill.learner.algorithms.choices import AGGREGATIONS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

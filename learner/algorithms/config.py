@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.choices import (
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.choices import (
     ADVANTAGES,
     AGGREGATIONS,
     ANCHORED,
@@ -22,9 +22,9 @@ from learner.algorithms.choices import (
     LOSSES,
     RUNNING,
 )
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.presets import DEFAULTS, PRESETS
-from learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.presets import DEFAULTS, PRESETS
+from tidemill.learner.algorithms.reject_rules import RejectRule, by_path, reject_rule
 
 
 @dataclass(frozen=True, kw_only=True)

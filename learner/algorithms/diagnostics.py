@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.algorithms.advantages import group_moments
-from learner.algorithms.objective import Tokens
-from learner.algorithms.outcome import TokenLoss
-from learner.algorithms.ratios import DELTA_BOUND, log_ratio
+from tidemill.learner.algorithms.advantages import group_moments
+from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.outcome import TokenLoss
+from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio
 
 MAX_LAG_BUCKETS = 16
 """Lags of this many steps or more share the bucket ``over``."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import DELTA_BOUND, prefix_sums, sequence_means, sequence_sums, spread
+from tidemill.learner.algorithms.ratios import DELTA_BOUND, prefix_sums, sequence_means, sequence_sums, spread
 
 LEVELS = ("token", "sequence", "geometric", "prefix")
 ACTIONS = ("truncate", "clip", "mask")

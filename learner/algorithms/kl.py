@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.ratios import log_ratio
 
 LOW_VAR_BOUND = 10.0
 """Largest value of ``low_var_kl`` (nats). k3 is never negative, so the lower bound of -10 in other implementations has no effect."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from learner.algorithms.choices import KL_ESTIMATORS
+from tidemill.learner.algorithms.choices import KL_ESTIMATORS
 
 
 @dataclass(frozen=True, kw_only=True)

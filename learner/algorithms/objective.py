@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from learner.algorithms import policy_losses, rejection, token_choice, token_returns
-from learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
-from learner.algorithms.aggregation import Denominators, Reducer, aggregate
-from learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.credit import turn_advantages
-from learner.algorithms.distillation import top_k_divergence
-from learner.algorithms.importance_weights import (
+from tidemill.learner.algorithms import policy_losses, rejection, token_choice, token_returns
+from tidemill.learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, pass_at_k, whitened
+from tidemill.learner.algorithms.aggregation import Denominators, Reducer, aggregate
+from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.credit import turn_advantages
+from tidemill.learner.algorithms.distillation import top_k_divergence
+from tidemill.learner.algorithms.importance_weights import (
     WeightFunction,
     Weights,
     bounded,
@@ -33,14 +33,14 @@ from learner.algorithms.importance_weights import (
     self_normalised,
     weight_sums,
 )
-from learner.algorithms.kl import corrected_kl, kl_T
-from learner.algorithms.outcome import TokenLoss
-from learner.algorithms.own_functions import asked_for, imported
-from learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
-from learner.algorithms.ratios import log_ratio, sequence_sums
-from learner.algorithms.running_baseline import over_baselines, roles_of
-from learner.algorithms.shaping import distillation_advantages, overlong_penalty
-from learner.algorithms.supervised import sft_loss
+from tidemill.learner.algorithms.kl import corrected_kl, kl_T
+from tidemill.learner.algorithms.outcome import TokenLoss
+from tidemill.learner.algorithms.own_functions import asked_for, imported
+from tidemill.learner.algorithms.policy_losses import PolicyLoss, loglinear_proximal
+from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
+from tidemill.learner.algorithms.running_baseline import over_baselines, roles_of
+from tidemill.learner.algorithms.shaping import distillation_advantages, overlong_penalty
+from tidemill.learner.algorithms.supervised import sft_loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

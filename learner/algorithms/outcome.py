@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from learner.algorithms.importance_weights import Weights
+from tidemill.learner.algorithms.importance_weights import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

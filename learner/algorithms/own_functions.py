@@ -10,7 +10,7 @@ class FunctionRefused(ValueError):
     """A function or class that a setting names is not there, or cannot be called as it would be."""
 
     exit_code = 78
-    """That of wrong settings, ``bus.exit_codes.CONFIG``: no restart cures it."""
+    """That of wrong settings, ``tidemill.bus.exit_codes.CONFIG``: no restart cures it."""
 
 
 def imported(path: str, what: str, *, form: str = "module:function") -> Callable[..., Any]:

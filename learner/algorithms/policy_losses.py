@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import log_ratio, sequence_means, sequence_sums, spread
-from learner.algorithms.rejection import binary_kl_moved, total_variation_outside
+from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, sequence_sums, spread
+from tidemill.learner.algorithms.rejection import binary_kl_moved, total_variation_outside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

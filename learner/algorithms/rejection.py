@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from learner.algorithms.ratios import running_sums, sequence_means, sequence_sums, spread
+from tidemill.learner.algorithms.ratios import running_sums, sequence_means, sequence_sums, spread
 
 RejectFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 """``(delta_T, mask_T, sequence_T, num_sequences) -> rejected_T``, bool: signature of a rule by import path. Masked tokens are never

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from learner.algorithms.advantages import group_moments
-from learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.advantages import group_moments
+from tidemill.learner.algorithms.ratios import log_ratio
 
 
 def overlong_penalty(lengths_N: Tensor, *, max_tokens: int, buffer: int) -> Tensor:

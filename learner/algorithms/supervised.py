@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, Reducer, aggregate
+from tidemill.learner.algorithms.aggregation import Denominators, Reducer, aggregate
 
 
 def sft_loss(log_probs_T: Tensor, mask_T: Tensor) -> Tensor:

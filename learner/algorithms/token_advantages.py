@@ -14,11 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages import masked_moments, whitened
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.gae_vtrace import Bars, gae, terminal_rewards, vtrace
-from learner.algorithms.objective import Tokens
-from learner.algorithms.ratios import log_ratio
+from tidemill.learner.algorithms.advantages import masked_moments, whitened
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.gae_vtrace import Bars, gae, terminal_rewards, vtrace
+from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.ratios import log_ratio
 
 Estimate = tuple[Tensor, Tensor]
 """(advantages, targets of the value function), float64 [T]; 0 where masked."""

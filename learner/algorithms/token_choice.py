@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.policy_losses import Clip, PolicyLoss, ppo
-from learner.algorithms.ratios import log_ratio, prefix_sums
+from tidemill.learner.algorithms.policy_losses import Clip, PolicyLoss, ppo
+from tidemill.learner.algorithms.ratios import log_ratio, prefix_sums
 
 
 def top_cut(values_M: Tensor, share: float) -> float:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages import returns_to_go
-from learner.algorithms.gae_vtrace import recurrence
-from learner.algorithms.ratios import prefix_sums, running_sums, sequence_sums
+from tidemill.learner.algorithms.advantages import returns_to_go
+from tidemill.learner.algorithms.gae_vtrace import recurrence
+from tidemill.learner.algorithms.ratios import prefix_sums, running_sums, sequence_sums
 
 
 def sums_and_owners(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:

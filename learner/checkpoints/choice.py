@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from learner.checkpoints.manifest import FileEntry
+from tidemill.learner.checkpoints.manifest import FileEntry
 
 Held = Mapping[int, Mapping[str, Collection[str]]]
 """node -> checkpoint -> names of the files that it has."""

@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.system.files import sync
-from bus.wire.json_object import JsonObject
-from bus.wire.subjects import nonce
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
-from learner.errors import CheckpointCorrupt
+from tidemill.bus.system.files import sync
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 

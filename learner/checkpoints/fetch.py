@@ -8,14 +8,14 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from bus.system.files import sync
-from bus.wire.subjects import nonce
-from learner.checkpoints import disk
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest
-from learner.checkpoints.object_store import MOST_BYTES
-from learner.checkpoints.peers import PATH, CheckpointFiles, Peer, PeerClient, PeerFailed
-from learner.errors import CheckpointCorrupt, StoreFailed
+from tidemill.bus.system.files import sync
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest
+from tidemill.learner.checkpoints.object_store import MOST_BYTES
+from tidemill.learner.checkpoints.peers import PATH, CheckpointFiles, Peer, PeerClient, PeerFailed
+from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 

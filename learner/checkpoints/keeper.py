@@ -14,21 +14,21 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.addresses import HERE, Reach
-from bus.errors import BusError
-from bus.http.access import RunAccess
-from bus.http.listener import Listener
-from bus.liveness.keys import api_keys
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.json_object import JsonMapping
-from learner.checkpoints import disk, fetch
-from learner.checkpoints.choice import targets
-from learner.checkpoints.disk import Checkpoint
-from learner.checkpoints.manifest import FileEntry
-from learner.checkpoints.peers import Peer, PeerClient
-from learner.checkpoints.server import CheckpointServer, held_below
-from learner.errors import CheckpointCorrupt
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.errors import BusError
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints.choice import targets
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.manifest import FileEntry
+from tidemill.learner.checkpoints.peers import Peer, PeerClient
+from tidemill.learner.checkpoints.server import CheckpointServer, held_below
+from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
-from bus.wire.json_object import JsonObject
-from learner.errors import CheckpointCorrupt
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.errors import CheckpointCorrupt
 
 MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 BLOCK_BYTES = 1 << 22

@@ -14,10 +14,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from bus.wire.subjects import nonce
-from learner.checkpoints.manifest import MANIFEST
-from learner.errors import StoreFailed
-from learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.errors import StoreFailed
+from tidemill.learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of
 
 OWNER = "owner.json"
 """Object with the identity of the run that the checkpoints beside it belong to."""

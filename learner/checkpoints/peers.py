@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import quote, urlsplit
 
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import BLOCK_BYTES, FileEntry
-from learner.checkpoints.object_store import ObjectStore
-from learner.errors import CheckpointCorrupt, StoreFailed
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, FileEntry
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from aiohttp import web
 
-from bus.http.access import Route
-from learner.checkpoints import disk
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, FileEntry
-from learner.checkpoints.peers import PATH
-from learner.errors import CheckpointCorrupt
+from tidemill.bus.http.access import Route
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
+from tidemill.learner.checkpoints.peers import PATH
+from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 

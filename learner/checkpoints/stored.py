@@ -5,11 +5,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.checkpoints import disk
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from learner.checkpoints.object_store import MOST_BYTES, ObjectStore
-from learner.errors import CheckpointCorrupt
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tidemill.learner.checkpoints.object_store import MOST_BYTES, ObjectStore
+from tidemill.learner.errors import CheckpointCorrupt
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.checkpoints.disk import TORCH_DIST
-from learner.checkpoints.manifest import MANIFEST
-from learner.errors import ConfigRefused
+from tidemill.learner.checkpoints.disk import TORCH_DIST
+from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.errors import ConfigRefused
 
 TRACKER = "latest_checkpointed_iteration.txt"
 """File beside the iterations that names the last complete one. Source: ``megatron/training/checkpointing.py`` of Megatron-LM."""

@@ -25,18 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bus.errors import BusError
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.disk import Checkpoint
-from learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, digests_in, kept_names, latest_of
-from learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
-from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from learner.checkpoints.peers import PeerClient
-from learner.checkpoints.stored import Stored, survey
-from learner.errors import CheckpointCorrupt, StoreFailed
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY, INTERVAL_S, digests_in, kept_names, latest_of
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, FileEntry
+from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
+from tidemill.learner.checkpoints.peers import PeerClient
+from tidemill.learner.checkpoints.stored import Stored, survey
+from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
 
 log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from bus.wire.messages import Sample
+from tidemill.bus.wire.messages import Sample
 
 
 class Disposition(StrEnum):

@@ -4,8 +4,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from bus.system.foreign import described, errors_as
-from learner.errors import CannotRender, PromptError, TemplateLacks
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks
 
 log = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Sample
-from learner.data.batch import DTYPES, STEP_ARRAYS, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
-from learner.errors import FeedError
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.data.batch import DTYPES, STEP_ARRAYS, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
+from tidemill.learner.errors import FeedError
 
 Frame = bytes | memoryview | Array
 """One frame of a ZMQ message."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.messages import Plan, Sample, Status
-from bus.wire.routed_experts import RoutedShape, unknown_rows
-from learner.data.batch import DTYPES, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
+from tidemill.bus.wire.messages import Plan, Sample, Status
+from tidemill.bus.wire.routed_experts import RoutedShape, unknown_rows
+from tidemill.learner.data.batch import DTYPES, TEACHER_ARRAYS, TOKEN_ARRAYS, Array, MicroBatch, StepBatch
 
 
 def build_batches(

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Sample, Status, Task
-from learner.data.filter_settings import FilterConfig
-from learner.data.filters import FILTER, Decision, decision_of
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt, Sample, Status, Task
+from tidemill.learner.data.filter_settings import FilterConfig
+from tidemill.learner.data.filters import FILTER, Decision, decision_of
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +149,7 @@ BUFFER_FILTER = Contract(
     word="buffer filter",
     options="options",
     argument="FilterBuffer",
-    path="learner.data.buffer_filters:BUFFER_FILTER",
+    path="tidemill.learner.data.buffer_filters:BUFFER_FILTER",
     table={},
     encode=_encode,
     decode=_decode,

@@ -8,7 +8,7 @@ of the prompt, too, when it samples the answer.
 from collections.abc import Sequence
 from typing import Protocol
 
-from bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 
 _ANCHORS = ("", "\n", "a")
 """Texts before the one that is tokenized, whose tokens are removed: a tokenizer that puts a blank before every text puts it before them."""

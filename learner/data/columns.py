@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
-from bus.config import RUN_NAME, SINGLE_TURN
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling
-from learner.data.config import MOST_LETTERS, MOST_STOPS
-from learner.data.formats import kind_of, refuse_unsendable, value_at
-from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from learner.data.source import rollout_named
-from learner.errors import PromptError
+from tidemill.bus.config import RUN_NAME, SINGLE_TURN
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling
+from tidemill.learner.data.config import MOST_LETTERS, MOST_STOPS
+from tidemill.learner.data.formats import kind_of, refuse_unsendable, value_at
+from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from tidemill.learner.data.source import rollout_named
+from tidemill.learner.errors import PromptError
 
 REWARD = "reward"
 """Key in a task's metadata with the name of its reward, which ``when`` of ``actor.reward_parts`` compares with."""

@@ -3,11 +3,11 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from bus.wire.episode_limits import OF_TEMPLATE
-from bus.wire.json_object import JsonObject
-from learner.data.bad_rows import POLICIES, SKIP
-from learner.data.filter_settings import read_filters
-from learner.data.source import Source, SourceConfig, parse_sources, rollout_named
+from tidemill.bus.wire.episode_limits import OF_TEMPLATE
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.bad_rows import POLICIES, SKIP
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.source import Source, SourceConfig, parse_sources, rollout_named
 
 MOST_STOPS = 16
 """Most strings, and most tokens, at which a response ends."""

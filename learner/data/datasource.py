@@ -11,22 +11,22 @@ from collections.abc import Sequence
 
 import msgpack
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
-from learner.data.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample
-from learner.data.eval_tasks import EvalTasks
-from learner.data.groups import BufferedSample, Group, Verdict, mismatch
-from learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
-from learner.data.plans import GENESIS, chain_of
-from learner.data.requeues import Requeues
-from learner.data.rules import DataRules
-from learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, settled_at_once, that_fit, urgent
-from learner.data.snapshot import SCHEMA, read_state, refuse_other_identity
-from learner.data.staleness_admission import Admission, TaskDemand
-from learner.data.versions import KnownVersions
-from learner.data.waits import Waits, waits_for_groups, waits_for_old
-from learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Cursor, Dead, Kind, Plan, PlanRecord, Requeue, Sample, Settle, Status, Task
+from tidemill.learner.data.arrivals import Arrival, Disposition, EarlyArrivals, EarlySample
+from tidemill.learner.data.eval_tasks import EvalTasks
+from tidemill.learner.data.groups import BufferedSample, Group, Verdict, mismatch
+from tidemill.learner.data.ledger import SampleAccounting, SampleCounter, SettledIds, count_of, field_of
+from tidemill.learner.data.plans import GENESIS, chain_of
+from tidemill.learner.data.requeues import Requeues
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.selection import drop_reason, in_order, is_filtered, make_plan, make_settle, settled_at_once, that_fit, urgent
+from tidemill.learner.data.snapshot import SCHEMA, read_state, refuse_other_identity
+from tidemill.learner.data.staleness_admission import Admission, TaskDemand
+from tidemill.learner.data.versions import KnownVersions
+from tidemill.learner.data.waits import Waits, waits_for_groups, waits_for_old
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 REISSUED = frozenset({"stale", "lost"})
 """Reasons to settle a task that are not caused by its prompt, which is issued again."""

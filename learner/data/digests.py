@@ -4,9 +4,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from learner.data.formats import data_files
-from learner.data.row_functions import add_rows, is_function
-from learner.data.source import Source
+from tidemill.learner.data.formats import data_files
+from tidemill.learner.data.row_functions import add_rows, is_function
+from tidemill.learner.data.source import Source
 
 
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:

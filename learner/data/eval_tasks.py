@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bus.wire.messages import Sample, Task
+from tidemill.bus.wire.messages import Sample, Task
 
 
 class EvalTasks:

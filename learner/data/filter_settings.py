@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
 """Names of the filters that ship (``learner/data/filters.py``)."""

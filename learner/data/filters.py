@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt, Sample, SequenceSize, Status, Task
-from learner.data.filter_settings import BUILT_IN
-from rewards.contract import Contract
-from rewards.errors import RewardFailed
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt, Sample, SequenceSize, Status, Task
+from tidemill.learner.data.filter_settings import BUILT_IN
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import RewardFailed
 
 MAX_REASON = 40
 """Characters of a filter's reason for a drop that are kept."""
@@ -182,7 +182,7 @@ def _is_gibberish(sample: FilterSample, rare_from: int, bound: float) -> bool:
 # ---- contract
 
 
-TABLE = {name: f"learner.data.filters:{name}" for name in BUILT_IN}
+TABLE = {name: f"tidemill.learner.data.filters:{name}" for name in BUILT_IN}
 """Built-in filters."""
 
 
@@ -288,7 +288,7 @@ FILTER = Contract(
     word="filter",
     options="options",
     argument="FilterGroup",
-    path="learner.data.filters:FILTER",
+    path="tidemill.learner.data.filters:FILTER",
     table=TABLE,
     encode=_encode,
     decode=_decode,

@@ -8,12 +8,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn
 
-from bus.errors import WireError
-from bus.wire.chat_messages import chat_messages
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.data.row_functions import is_function, rows_of
-from learner.data.shards import SUFFIXES, is_pattern, matching, shards_in
-from learner.errors import PromptError
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.data.row_functions import is_function, rows_of
+from tidemill.learner.data.shards import SUFFIXES, is_pattern, matching, shards_in
+from tidemill.learner.errors import PromptError
 
 LINE_BYTES = 64 << 20
 """Longest line of a JSONL file."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bus.wire.messages import Sample, Task
+from tidemill.bus.wire.messages import Sample, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from bus.errors import WireError
+from tidemill.bus.errors import WireError
 
 MAX_NAMES = 64
 """Most names from outside that have counters of their own; others share one, which bounds the memory."""

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from learner.data.datasource import DataSource
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.learner.data.datasource import DataSource
 
 log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ that position, and rows that were skipped, may change.
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Task
-from learner.data.mixing import Share, order_of
-from learner.data.prompts import PromptFile
-from learner.errors import NEW_RUN, ConfigRefused, PromptError
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Task
+from tidemill.learner.data.mixing import Share, order_of
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.errors import NEW_RUN, ConfigRefused, PromptError
 
 SETTING = "data.path"
 _MOST_NAMED = 5

@@ -5,7 +5,7 @@ import hashlib
 import msgpack
 import numpy as np
 
-from bus.wire.messages import Plan
+from tidemill.bus.wire.messages import Plan
 
 GENESIS = "0" * 64
 """Value of the chain before the first plan."""

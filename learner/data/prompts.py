@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Prompt
-from learner.data.bad_rows import REFUSE, SKIP, BadRows, RowTooLong, all_bad, rejections
-from learner.data.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
-from learner.data.digests import prompts_digest
-from learner.data.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
-from learner.data.mixing import Share, order_of
-from learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
-from learner.data.saved_tokenizer import saved_tokenizer
-from learner.data.source import Source, rollout_named
-from learner.errors import CannotRender, PromptError, TemplateLacks
-from rewards.message_template import MessageTemplate, ToolsLeftOut
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.bad_rows import REFUSE, SKIP, BadRows, RowTooLong, all_bad, rejections
+from tidemill.learner.data.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
+from tidemill.learner.data.digests import prompts_digest
+from tidemill.learner.data.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
+from tidemill.learner.data.mixing import Share, order_of
+from tidemill.learner.data.responses import RecordedRow, RecordedSequence, Recordings, Response, in_conversation, responses_in
+from tidemill.learner.data.saved_tokenizer import saved_tokenizer
+from tidemill.learner.data.source import Source, rollout_named
+from tidemill.learner.errors import CannotRender, PromptError, TemplateLacks
+from tidemill.rewards.message_template import MessageTemplate, ToolsLeftOut
 
 Tokenize = Callable[..., Sequence[int]]
 """Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable
 
-from bus.wire.messages import Dead, Requeue
-from learner.data.staleness_admission import Reissue
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.messages import Dead, Requeue
+from tidemill.learner.data.staleness_admission import Reissue
+from tidemill.learner.errors import ReplayMismatch
 
 
 class Requeues:

@@ -2,7 +2,7 @@
 
 Knows a tokenizer as a function, no file, bus or model. Masks of chat messages follow from the chat template alone: a turn of the assistant
 is the text that the template puts between the prompt of that turn and its end. Both must be prefixes of the whole conversation, token by
-token, or else as text (``learner.data.chat_texts``).
+token, or else as text (``tidemill.learner.data.chat_texts``).
 """
 
 import json
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.errors import WireError
-from bus.wire.chat_messages import ASSISTANT
-from bus.wire.invariants import check_log_probs, check_reward
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Prompt
-from learner.data.chat_texts import ChatTexts, answers_by_parts
-from learner.data.formats import kind_of, messages_in, refuse_unsendable, value_at
-from learner.errors import PromptError
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import ASSISTANT
+from tidemill.bus.wire.invariants import check_log_probs, check_reward
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.chat_texts import ChatTexts, answers_by_parts
+from tidemill.learner.data.formats import kind_of, messages_in, refuse_unsendable, value_at
+from tidemill.learner.errors import PromptError
 
 WEIGHT = "weight"
 """Key of an assistant's message: 0 = it is not trained, 1 or missing = it is (as in OpenAI's files for fine-tuning)."""
@@ -31,7 +31,7 @@ KNOWN = ("text", "messages", "tokens", "prompt_tokens", "log_probs", "loss_mask"
 """Keys of one response."""
 
 Tokenize = Callable[..., Sequence[int]]
-"""``learner.data.prompts.Tokenize`` with ``whole``: if True, messages end without a generation prompt, and text has no special tokens."""
+"""``tidemill.learner.data.prompts.Tokenize`` with ``whole``: if True, messages end without a generation prompt, and text has no special tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

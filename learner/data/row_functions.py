@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.system.foreign import described, errors_as
-from bus.wire.json_object import JsonMapping
-from learner.errors import PromptError
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.errors import PromptError
 
 _END = object()
 PREFIX = "python:"

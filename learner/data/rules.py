@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 
 import msgpack
 
-from learner.errors import ConfigRefused
+from tidemill.learner.errors import ConfigRefused
 
 
 def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
@@ -43,7 +43,7 @@ _LATER = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataRules:
-    """All settings that the DataSource uses, with the meanings of ``learner.settings.config`` and ``bus.wire.messages.Sampling``."""
+    """All settings that the DataSource uses, with the meanings of ``tidemill.learner.settings.config`` and ``tidemill.bus.wire.messages.Sampling``."""
 
     run: str
     steps: int

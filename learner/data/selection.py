@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from bus.wire.messages import Plan, Settle
-from learner.data.groups import Group
-from learner.data.packing import assign
-from learner.data.plans import chain_of, plan_bytes, settle_bytes
-from learner.data.rules import DataRules
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.messages import Plan, Settle
+from tidemill.learner.data.groups import Group
+from tidemill.learner.data.packing import assign
+from tidemill.learner.data.plans import chain_of, plan_bytes, settle_bytes
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.errors import ReplayMismatch
 
 FILTERED = "filtered"
 """Reason of groups that a filter dropped; the name of a filter follows a colon."""

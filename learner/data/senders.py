@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.streams.samples import Received
-from bus.system.coroutines import Waiter
-from bus.wire.subjects import REFUSED_KEY, refused
-from learner.data.ledger import count_of
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import Received
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import REFUSED_KEY, refused
+from tidemill.learner.data.ledger import count_of
 
 log = logging.getLogger(__name__)
 

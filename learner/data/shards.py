@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from learner.errors import PromptError
+from tidemill.learner.errors import PromptError
 
 SUFFIXES = (".jsonl", ".parquet")
 _NUMBERED = re.compile(r"(?P<name>.*?)(?P<between>[-_.]?)\d+(?:[-_]of[-_](?P<count>\d+)(?:-[0-9a-f]{8,})?)?")

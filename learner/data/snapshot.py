@@ -2,14 +2,14 @@
 
 import msgpack
 
-from bus.wire.json_object import JsonObject
-from learner.data.rules import DataRules
-from learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 
 SCHEMA = 1
 """Version of the snapshot format."""
 ROWS = "rows"
-"""Key of the rows that were planned (``learner.data.planned_rows``); snapshots of earlier releases lack them."""
+"""Key of the rows that were planned (``tidemill.learner.data.planned_rows``); snapshots of earlier releases lack them."""
 
 
 def read_state(data: bytes) -> JsonObject:

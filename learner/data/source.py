@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from bus.config import SINGLE_TURN
-from learner.errors import PromptError
+from tidemill.bus.config import SINGLE_TURN
+from tidemill.learner.errors import PromptError
 
 SLICE = re.compile(r"(?P<path>.*)@\[(?P<start>[^:\[\]]*):(?P<stop>[^:\[\]]*)\]")
 BOUND = re.compile(r"\s*(-?\d{1,18})?\s*")

@@ -2,9 +2,9 @@
 
 from dataclasses import asdict, dataclass
 
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Task
-from learner.data.rules import DataRules
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Task
+from tidemill.learner.data.rules import DataRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.data.batch import MicroBatch, StepBatch
 
 
 def without_truncated(batch: StepBatch) -> StepBatch:

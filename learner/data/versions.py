@@ -1,7 +1,7 @@
 """The versions of the weights that a run has made: the step of each, and the samples that it cannot have made."""
 
-from bus.wire.messages import Sample
-from learner.errors import ReplayMismatch
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.errors import ReplayMismatch
 
 
 class KnownVersions:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from learner.data.groups import Group
+from tidemill.learner.data.groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

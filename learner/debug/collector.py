@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bus.wire.json_object import JsonObject
-from learner.data.batch import MicroBatch, StepBatch
-from learner.debug import train_file
-from learner.debug.fields import Fields, with_old
-from learner.layout.parallel import Parallel
-from learner.layout.stages import is_last, of_all
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.debug import train_file
+from tidemill.learner.debug.fields import Fields, with_old
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.stages import is_last, of_all
 
 log = logging.getLogger(__name__)
 

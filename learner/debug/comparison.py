@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.debug.module_file import ModuleDump
-from learner.debug.train_file import RECORD, ROUTING, TRAIN, Step, TrainDump
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.debug.module_file import ModuleDump
+from tidemill.learner.debug.train_file import RECORD, ROUTING, TRAIN, Step, TrainDump
 
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 
-from bus.system.foreign import errors_as
-from learner.data.batch import StepBatch
+from tidemill.bus.system.foreign import errors_as
+from tidemill.learner.data.batch import StepBatch
 
 PROMPT_TOKENS, RESPONSE_TOKENS = 32, 64
 """Tokens of either that are decoded."""

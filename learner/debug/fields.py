@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from learner.algorithms.objective import Tokens
-from learner.algorithms.outcome import TokenLoss
+from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.outcome import TokenLoss
 
 Fields = Mapping[str, Tensor]
 """Values of a micro-batch by name, [T, ...]."""

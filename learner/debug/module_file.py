@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from learner.debug.train_file import MODULES, Array, read, write
-from learner.errors import DebugFileRefused
+from tidemill.learner.debug.train_file import MODULES, Array, read, write
+from tidemill.learner.errors import DebugFileRefused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from bus.system.files import write_whole
+from tidemill.bus.system.files import write_whole
 
 DIRECTORY = "debug"
 """Directory of dumps and traces in that of the run."""

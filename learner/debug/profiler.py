@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name
+from tidemill.learner.debug.profile_request import DIRECTORY, ProfileRequest, trace_name
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from learner.errors import DebugFileRefused
+from tidemill.learner.errors import DebugFileRefused
 
 LEAST_TOKENS = 2
 """Tokens of a prompt: the log-prob of the second one is the first that there is."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from learner.debug.excerpt import Excerpt
+from tidemill.learner.debug.excerpt import Excerpt
 
 OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"

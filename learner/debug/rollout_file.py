@@ -14,13 +14,13 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from bus.errors import WireError
-from bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Plan, Sample
-from learner.data.packing import assign
-from learner.data.plans import chain_of
-from learner.errors import DebugFileRefused
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import decode_record, decode_sample, encode_record, encode_sample
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.learner.data.packing import assign
+from tidemill.learner.data.plans import chain_of
+from tidemill.learner.errors import DebugFileRefused
 
 KIND, SCHEMA = "tidemill.rollout", 1
 

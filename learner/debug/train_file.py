@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.errors import DebugFileRefused
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.errors import DebugFileRefused
 
 Array = NDArray[Any]
 METADATA, TRAIN, RECORD, MODULES = "tidemill", "train", "record", "modules"

@@ -8,9 +8,9 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from learner.data.config import DataConfig, refuse_stops
-from learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
-from learner.data.source import SourceConfig
+from tidemill.learner.data.config import DataConfig, refuse_stops
+from tidemill.learner.data.rules import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE
+from tidemill.learner.data.source import SourceConfig
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 """Names of evaluation sets: they are part of the names of metrics."""

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Kind, Sampling, Task
-from learner.data.bad_rows import all_bad
-from learner.data.prompts import PromptFile, sampler_seed
-from learner.errors import PromptError
-from learner.evaluation.rounds import MARK, Place, Rounds, SetSize
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Kind, Sampling, Task
+from tidemill.learner.data.bad_rows import all_bad
+from tidemill.learner.data.prompts import PromptFile, sampler_seed
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.rounds import MARK, Place, Rounds, SetSize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sample, Status, Task
-from learner.evaluation.scores import Response, scores
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sample, Status, Task
+from tidemill.learner.evaluation.scores import Response, scores
 
 MARK = "evaluation"
 """Key in a task's metadata: the set, the prompt's number in it, and the digest of all sets."""

@@ -4,19 +4,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from bus.errors import Fenced
-from bus.streams.bus import Bus, current_epoch, raise_epoch
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Task
-from bus.wire.rows import VersionRow
-from bus.wire.subjects import EPOCH_KEY
-from learner.checkpoints import disk
-from learner.checkpoints.object_store import ObjectStore
-from learner.feed.copies import Copies
-from learner.feed.evaluations import EvalPlan, Evaluations
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.restart import Resumed
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.errors import Fenced
+from tidemill.bus.streams.bus import Bus, current_epoch, raise_epoch
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Task
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.bus.wire.subjects import EPOCH_KEY
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.evaluations import EvalPlan, Evaluations
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.restart import Resumed
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 async def own_epoch(bus: Bus, raised: int) -> int:

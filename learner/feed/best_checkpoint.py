@@ -8,13 +8,13 @@ import logging
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from bus.client.rows import Value
-from bus.streams.bus import Bus
-from bus.wire.subjects import BEST_KEY
-from learner.checkpoints import disk
-from learner.checkpoints.disk import Checkpoint
-from learner.evaluation.best import Scored
-from learner.feed.evaluations import Evaluations
+from tidemill.bus.client.rows import Value
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.subjects import BEST_KEY
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.evaluation.best import Scored
+from tidemill.learner.feed.evaluations import Evaluations
 
 log = logging.getLogger(__name__)
 

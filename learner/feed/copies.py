@@ -14,23 +14,33 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from bus.errors import BusUnavailable
-from bus.liveness.keys import api_keys
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.json_object import JsonMapping
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.choice import choose, short_of_copies
-from learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, holders
-from learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
-from learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
-from learner.checkpoints.peers import Peer, PeerClient, PeerFailed
-from learner.checkpoints.server import held_below
-from learner.checkpoints.stored import Stored, survey
-from learner.checkpoints.uploads import MOST_PAUSE_S, SILENCE_S, Silence, Uploaded, claimed, foreign, identity_of, in_daemon, uploaded
-from learner.checkpoints.uploads import ROWS as UPLOADS
-from learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.choice import choose, short_of_copies
+from tidemill.learner.checkpoints.keeper import INTERVAL_S, ROWS, Holder, digests_in, holders
+from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry, Manifest
+from tidemill.learner.checkpoints.object_store import OWNER, UNNAMED, ObjectStore
+from tidemill.learner.checkpoints.peers import Peer, PeerClient, PeerFailed
+from tidemill.learner.checkpoints.server import held_below
+from tidemill.learner.checkpoints.stored import Stored, survey
+from tidemill.learner.checkpoints.uploads import (
+    MOST_PAUSE_S,
+    SILENCE_S,
+    Silence,
+    Uploaded,
+    claimed,
+    foreign,
+    identity_of,
+    in_daemon,
+    uploaded,
+)
+from tidemill.learner.checkpoints.uploads import ROWS as UPLOADS
+from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, NoCheckpoint, StoreFailed
 
 log = logging.getLogger(__name__)
 

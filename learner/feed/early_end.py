@@ -9,15 +9,15 @@ write its checkpoint, if they have not yet.
 
 import logging
 
-from bus.streams.bus import Bus
-from bus.wire.subjects import END_KEY
-from learner.data.datasource import DataSource
-from learner.data.rules import DataRules
-from learner.errors import NothingTrained
-from learner.feed.evaluations import Evaluations
-from learner.feed.feed_messages import Last
-from learner.feed.feed_server import FeedServer
-from learner.feed.outcomes import Outcomes
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.subjects import END_KEY
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.errors import NothingTrained
+from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.feed.feed_messages import Last
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.outcomes import Outcomes
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import logging
 from collections import deque
 from collections.abc import Mapping
 
-from learner.algorithms.alarms import AlarmConfig, Context, check
+from tidemill.learner.algorithms.alarms import AlarmConfig, Context, check
 
 log = logging.getLogger(__name__)
 

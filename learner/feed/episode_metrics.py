@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bus.wire.messages import Plan, Sample
-from learner.feed.episode_age import SECONDS
+from tidemill.bus.wire.messages import Plan, Sample
+from tidemill.learner.feed.episode_age import SECONDS
 
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""

@@ -12,16 +12,16 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus.errors import WireError
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Dead, Evaluated, Sample, Task
-from learner.data.groups import mismatch
-from learner.errors import PromptError
-from learner.evaluation.best import BestScore
-from learner.evaluation.prompts import EvalPrompts
-from learner.evaluation.rounds import Place, Result, Rounds
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Dead, Evaluated, Sample, Task
+from tidemill.learner.data.groups import mismatch
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.best import BestScore
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.rounds import Place, Result, Rounds
 
 log = logging.getLogger(__name__)
 

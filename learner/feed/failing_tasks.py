@@ -8,8 +8,8 @@ Not part of the data's state: a restart begins to count anew.
 import time
 from collections.abc import Callable
 
-from bus.wire.messages import Dead
-from learner.errors import TasksFail
+from tidemill.bus.wire.messages import Dead
+from tidemill.learner.errors import TasksFail
 
 UNTRAINED_SHARE = 0.1
 """Share of ``learner.failing_s`` after which a run ends that has trained no step."""

@@ -13,15 +13,15 @@ from typing import Self
 
 import zmq
 
-from bus import exit_codes
-from bus.exit_codes import CRASHED
-from bus.wire.json_object import JsonObject
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import Frame, decode
-from learner.errors import FeederFailed, FeederLost, FeedError
-from learner.feed.feed_gate import admit_by
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End, Last, Start, pack, unpack
+from tidemill.bus import exit_codes
+from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batch_frames import Frame, decode
+from tidemill.learner.errors import FeederFailed, FeederLost, FeedError
+from tidemill.learner.feed.feed_gate import admit_by
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import End, Last, Start, pack, unpack
 
 
 class FeedClient:

@@ -12,7 +12,7 @@ import zmq.asyncio
 from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
-from learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_keys import FeedKeys
 
 _ZAP = "inproc://zeromq.zap.01"
 """Endpoint of libzmq's authentication requests: ZeroMQ RFC 27."""

@@ -15,10 +15,10 @@ from typing import Self
 
 import zmq
 
-from bus import exit_codes
-from learner.feed.feed_gate import admit_by
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import pack
+from tidemill.bus import exit_codes
+from tidemill.learner.feed.feed_gate import admit_by
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import pack
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from types import NoneType
 
 import msgpack
 
-from bus.wire.json_object import JsonObject
-from learner.errors import FeedError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.errors import FeedError
 
 _FROM_RANKS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
     "hello": {"rank": (int,), "dp_rank": (int,), "dp_size": (int,), "metadata": (bool,)},

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass, field
 import zmq
 import zmq.asyncio
 
-from bus.exit_codes import CRASHED
-from bus.system.coroutines import Waiter
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.data.batch_frames import Frame
-from learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
-from learner.feed.feed_gate import Gate
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
+from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.data.batch_frames import Frame
+from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft
+from tidemill.learner.feed.feed_gate import Gate
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import Last, Start, pack, unpack_from_rank
 
 log = logging.getLogger(__name__)
 

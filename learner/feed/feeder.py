@@ -5,25 +5,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from bus.client.connection import cancellable
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sampling
-from bus.wire.routed_experts import RoutedShape
-from learner.data.curriculum import CurriculumRules
-from learner.data.filter_settings import FilterConfig, identity_of
-from learner.data.prompts import PromptFile
-from learner.data.rules import DataRules
-from learner.debug.config import DebugConfig
-from learner.feed.evaluations import EvalPlan
-from learner.feed.feeder_loops import Feeder
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.filtering import opened_filters
-from learner.feed.opening import opened_ends
-from learner.feed.places import FeederPlaces
-from learner.settings.checkpoint_store import LOCAL
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.routing_replay import ROLLOUT
-from learner.settings.step_settings import record_of
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.data.curriculum import CurriculumRules
+from tidemill.learner.data.filter_settings import FilterConfig, identity_of
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.feed.evaluations import EvalPlan
+from tidemill.learner.feed.feeder_loops import Feeder
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.filtering import opened_filters
+from tidemill.learner.feed.opening import opened_ends
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.settings.checkpoint_store import LOCAL
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.step_settings import record_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,45 +21,45 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from bus.client.connection import cancellable
-from bus.errors import BusError, Fenced, WireError
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus, current_epoch
-from bus.system.coroutines import Waiter, first_of
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
-from bus.wire.rows import LiveRow
-from bus.wire.subjects import EPOCH_KEY
-from learner.algorithms.alarms import Context
-from learner.data.batch_frames import encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.curriculum import Curriculum
-from learner.data.lost import LostTasks
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.rules import DataRules
-from learner.data.senders import Senders, refused_before
-from learner.data.snapshot import ROWS
-from learner.data.waits import Waits
-from learner.feed.beginning import copies_of, evaluations_of, first_head, initial_weights, own_epoch, peers_of
-from learner.feed.best_checkpoint import BestCheckpoint
-from learner.feed.early_end import EarlyEnd
-from learner.feed.episode_age import EpisodeAge
-from learner.feed.episode_metrics import episode_metrics
-from learner.feed.evaluations import EvalPlan
-from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_row import BEAT_S, FeederRow, Parts
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.filtering import Filtering, OpenFilter
-from learner.feed.intake import Intake
-from learner.feed.new_task import task_of
-from learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
-from learner.feed.recorded import RecordedResponses
-from learner.feed.recorded_steps import save_step
-from learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
-from learner.settings.checkpoint_store import MOST_PENDING
-from weightstore.store.registry import HEAD, VersionRegistry
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.errors import BusError, Fenced, WireError
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.system.coroutines import Waiter, first_of
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.bus.wire.subjects import EPOCH_KEY
+from tidemill.learner.algorithms.alarms import Context
+from tidemill.learner.data.batch_frames import encode, encode_metadata
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.curriculum import Curriculum
+from tidemill.learner.data.lost import LostTasks
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.senders import Senders, refused_before
+from tidemill.learner.data.snapshot import ROWS
+from tidemill.learner.data.waits import Waits
+from tidemill.learner.feed.beginning import copies_of, evaluations_of, first_head, initial_weights, own_epoch, peers_of
+from tidemill.learner.feed.best_checkpoint import BestCheckpoint
+from tidemill.learner.feed.early_end import EarlyEnd
+from tidemill.learner.feed.episode_age import EpisodeAge
+from tidemill.learner.feed.episode_metrics import episode_metrics
+from tidemill.learner.feed.evaluations import EvalPlan
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow, Parts
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.learner.feed.intake import Intake
+from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes, facts_of
+from tidemill.learner.feed.recorded import RecordedResponses
+from tidemill.learner.feed.recorded_steps import save_step
+from tidemill.learner.feed.restart import Resumed, recorded_settings, recorded_versions, resume
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 log = logging.getLogger(__name__)
 

@@ -8,21 +8,21 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from learner.data.curriculum import Curriculum
-from learner.data.datasource import DataSource
-from learner.data.prompts import PromptFile
-from learner.data.selection import is_filtered
-from learner.data.senders import Senders
-from learner.errors import NoProgress
-from learner.feed.copies import Copies
-from learner.feed.episode_age import EpisodeAge
-from learner.feed.evaluations import Evaluations
-from learner.feed.failing_tasks import UNTRAINED_SHARE
-from learner.feed.feed_server import FeedServer
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.filtering import Filtering
-from learner.feed.intake import Intake
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.learner.data.curriculum import Curriculum
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.selection import is_filtered
+from tidemill.learner.data.senders import Senders
+from tidemill.learner.errors import NoProgress
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.episode_age import EpisodeAge
+from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.feed.failing_tasks import UNTRAINED_SHARE
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.filtering import Filtering
+from tidemill.learner.feed.intake import Intake
 
 BEAT_S = 1.0
 """Interval of the heartbeats to ranks and on the bus."""

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.wire.episode_limits import Budget
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Sampling
-from bus.wire.routed_experts import RoutedShape
-from learner.algorithms.alarms import AlarmConfig
-from learner.data.curriculum import CurriculumRules
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.data.curriculum import CurriculumRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class FeederRules:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     """Action on alarms, of which the feeder raises ``long_episodes``."""
     step_settings: JsonObject = field(default_factory=dict)
-    """Record of the settings that decide the result of a step (``learner.settings.step_settings``); empty = no step trains."""
+    """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty = no step trains."""
     save_rollout: str = ""
     """File for the samples of each step, with ``{step}`` in its name; empty = none."""
     initial_model: str = ""

@@ -16,18 +16,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from bus.system.coroutines import Waiter
-from bus.wire.messages import Sample, Task
-from learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
-from learner.data.datasource import DataSource
-from learner.data.filter_settings import BUILT_IN, FilterConfig
-from learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
-from learner.data.groups import Verdict
-from learner.data.selection import FILTERED
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
-from rewards.errors import RewardFailed
-from rewards.registry import bind
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.messages import Sample, Task
+from tidemill.learner.data.buffer_filters import FilterBuffer, buffer_group, contract_of, decisions_in
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.filter_settings import BUILT_IN, FilterConfig
+from tidemill.learner.data.filters import FILTER, Decision, FilterGroup, decision_in, group_of
+from tidemill.learner.data.groups import Verdict
+from tidemill.learner.data.selection import FILTERED
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.children.pool import Children
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.registry import bind
 
 log = logging.getLogger(__name__)
 

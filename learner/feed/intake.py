@@ -11,20 +11,20 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
-from bus.streams.bus import Bus
-from bus.streams.dead import REQUEUE
-from bus.wire import subjects
-from bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
-from bus.wire.routed_experts import RoutedShape
-from learner.data.arrivals import Disposition
-from learner.data.datasource import DataSource
-from learner.data.lost import LostTasks
-from learner.data.prompts import PromptFile
-from learner.data.senders import Senders, invalid_words
-from learner.errors import PromptError
-from learner.feed.evaluations import Evaluations
-from learner.feed.failing_tasks import FailingTasks
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.dead import REQUEUE
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Dead, Plan, Requeue, Sample, Settle
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.data.arrivals import Disposition
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.lost import LostTasks
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.senders import Senders, invalid_words
+from tidemill.learner.errors import PromptError
+from tidemill.learner.feed.evaluations import Evaluations
+from tidemill.learner.feed.failing_tasks import FailingTasks
+from tidemill.weightstore.store.registry import VersionRegistry
 
 Recorded = Sequence[tuple[int, Plan | Settle | Requeue]]
 

@@ -2,12 +2,12 @@
 
 from dataclasses import replace
 
-from bus.wire.messages import Task
-from learner.data.curriculum import Curriculum
-from learner.data.prompts import Drawn, PromptFile, sampler_seed
-from learner.data.rules import DataRules
-from learner.data.staleness_admission import TaskDemand
-from learner.feed.feeder_rules import FeederRules
+from tidemill.bus.wire.messages import Task
+from tidemill.learner.data.curriculum import Curriculum
+from tidemill.learner.data.prompts import Drawn, PromptFile, sampler_seed
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.staleness_admission import TaskDemand
+from tidemill.learner.feed.feeder_rules import FeederRules
 
 
 def task_of(

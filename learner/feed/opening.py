@@ -4,12 +4,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from bus import exit_codes
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import first_error
-from learner.feed.feed_server import FeedServer
-from learner.feed.places import FeederPlaces
-from learner.settings.config import LearnerConfig
+from tidemill.bus import exit_codes
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import first_error
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.settings.config import LearnerConfig
 
 
 @asynccontextmanager

@@ -11,23 +11,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.client.rows import Value
-from bus.errors import BusUnavailable, Fenced
-from bus.streams.bus import Bus, current_epoch
-from bus.streams.cursors import Cursors
-from bus.wire.json_object import JsonMapping
-from bus.wire.messages import Done, Plan
-from learner.checkpoints import disk
-from learner.checkpoints.disk import Checkpoint
-from learner.checkpoints.keeper import kept_names
-from learner.data.batch import StepBatch
-from learner.data.snapshot import read_state
-from learner.errors import CheckpointCorrupt, FeedError
-from learner.feed.best_checkpoint import BestCheckpoint
-from learner.feed.copies import Copies
-from learner.feed.episode_age import EpisodeAge
-from learner.feed.feed_server import FeedServer
-from learner.feed.restart import CHECKPOINT_KEY, Resumed
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import BusUnavailable, Fenced
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.messages import Done, Plan
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.keeper import kept_names
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.snapshot import read_state
+from tidemill.learner.errors import CheckpointCorrupt, FeedError
+from tidemill.learner.feed.best_checkpoint import BestCheckpoint
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.feed.episode_age import EpisodeAge
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.restart import CHECKPOINT_KEY, Resumed
 
 log = logging.getLogger(__name__)
 

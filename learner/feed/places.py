@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.config import BusConfig
-from learner.feed.feed_keys import FeedKeys
+from tidemill.bus.config import BusConfig
+from tidemill.learner.feed.feed_keys import FeedKeys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,14 +14,14 @@ from collections.abc import Callable, Collection
 
 import numpy as np
 
-from bus.errors import BusError, WireError
-from bus.streams.bus import Bus
-from bus.streams.tasks import Lease
-from bus.wire.codec import check_sample
-from bus.wire.messages import Kind, Sample, Span, Status, Task
-from learner.data.prompts import PromptFile
-from learner.data.responses import RecordedSequence
-from learner.errors import PromptError
+from tidemill.bus.errors import BusError, WireError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.tasks import Lease
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Kind, Sample, Span, Status, Task
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.responses import RecordedSequence
+from tidemill.learner.errors import PromptError
 
 log = logging.getLogger(__name__)
 

@@ -16,30 +16,30 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from bus.client.connection import cancellable
-from bus.errors import BusUnavailable
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.system.coroutines import first_of
-from bus.wire.messages import Done, Plan, Sample
-from bus.wire.routed_experts import RoutedShape
-from bus.wire.rows import LiveRow
-from learner.data.batch_frames import encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
-from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
-from learner.errors import FeedError
-from learner.feed.beginning import own_epoch, verified
-from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer, Frames
-from learner.feed.feeder_row import BEAT_S
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.opening import opened_ends
-from learner.feed.outcomes import facts_of
-from learner.feed.places import FeederPlaces
-from learner.settings.config import LearnerConfig
-from learner.settings.routing_replay import ROLLOUT
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.messages import Done, Plan, Sample
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.learner.data.batch_frames import encode, encode_metadata
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, save_rollout
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.beginning import own_epoch, verified
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_server import FeedServer, Frames
+from tidemill.learner.feed.feeder_row import BEAT_S
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.opening import opened_ends
+from tidemill.learner.feed.outcomes import facts_of
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
+from tidemill.weightstore.store.registry import VersionRegistry
 
 log = logging.getLogger(__name__)
 

@@ -8,19 +8,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bus.streams.bus import Bus
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
-from bus.wire.subjects import SETTINGS_KEY
-from learner.checkpoints import disk
-from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.rules import DataRules
-from learner.data.snapshot import ROWS, read_state
-from learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
-from learner.feed.copies import Copies
-from learner.settings.step_settings import refuse_built_in
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.messages import Done, Kind, Plan, Requeue, Settle, Task
+from tidemill.bus.wire.subjects import SETTINGS_KEY
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.snapshot import ROWS, read_state
+from tidemill.learner.errors import NEW_RUN, ConfigRefused, NoCheckpoint, ReplayMismatch, RunLost
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.settings.step_settings import refuse_built_in
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from bus.wire.json_object import JsonObject
-from learner.errors import ConfigRefused
-from learner.layout.sizes import num_senders
-from learner.settings.config import LearnerConfig
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.sizes import num_senders
+from tidemill.learner.settings.config import LearnerConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,10 +8,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.model_values import as_older
-from bus.wire.routed_experts import EXPERTS_OF, num_experts
-from learner.errors import ConfigRefused
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.model_values import as_older
+from tidemill.bus.wire.routed_experts import EXPERTS_OF, num_experts
+from tidemill.learner.errors import ConfigRefused
 
 FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 """Values of ``model_type`` that have a bridge."""

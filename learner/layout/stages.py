@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
+from tidemill.learner.layout.parallel import Parallel
 
 T = TypeVar("T")
 

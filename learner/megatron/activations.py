@@ -20,15 +20,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from learner.layout import stages
-from learner.layout.parallel import Parallel
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.layers.attention import PackedRow, packed_row
-from learner.megatron.layers.context import gather_parts, own_part
-from learner.megatron.layers.output_layer import output_weight
-from learner.megatron.logprobs import log_probs_and_entropy
-from learner.megatron.model import Policy
-from learner.megatron.schedule import run_rows
+from tidemill.learner.layout import stages
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
+from tidemill.learner.megatron.layers.context import gather_parts, own_part
+from tidemill.learner.megatron.layers.output_layer import output_weight
+from tidemill.learner.megatron.logprobs import log_probs_and_entropy
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.schedule import run_rows
 
 Take = Callable[[Any, Any, Any], None]
 LOG_PROBS = "log_probs"

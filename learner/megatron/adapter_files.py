@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
-from weightstore.store.snapshot import ASIDE, rename_into_place
+from tidemill.learner.settings.lora import CONFIG, WEIGHTS, LoraConfig
+from tidemill.weightstore.store.snapshot import ASIDE, rename_into_place
 
 ADAPTER = "adapter"
 """Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top of it."""

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from learner.errors import CheckpointUnwritten
+from tidemill.learner.errors import CheckpointUnwritten
 
 
 class HostCopies:

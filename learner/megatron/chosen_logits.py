@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.context import gather_parts
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.context import gather_parts
 
 
 @torch.no_grad()

@@ -18,19 +18,19 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from bus.wire.json_object import JsonObject
-from bus.wire.subjects import nonce
-from learner.checkpoints import disk
-from learner.checkpoints.manifest import MANIFEST
-from learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
-from learner.layout import parallel
-from learner.layout.parallel import Parallel
-from learner.megatron import state
-from learner.megatron.adapter_files import ADAPTER, write_adapter
-from learner.megatron.model import DTYPES, Policy, build_policy
-from learner.megatron.tuning import Tuning
-from learner.settings.lora import LoraConfig
-from weightstore.store import snapshot
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.manifest import MANIFEST
+from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.megatron.model import DTYPES, Policy, build_policy
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.weightstore.store import snapshot
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 

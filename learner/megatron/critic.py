@@ -15,19 +15,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.gae_vtrace import value_clipped, value_loss
-from learner.algorithms.objective import Tokens
-from learner.data.batch import StepBatch
-from learner.debug.collector import Collector
-from learner.debug.fields import Fields, of_critic
-from learner.layout.stages import of_last, tensors_of_last
-from learner.megatron.layers.context import gather_parts
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.schedule import ModelInput, run_rows
-from learner.settings.config import CriticConfig, LearnerConfig
+from tidemill.learner.algorithms.aggregation import Denominators, aggregate
+from tidemill.learner.algorithms.gae_vtrace import value_clipped, value_loss
+from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.collector import Collector
+from tidemill.learner.debug.fields import Fields, of_critic
+from tidemill.learner.layout.stages import of_last, tensors_of_last
+from tidemill.learner.megatron.layers.context import gather_parts
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.schedule import ModelInput, run_rows
+from tidemill.learner.settings.config import CriticConfig, LearnerConfig
 
 Summed = Callable[[Tensor], Tensor]
 """Sum of a tensor over the data-parallel ranks."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from bus.system.foreign import described, errors_as
-from learner.algorithms.own_functions import asked_for, imported
-from learner.data.batch import StepBatch
-from learner.errors import HookFailed
-from learner.settings.hooks import HooksConfig
+from tidemill.bus.system.foreign import described, errors_as
+from tidemill.learner.algorithms.own_functions import asked_for, imported
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.errors import HookFailed
+from tidemill.learner.settings.hooks import HooksConfig
 
 NO_HOOKS = HooksConfig()
 

@@ -14,11 +14,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.checkpoints import torch_dist
-from learner.errors import ConfigRefused
-from learner.megatron.cpu_shim import plain_torch
-from learner.megatron.layers.lora import is_adapter
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.checkpoints import torch_dist
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.cpu_shim import plain_torch
+from tidemill.learner.megatron.layers.lora import is_adapter
 
 OTHER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
+from tidemill.learner.layout.sizes import FUSED_CHUNKS, LOGITS_AT_ONCE
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
 """Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the
@@ -198,7 +198,7 @@ def _add(sums: _Sums, z_TC: Tensor, spare_TC: Tensor) -> _Sums:
 
 def _add_fused(sums: _Sums, picked_TJ: Tensor, z_TC: Tensor, scale: float, start: int, local_TJ: Tensor) -> None:
     """Add an unscaled chunk in place, and write its logits of the ids, scaled, into ``picked_TJ``."""
-    from learner.megatron.layers.fused_log_probs import add_statistics
+    from tidemill.learner.megatron.layers.fused_log_probs import add_statistics
 
     add_statistics(z_TC, scale, *sums, start=start, ids_TJ=local_TJ, picked_TJ=picked_TJ)
 
@@ -233,7 +233,7 @@ def _gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Ten
 
 def _fused_gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
     """Return the same as ``_gradient`` from unscaled logits."""
-    from learner.megatron.layers.fused_log_probs import logits_gradient
+    from tidemill.learner.megatron.layers.fused_log_probs import logits_gradient
 
     out_TC = torch.empty_like(z_TC) if logits.kept is not None else z_TC
     logits_gradient(

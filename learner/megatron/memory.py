@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from learner.errors import MemoryReleased
+from tidemill.learner.errors import MemoryReleased
 
 log = logging.getLogger(__name__)
 

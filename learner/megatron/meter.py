@@ -7,9 +7,9 @@ time and count as none.
 import numpy as np
 import torch
 
-from learner.data.batch import StepBatch
-from learner.megatron.flops import StepFlops
-from learner.megatron.model import Policy
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.megatron.flops import StepFlops
+from tidemill.learner.megatron.model import Policy
 
 PEAK_TFLOPS = (("B200", 2250.0), ("GH200", 989.0), ("H200", 989.0), ("H100 PCIE", 756.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
 """Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets, without sparsity."""

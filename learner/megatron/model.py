@@ -17,22 +17,22 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
 
-from bus.system.foreign import described
-from learner.errors import ConfigRefused, LearnerError
-from learner.layout import stages
-from learner.layout.parallel import Parallel, Replicas
-from learner.layout.sizes import Dealt
-from learner.megatron.bridges.registry import open_bridge
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.initial_weights import load_initial
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.layers.lora import Adapters
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.layers.output_layer import ValueHead
-from learner.megatron.memory import Memory, PlainMemory
-from learner.megatron.optimizer_pieces import buffers_of
-from learner.megatron.routing import Routing
-from learner.megatron.tuning import Tuning, tune
+from tidemill.bus.system.foreign import described
+from tidemill.learner.errors import ConfigRefused, LearnerError
+from tidemill.learner.layout import stages
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.layout.sizes import Dealt
+from tidemill.learner.megatron.bridges.registry import open_bridge
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.initial_weights import load_initial
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.layers.lora import Adapters
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.layers.output_layer import ValueHead
+from tidemill.learner.megatron.memory import Memory, PlainMemory
+from tidemill.learner.megatron.optimizer_pieces import buffers_of
+from tidemill.learner.megatron.routing import Routing
+from tidemill.learner.megatron.tuning import Tuning, tune
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 ROUTER_BIAS = "router.expert_bias"

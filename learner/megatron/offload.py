@@ -16,9 +16,9 @@ from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from learner.layout.sizes import OFFLOADED_AT_ONCE
-from learner.megatron.clipping import clip_factor, norm_over_ranks
-from learner.megatron.optimizer_pieces import MAIN, STATE, Piece
+from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
+from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
+from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, Piece
 
 _SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
 """Settings by which Megatron's optimizers recognise their parameter groups in a checkpoint."""

@@ -16,12 +16,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from torch import Tensor
 
-from learner.errors import ConfigRefused
-from learner.megatron.clipping import clipped
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.model import Policy
-from learner.megatron.offload import OffloadedAdam
-from learner.megatron.optimizer_pieces import (
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.clipping import clipped
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.offload import OffloadedAdam
+from tidemill.learner.megatron.optimizer_pieces import (
     Piece,
     buffers_of,
     make_leaves,
@@ -31,8 +31,8 @@ from learner.megatron.optimizer_pieces import (
     state_of_pieces,
     whole_pieces,
 )
-from learner.megatron.torch_optimizers import torch_optimizers
-from learner.settings.schedule import OptimizerConfig, learning_rate
+from tidemill.learner.megatron.torch_optimizers import torch_optimizers
+from tidemill.learner.settings.schedule import OptimizerConfig, learning_rate
 
 log = logging.getLogger(__name__)
 

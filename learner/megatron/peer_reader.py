@@ -26,8 +26,8 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from learner.checkpoints.peers import CheckpointFiles
-from learner.errors import CheckpointCorrupt
+from tidemill.learner.checkpoints.peers import CheckpointFiles
+from tidemill.learner.errors import CheckpointCorrupt
 
 
 class _PeerFiles(FileSystem):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.megatron.model import Policy, WeightBackup, initial_weights, reference_weights
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.megatron.model import Policy, WeightBackup, initial_weights, reference_weights
 
 
 class Reference:

@@ -19,9 +19,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.attention import PackedRow
-from learner.megatron.layers.context import gather_parts
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.attention import PackedRow
+from tidemill.learner.megatron.layers.context import gather_parts
 
 
 class Routing:

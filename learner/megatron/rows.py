@@ -11,14 +11,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bus.wire.json_object import JsonMapping
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.objective import RewardParts, Tokens, Turns
-from learner.data.batch import MicroBatch, StepBatch
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.attention import PackedRow, packed_row
-from learner.megatron.layers.context import own_part
-from learner.megatron.routing import Routing
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.objective import RewardParts, Tokens, Turns
+from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
+from tidemill.learner.megatron.layers.context import own_part
+from tidemill.learner.megatron.routing import Routing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,11 +17,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor
 
-from learner.layout.stages import is_last
-from learner.megatron.cpu_shim import plain_torch
-from learner.megatron.layers.attention import PackedRow, packed_row
-from learner.megatron.layers.context import own_part
-from learner.megatron.model import Policy
+from tidemill.learner.layout.stages import is_last
+from tidemill.learner.megatron.cpu_shim import plain_torch
+from tidemill.learner.megatron.layers.attention import PackedRow, packed_row
+from tidemill.learner.megatron.layers.context import own_part
+from tidemill.learner.megatron.model import Policy
 
 
 class ModelInput(Protocol):

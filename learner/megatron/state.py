@@ -23,17 +23,17 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from torch.distributed.checkpoint.storage import WriteResult
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.checkpoints.peers import CheckpointFiles
-from learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
-from learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
-from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.critic import Critic
-from learner.megatron.initial_weights import load_megatron, refuse_another_model
-from learner.megatron.layers.lora import is_adapter
-from learner.megatron.model import Policy, WeightBackup
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.peer_reader import PeerLoad
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.checkpoints.peers import CheckpointFiles
+from tidemill.learner.errors import CheckpointCorrupt, CheckpointUnwritten, ConfigRefused
+from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, StagedSave
+from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
+from tidemill.learner.megatron.critic import Critic
+from tidemill.learner.megatron.initial_weights import load_megatron, refuse_another_model
+from tidemill.learner.megatron.layers.lora import is_adapter
+from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.peer_reader import PeerLoad
 
 log = logging.getLogger(__name__)
 

@@ -18,38 +18,38 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from learner.algorithms import diagnostics
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.choices import RUNNING
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.diagnostics import Sums
-from learner.algorithms.entropy_bonus import EntropyBonus
-from learner.algorithms.importance_weights import rate_factor
-from learner.algorithms.kl import counted_samples, next_coefficient
-from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
-from learner.algorithms.ratios import log_ratio, sequence_sums
-from learner.algorithms.supervised import Supervised
-from learner.algorithms.token_advantages import with_token_advantages
-from learner.data.batch import StepBatch
-from learner.data.truncation import without_truncated
-from learner.debug import fields
-from learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
-from learner.errors import ConfigRefused
-from learner.layout.stages import of_last, tensors_of_last
-from learner.megatron.balance import balanced
-from learner.megatron.chosen_logits import logits_at
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.critic import Critic
-from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from learner.megatron.layers.context import gather_parts
-from learner.megatron.layers.output_layer import is_embedding_too, output_weight
-from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, most_probable
-from learner.megatron.model import OtherWeights, Policy, WeightBackup
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
-from learner.megatron.schedule import run_rows
-from learner.settings.hooks import HooksConfig
-from learner.settings.step_settings import StepSettings
+from tidemill.learner.algorithms import diagnostics
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.choices import RUNNING
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.diagnostics import Sums
+from tidemill.learner.algorithms.entropy_bonus import EntropyBonus
+from tidemill.learner.algorithms.importance_weights import rate_factor
+from tidemill.learner.algorithms.kl import counted_samples, next_coefficient
+from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
+from tidemill.learner.algorithms.ratios import log_ratio, sequence_sums
+from tidemill.learner.algorithms.supervised import Supervised
+from tidemill.learner.algorithms.token_advantages import with_token_advantages
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.truncation import without_truncated
+from tidemill.learner.debug import fields
+from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector, Routed
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.stages import of_last, tensors_of_last
+from tidemill.learner.megatron.balance import balanced
+from tidemill.learner.megatron.chosen_logits import logits_at
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.critic import Critic
+from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
+from tidemill.learner.megatron.layers.context import gather_parts
+from tidemill.learner.megatron.layers.output_layer import is_embedding_too, output_weight
+from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy, most_probable
+from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.rows import Row, Step, rows_of, step_of, tensor_of
+from tidemill.learner.megatron.schedule import run_rows
+from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.step_settings import StepSettings
 
 _BASELINE = "baseline/"
 """Prefix of the running baselines among the numbers of a checkpoint."""

@@ -7,13 +7,13 @@ from typing import Any
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from learner.errors import ConfigRefused
-from learner.layout import stages
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.lora import Adapters
-from learner.settings.config import LearnerConfig
-from learner.settings.lora import LoraConfig
-from learner.settings.schedule import frozen_names
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import stages
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.lora import Adapters
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.schedule import frozen_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

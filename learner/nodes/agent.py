@@ -17,19 +17,19 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from bus import exit_codes
-from bus.errors import BusError, RowConflict, UnreadableRow
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.subjects import nonce
-from learner.feed.feed_keys import FeedKeys
-from learner.nodes.attempts import Attempts
-from learner.nodes.errors import LearnerEnded, NodeRefused
-from learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
-from learner.nodes.own_row import OwnRow
-from learner.nodes.port import Work
-from learner.nodes.probes import Probes, answering
-from learner.nodes.rendezvous import (
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.nodes.attempts import Attempts
+from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused
+from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, bracketed, cut
+from tidemill.learner.nodes.own_row import OwnRow
+from tidemill.learner.nodes.port import Work
+from tidemill.learner.nodes.probes import Probes, answering
+from tidemill.learner.nodes.rendezvous import (
     LEADER,
     Action,
     Drain,
@@ -42,8 +42,8 @@ from learner.nodes.rendezvous import (
     Wait,
     decide,
 )
-from learner.nodes.view import LOOK_S, View
-from learner.ranks.process import ChildFailed, Part
+from tidemill.learner.nodes.view import LOOK_S, View
+from tidemill.learner.ranks.process import ChildFailed, Part
 
 log = logging.getLogger(__name__)
 

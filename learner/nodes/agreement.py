@@ -3,9 +3,9 @@
 import ipaddress
 from collections.abc import Sequence
 
-from bus.config import is_loopback
-from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow
+from tidemill.bus.config import is_loopback
+from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.nodes.node_rows import NodeRow
 
 
 def refuse_unlike(offers: Sequence[NodeRow]) -> None:

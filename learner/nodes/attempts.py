@@ -6,15 +6,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 
-from bus.errors import BusError
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, raise_epoch
-from bus.wire.subjects import nonce
-from learner.nodes import agreement
-from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
-from learner.nodes.port import Work
-from learner.nodes.view import READ_S, View
+from tidemill.bus.errors import BusError
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.subjects import nonce
+from tidemill.learner.nodes import agreement
+from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value
+from tidemill.learner.nodes.port import Work
+from tidemill.learner.nodes.view import READ_S, View
 
 log = logging.getLogger(__name__)
 

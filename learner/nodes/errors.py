@@ -1,7 +1,7 @@
 """Errors of node agents."""
 
-from bus import exit_codes
-from learner.errors import LearnerError
+from tidemill.bus import exit_codes
+from tidemill.learner.errors import LearnerError
 
 
 class NodeRefused(LearnerError, ValueError):

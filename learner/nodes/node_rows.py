@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.rows import MOST_RANKS
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.rows import MOST_RANKS
 
 NODE_KEY = "node"
 """Rows ``node.<R>``."""

@@ -10,11 +10,11 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from bus.client.rows import Rows
-from bus.errors import BusError, BusUnavailable, RowConflict, WireError
-from bus.system.coroutines import Waiter
-from learner.nodes.errors import NodeRefused, NodeReplaced
-from learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
+from tidemill.bus.client.rows import Rows
+from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.learner.nodes.errors import NodeRefused, NodeReplaced
+from tidemill.learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
 
 log = logging.getLogger(__name__)
 

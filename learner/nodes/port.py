@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
-from bus.streams.bus import Bus
-from learner.nodes.node_rows import NodeRow
-from learner.ranks.process import Part
+from tidemill.bus.streams.bus import Bus
+from tidemill.learner.nodes.node_rows import NodeRow
+from tidemill.learner.ranks.process import Part
 
 
 class Work(Protocol):

@@ -12,8 +12,8 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from bus.system.coroutines import Waiter
-from learner.nodes.node_rows import NodeRow, Phase, cut
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.learner.nodes.node_rows import NodeRow, Phase, cut
 
 log = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ Consumes rows; produces actions. A wait names the nodes or the event that ends i
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from bus import exit_codes
-from learner.nodes import agreement
-from learner.nodes.node_rows import Attempt, NodeRow, Phase, State
+from tidemill.bus import exit_codes
+from tidemill.learner.nodes import agreement
+from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
 
 LEADER = 0
 

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from bus.client.rows import Value
-from bus.errors import BusError
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
-from learner.nodes.rendezvous import Seen
-from learner.nodes.silence import GRACE_S, Silences
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
+from tidemill.learner.nodes.rendezvous import Seen
+from tidemill.learner.nodes.silence import GRACE_S, Silences
 
 log = logging.getLogger(__name__)
 

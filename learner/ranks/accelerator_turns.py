@@ -13,8 +13,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from learner.megatron.memory import Memory
-from learner.ranks.pushes import Pushes
+from tidemill.learner.megatron.memory import Memory
+from tidemill.learner.ranks.pushes import Pushes
 
 log = logging.getLogger(__name__)
 

@@ -25,20 +25,20 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
-from learner.checkpoints.object_store import ObjectStore
-from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
-from learner.errors import CheckpointUnwritten, NoCheckpoint
-from learner.feed.feed_messages import Start
-from learner.feed.places import RankPlaces
-from learner.megatron import state
-from learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
-from learner.megatron.model import Policy, WeightBackup
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.state import NOTHING_BESIDE, Beside
-from learner.settings.checkpoint_store import SHARED, CheckpointConfig
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.checkpoint_writer import HostCopies, Staged, files_of
+from tidemill.learner.megatron.model import Policy, WeightBackup
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.state import NOTHING_BESIDE, Beside
+from tidemill.learner.settings.checkpoint_store import SHARED, CheckpointConfig
 
 log = logging.getLogger(__name__)
 

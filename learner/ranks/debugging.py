@@ -13,19 +13,19 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from learner.data.batch import StepBatch
-from learner.debug.collector import CRITIC, Collector
-from learner.debug.config import DebugConfig, DumpModulesConfig
-from learner.debug.excerpt import excerpt
-from learner.debug.module_file import write_modules
-from learner.debug.profile_request import ProfileRequest, take_request
-from learner.debug.profiler import Profiler
-from learner.debug.prompts import read_prompts
-from learner.debug.report import LOOKS, Facts, report
-from learner.layout.parallel import Parallel
-from learner.megatron.activations import module_outputs
-from learner.megatron.model import Policy
-from learner.settings.config import LearnerConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.collector import CRITIC, Collector
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig
+from tidemill.learner.debug.excerpt import excerpt
+from tidemill.learner.debug.module_file import write_modules
+from tidemill.learner.debug.profile_request import ProfileRequest, take_request
+from tidemill.learner.debug.profiler import Profiler
+from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.report import LOOKS, Facts, report
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.activations import module_outputs
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.settings.config import LearnerConfig
 
 log = logging.getLogger(__name__)
 

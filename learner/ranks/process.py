@@ -19,13 +19,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from bus import exit_codes
-from bus.server.ports import KeptPort
-from bus.system.processes import Child
-from learner.errors import LearnerError
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.progress import steps_noted
-from learner.ranks.network import loopback_variables
+from tidemill.bus import exit_codes
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.system.processes import Child
+from tidemill.learner.errors import LearnerError
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.progress import steps_noted
+from tidemill.learner.ranks.network import loopback_variables
 
 log = logging.getLogger(__name__)
 
@@ -109,13 +109,13 @@ async def run_part(
 ) -> None:
     """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
 
-    ``arguments`` are those of ``python -m launch feeder`` and ``python -m launch rank``, without ``--feeder-url`` and ``--feeder-keys``.
+    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and ``--feeder-keys``.
     ``variables``: environment of each rank, over the one that it gets here; empty = no more.
     ``on_step`` is called after steps of its ranks.
     Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
     that of a child with a final exit code if there is one, because failures of the others follow from it.
     """
-    command = [sys.executable, "-m", "launch"]
+    command = [sys.executable, "-m", "tidemill"]
     feeder: Child | None = None
     ranks: list[Child] = []
     try:

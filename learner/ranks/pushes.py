@@ -14,18 +14,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bus.config import BusConfig
-from bus.errors import BusError, Fenced
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_messages import Start
-from learner.feed.places import RankPlaces
-from learner.megatron.adapter_files import ADAPTER, write_adapter
-from learner.megatron.model import Policy
-from learner.ranks.weight_parts import WeightParts
-from weightstore.config import WeightsConfig
-from weightstore.errors import PushFailed
-from weightstore.push.publisher import Publisher, PushHandle, PushReport, Staged
-from weightstore.store import snapshot
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, Fenced
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PushFailed
+from tidemill.weightstore.push.publisher import Publisher, PushHandle, PushReport, Staged
+from tidemill.weightstore.store import snapshot
 
 log = logging.getLogger(__name__)
 

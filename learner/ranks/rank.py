@@ -22,44 +22,44 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bus import exit_codes
-from bus.config import BusConfig
-from learner.algorithms.alarms import AlarmWatch, Context
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Objective
-from learner.data.batch import StepBatch
-from learner.debug.config import DebugConfig
-from learner.errors import AlarmStop
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_liveness import Heartbeats
-from learner.feed.feed_messages import End, Last, Start
-from learner.feed.places import RankPlaces
-from learner.feed.progress import note_step
-from learner.layout import parallel
-from learner.layout.parallel import Parallel
-from learner.megatron import state
-from learner.megatron.critic import open_critic
-from learner.megatron.flops import StepFlops
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.memory import open_memory
-from learner.megatron.meter import Meter
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.reference import open_reference
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.megatron.tuning import Tuning
-from learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
-from learner.ranks.checkpoints import Checkpoints
-from learner.ranks.debugging import RankDebug
-from learner.ranks.pushes import Pushes
-from learner.ranks.saved_models import SavedModels
-from learner.ranks.step_agreement import agreed
-from learner.ranks.weight_parts import WeightParts
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.step_settings import StepSettings
-from weightstore.config import WeightsConfig
-from weightstore.push.publisher import Publisher
+from tidemill.bus import exit_codes
+from tidemill.bus.config import BusConfig
+from tidemill.learner.algorithms.alarms import AlarmWatch, Context
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.errors import AlarmStop
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_liveness import Heartbeats
+from tidemill.learner.feed.feed_messages import End, Last, Start
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.progress import note_step
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.critic import open_critic
+from tidemill.learner.megatron.flops import StepFlops
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.memory import open_memory
+from tidemill.learner.megatron.meter import Meter
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.reference import open_reference
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.ranks.accelerator_turns import AllTheTime, TurnByTurn
+from tidemill.learner.ranks.checkpoints import Checkpoints
+from tidemill.learner.ranks.debugging import RankDebug
+from tidemill.learner.ranks.pushes import Pushes
+from tidemill.learner.ranks.saved_models import SavedModels
+from tidemill.learner.ranks.step_agreement import agreed
+from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.step_settings import StepSettings
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.push.publisher import Publisher
 
 log = logging.getLogger(__name__)
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
-from bus import exit_codes
-from learner.checkpoints import disk
-from learner.data.batch import StepBatch
-from learner.errors import NoCheckpoint
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_messages import End, Last
-from learner.feed.places import RankPlaces
-from learner.feed.progress import note_step
+from tidemill.bus import exit_codes
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.errors import NoCheckpoint
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_messages import End, Last
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.feed.progress import note_step
 
 log = logging.getLogger(__name__)
 

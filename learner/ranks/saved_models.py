@@ -16,13 +16,13 @@ from pathlib import Path
 
 from torch import Tensor
 
-from learner.checkpoints import disk
-from learner.feed.places import RankPlaces
-from learner.megatron.adapter_files import ADAPTER, write_adapter
-from learner.megatron.model import Policy
-from learner.ranks.weight_parts import WeightParts
-from weightstore.format.manifest import Manifest
-from weightstore.store import snapshot
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.megatron.adapter_files import ADAPTER, write_adapter
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store import snapshot
 
 log = logging.getLogger(__name__)
 

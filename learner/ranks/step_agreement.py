@@ -3,8 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from learner.debug.profile_request import ProfileRequest
-from learner.layout.parallel import Parallel
+from tidemill.learner.debug.profile_request import ProfileRequest
+from tidemill.learner.layout.parallel import Parallel
 
 
 def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | None:

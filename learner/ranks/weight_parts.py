@@ -18,15 +18,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.client.addresses import Reach, reach, route_to
-from learner.errors import AlarmStop, FeederFailed, FeederLost
-from learner.feed.places import RankPlaces
-from learner.layout.sizes import num_senders
-from learner.megatron.model import Policy
-from weightstore.config import WeightsConfig
-from weightstore.format.manifest import Manifest
-from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import Division, PartPlace, PartTensors, leave, release
+from tidemill.bus.client.addresses import Reach, reach, route_to
+from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.layout.sizes import num_senders
+from tidemill.learner.megatron.model import Policy
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.transport.part_server import PartServer
+from tidemill.weightstore.transport.parts import Division, PartPlace, PartTensors, leave, release
 
 log = logging.getLogger(__name__)
 

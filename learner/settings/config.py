@@ -2,15 +2,15 @@
 
 from dataclasses import dataclass, field, replace
 
-from bus.wire.json_object import JsonObject
-from learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
-from learner.algorithms.config import AlgorithmConfig
-from learner.settings.checkpoint_store import CheckpointConfig
-from learner.settings.hooks import HooksConfig
-from learner.settings.lora import LoraConfig
-from learner.settings.megatron_arguments import refuse_untried
-from learner.settings.routing_replay import REPLAYS
-from learner.settings.schedule import FALLING, OptimizerConfig
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.algorithms.choices import BY_CRITIC, CREDITS, OF_GROUPS, OF_TURNS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.settings.checkpoint_store import CheckpointConfig
+from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.megatron_arguments import refuse_untried
+from tidemill.learner.settings.routing_replay import REPLAYS
+from tidemill.learner.settings.schedule import FALLING, OptimizerConfig
 
 RECOMPUTE = ("none", "selective", "full")
 """Choices of ``learner.recompute``, from the most memory to the least."""

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.wire.json_object import JsonObject
-from learner.errors import ConfigRefused
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.learner.errors import ConfigRefused
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Linear layers of a decoder that can have adapters, by the last part of their Hugging Face names."""

@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
-from learner.errors import ConfigRefused
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.errors import ConfigRefused
 
 CLASSES = {"core/model_parallel_config.py": ("ModelParallelConfig",), "core/transformer/transformer_config.py": ("TransformerConfig",)}
 """Files of Megatron, and their classes with the arguments as fields."""

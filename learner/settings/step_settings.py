@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.settings.config import LearnerConfig
-from learner.settings.schedule import OptimizerConfig
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
 
 BUILT_IN = (
     *("optimizer.name", "optimizer.freeze", "critic", "hooks", "dtype", "megatron", "bridge", "from_checkpoint"),

@@ -9,7 +9,7 @@ import socket
 import struct
 from collections.abc import Mapping
 
-from bus.wire.json_object import JsonObject
+from tidemill.bus.wire.json_object import JsonObject
 
 MAX_RESULT_BYTES = 1 << 20
 """Size of the largest result that an actor reads, in bytes."""

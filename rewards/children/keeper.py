@@ -20,14 +20,14 @@ import socket
 import subprocess
 import sys
 
-from bus.system.output import lossy_standard_files
-from bus.wire.json_object import JsonObject
-from rewards.children import limits, worker
-from rewards.contract import contract_at
-from rewards.errors import BadRewardOption, UnknownReward
-from rewards.registry import Bound, bind
+from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.rewards.children import limits, worker
+from tidemill.rewards.contract import contract_at
+from tidemill.rewards.errors import BadRewardOption, UnknownReward
+from tidemill.rewards.registry import Bound, bind
 
-BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from rewards.children.{module} import main; main()"
+BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from tidemill.rewards.children.{module} import main; main()"
 """Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
 
 Its arguments are the descriptor of its socket and that path. Settings are on stdin: all users of a machine can read a command line."""
@@ -36,7 +36,7 @@ MAX_REASON = 10_000
 
 
 def command(module: str, descriptor: int) -> list[str]:
-    """Return the command of a new interpreter that runs ``main`` of ``rewards.children.MODULE``."""
+    """Return the command of a new interpreter that runs ``main`` of ``tidemill.rewards.children.MODULE``."""
     path = [entry or os.getcwd() for entry in sys.path]
     return [sys.executable, "-c", BOOT.format(module=module), str(descriptor), json.dumps(path)]
 

@@ -1,6 +1,6 @@
 """The actor's side of a keeper and its workers: starts, calls, kills. Nothing here blocks the event loop.
 
-Knows no policy: ``rewards.children.pool`` decides which worker gets a call, and how it goes on after one that fails.
+Knows no policy: ``tidemill.rewards.children.pool`` decides which worker gets a call, and how it goes on after one that fails.
 """
 
 import asyncio
@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from bus.system.proxies import without_proxy
-from bus.wire.json_object import JsonMapping, JsonObject
-from rewards.children import frames
-from rewards.children.keeper import command, settings_file
-from rewards.children.limits import Limits
-from rewards.contract import Contract
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.bus.system.proxies import without_proxy
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.rewards.children import frames
+from tidemill.rewards.children.keeper import command, settings_file
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 
 logger = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.children import frames
-from rewards.children.keeper_process import KeeperProcess, Worker
-from rewards.children.limits import Limits
-from rewards.contract import Contract
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.children import frames
+from tidemill.rewards.children.keeper_process import KeeperProcess, Worker
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.contract import Contract
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
 
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""

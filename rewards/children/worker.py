@@ -15,13 +15,13 @@ import sys
 from collections.abc import Awaitable
 from functools import partial
 
-from bus.system.foreign import repr_at
-from bus.system.output import lossy_standard_files
-from bus.wire.json_object import JsonMapping
-from rewards.children import frames, limits
-from rewards.contract import contract_at
-from rewards.errors import RewardFailed
-from rewards.registry import Bound, bind
+from tidemill.bus.system.foreign import repr_at
+from tidemill.bus.system.output import lossy_standard_files
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.children import frames, limits
+from tidemill.rewards.contract import contract_at
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.registry import Bound, bind
 
 MAX_REASON = 2000
 """Characters of the text of an error that are sent."""

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
-from rewards.code import jail
-from rewards.errors import RewardFailed
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.code import jail
+from tidemill.rewards.errors import RewardFailed
 
 JAIL = str(Path(jail.__file__).resolve())
 MAX_INPUT_BYTES = 64 << 20

@@ -10,8 +10,8 @@ from typing import Any
 
 import aiohttp
 
-from bus.http.client import content_of, open_session
-from rewards.errors import RewardFailed
+from tidemill.bus.http.client import content_of, open_session
+from tidemill.rewards.errors import RewardFailed
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Statuses after which a call is repeated."""

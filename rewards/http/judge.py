@@ -6,13 +6,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from bus.errors import WireError
-from bus.wire.chat_messages import chat_messages
-from bus.wire.json_object import JsonMapping
-from rewards.errors import RewardFailed
-from rewards.http.calls import Calls
-from rewards.http.remote import bearer
-from rewards.port import RewardRequest
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.http.calls import Calls
+from tidemill.rewards.http.remote import bearer
+from tidemill.rewards.port import RewardRequest
 
 TEMPLATE = """Grade a response to a task.
 

@@ -4,11 +4,11 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from rewards.errors import RewardFailed
-from rewards.group import GROUP, GroupRequest, group_fields
-from rewards.http.calls import Calls
-from rewards.port import Parts, RewardRequest
-from rewards.request_json import fields_of
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GROUP, GroupRequest, group_fields
+from tidemill.rewards.http.calls import Calls
+from tidemill.rewards.port import Parts, RewardRequest
+from tidemill.rewards.request_json import fields_of
 
 
 class Remote:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.wire.chat_messages import chat_messages
-from rewards.http.calls import Calls
-from rewards.http.remote import bearer
-from rewards.message_template import MessageTemplate
-from rewards.port import RewardRequest
+from tidemill.bus.wire.chat_messages import chat_messages
+from tidemill.rewards.http.calls import Calls
+from tidemill.rewards.http.remote import bearer
+from tidemill.rewards.message_template import MessageTemplate
+from tidemill.rewards.port import RewardRequest
 
 Tokenize = Callable[[list[dict[str, object]]], list[int]]
 

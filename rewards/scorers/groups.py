@@ -4,11 +4,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
-from rewards.errors import RewardFailed
-from rewards.group import ASKING, GROUP, TABLE, GroupRequest, Reward
-from rewards.registry import bind
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.children.pool import Children
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import ASKING, GROUP, TABLE, GroupRequest, Reward
+from tidemill.rewards.registry import bind
 
 GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 """A reward of groups as an actor calls it: one checked reward for each sample. Raises RewardFailed, TimeoutError."""

@@ -7,14 +7,14 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
-from bus.system.coroutines import first_error
-from bus.wire.messages import score_of
-from rewards.children.limits import Limits
-from rewards.errors import RewardFailed
-from rewards.part_settings import SCORE, Part
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import checked
-from rewards.scorers.single import opened
+from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.part_settings import SCORE, Part
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import checked
+from tidemill.rewards.scorers.single import opened
 
 
 @asynccontextmanager

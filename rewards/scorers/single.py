@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
-from rewards.children.limits import Limits
-from rewards.children.pool import Children
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import IN_THREAD, REWARD, TABLE, is_unbounded, load
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.children.pool import Children
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, is_unbounded, load
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the other, renews and
 acks like a real one; only the tokens are made up, at a fixed pace. Behind the real nats-server is the real feeder
-(`learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains nothing.
+(`tidemill.learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains nothing.
 
 Printed: samples/s offered and stored, CPU of each process per second, memory, the number of messages by which the feeder was behind, and
 the rate that the feeder could reach with a core of its own.
@@ -24,22 +24,22 @@ from statistics import median
 import numpy as np
 import psutil
 
-from bus.config import BusConfig
-from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, connect
-from bus.wire.messages import Sampling, Span
-from learner.checkpoints import disk
-from learner.data.prompts import PromptFile
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import End
-from learner.feed.feeder import ModelFacts, run_feeder
-from learner.feed.places import FeederPlaces
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.bench.sample_path import make_sample
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.messages import Sampling, Span
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import End
+from tidemill.learner.feed.feeder import ModelFacts, run_feeder
+from tidemill.learner.feed.places import FeederPlaces
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 RUN = "thousand"
 ROOT = Path(__file__).resolve().parents[2]

@@ -12,11 +12,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from learner.ranks.checkpoints import Checkpoints
-from learner.settings.config import CheckpointConfig
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.ranks.checkpoints import Checkpoints
+from tidemill.learner.settings.config import CheckpointConfig
 
 STEPS = 2
 """Steps behind each checkpoint."""

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.wire.messages import Sampling
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.wire.messages import Sampling
 
 PROMPT_TOKENS = 24
 

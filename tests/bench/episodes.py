@@ -26,20 +26,20 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from actors.engines.activity import Activity
-from actors.engines.engine_client import HttpEngine
-from actors.engines.pool import EnginePool, UrlDiscovery
-from actors.engines.responses import Prompt, Responses
-from actors.episodes.gateway import Gateway
-from actors.episodes.rollouts import ProgramRollout
-from actors.router.token_history import ModelText
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.system.coroutines import new_event_loop
-from bus.wire.messages import Sampling
 from tests.episode_kit import Client, InProcess, said, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.pool import EnginePool, UrlDiscovery
+from tidemill.actors.engines.responses import Prompt, Responses
+from tidemill.actors.episodes.gateway import Gateway
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.router.token_history import ModelText
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.coroutines import new_event_loop
+from tidemill.bus.wire.messages import Sampling
 
 
 async def direct(responses: Responses, episode: int, turns: int, sampling: Sampling) -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launch.settings.config_loader import load
 from tests.bench.learn import CONFIG, ROOT
 from tests.bench.meter import metered
+from tidemill.launch.settings.config_loader import load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +66,7 @@ def run(number: int, args: argparse.Namespace, *, evaluates: bool) -> Measured:
         sets = json.dumps({"held": {"path": str(held), "samples": 4}})
         settings += [f"eval.sets={sets}", "eval.every=1", "eval.at_end=false", f"eval.max_open_tasks={args.open}"]
     config = load(CONFIG, settings).config
-    command = [sys.executable, "-m", "launch", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
+    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
     done = metered(command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT)
     seconds = done.lines[-1]["seconds"] - done.lines[0]["seconds"]
     scores = evaluations(directory / "evaluations.jsonl") if evaluates else []

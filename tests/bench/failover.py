@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from bus.config import BusConfig
-from bus.errors import BusUnavailable
-from bus.server.cluster import EmbeddedBus
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
-from bus.wire import subjects
-from bus.wire.messages import Done, Sampling, Task
 from tests.bench.sample_path import make_sample
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Done, Sampling, Task
 
 RUN = "failover"
 IN_FLIGHT = 4

@@ -23,23 +23,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
-from bus.config import BusConfig
-from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.messages import Sample, Sampling, Span, Status
-from learner.data.batch import StepBatch
-from learner.megatron.flops import StepFlops
 from tests.bench.push import make_layout, publishing
 from tests.learner_steps import make_batches
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_tokenizer
-from weightstore.transport.nccl import own_end
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.megatron.flops import StepFlops
+from tidemill.weightstore.transport.nccl import own_end
 
 SHAPES = {
     "qwen3-1.7b": {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
@@ -132,12 +132,12 @@ def make_step(lengths: Sequence[int], vocab: int, micro_batches: int) -> StepBat
 
 def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, **wanted: Any) -> Callable[[], Any]:
     """Return a step of the learner in bfloat16. ``wanted``: settings about kernels."""
-    from learner.algorithms.config import AlgorithmConfig
-    from learner.megatron.layers.kernels import Wanted
-    from learner.megatron.model import build_policy
-    from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.trainer import Trainer
-    from learner.settings.config import OptimizerConfig
+    from tidemill.learner.algorithms.config import AlgorithmConfig
+    from tidemill.learner.megatron.layers.kernels import Wanted
+    from tidemill.learner.megatron.model import build_policy
+    from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.trainer import Trainer
+    from tidemill.learner.settings.config import OptimizerConfig
 
     torch.use_deterministic_algorithms(deterministic)
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -286,7 +286,7 @@ async def until_live(url: str, run: str, engine: "subprocess.Popen[bytes]") -> N
 
 def exported(directory: Path, device: torch.device) -> dict[str, torch.Tensor]:
     """Return the weights as the learner exports them, in its order: an engine then copies a bucket at once."""
-    from learner.megatron.model import build_policy
+    from tidemill.learner.megatron.model import build_policy
 
     with one_rank(device.type) as parallel:
         policy = build_policy(directory, dtype="bfloat16", parallel=parallel)
@@ -406,7 +406,7 @@ def measure_run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
     settings["learner"] |= {"deterministic": args.torch_device.type == "cpu", "optimizer": {"lr": 1e-6}, "checkpoint_every": 1000}
     config = directory.parent / "loop.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    ended = subprocess.run([sys.executable, "-m", "launch", "up", str(config), "--fresh"], capture_output=True, text=True, check=False)
+    ended = subprocess.run([sys.executable, "-m", "tidemill", "up", str(config), "--fresh"], capture_output=True, text=True, check=False)
     if ended.returncode:
         raise SystemExit(f"the run ended with {ended.returncode}: {ended.stdout[-2000:]} {ended.stderr[-2000:]}")
     lines = (run / "metrics.jsonl").read_text().splitlines()

@@ -22,14 +22,14 @@ from typing import Any
 
 import torch
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
 from tests.bench.push import mega
 from tests.receiver_app import Behaviour, receivers
-from weightstore.config import WeightsConfig
-from weightstore.push.publisher import Publisher
-from weightstore.transport.handles import HostMemory, Mapped
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.transport.handles import HostMemory, Mapped
 
 BUCKET_BYTES = 64_000_000
 SMALL = {f"layer.{index}.weight": torch.randn(32).to(torch.bfloat16) for index in range(310)}

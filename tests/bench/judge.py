@@ -2,11 +2,11 @@
 
 import asyncio
 
-from rewards.digits import digits
-from rewards.port import RewardRequest
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 
 async def judged(request: RewardRequest, *, seconds: float) -> float:
-    """Return the reward of ``rewards.digits`` after ``seconds``."""
+    """Return the reward of ``tidemill.rewards.digits`` after ``seconds``."""
     await asyncio.sleep(seconds)
     return digits(request)

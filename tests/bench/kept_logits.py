@@ -1,4 +1,4 @@
-"""Log-probs of the sampled tokens and entropies from logits that are kept: the reference of ``learner.megatron.logprobs``.
+"""Log-probs of the sampled tokens and entropies from logits that are kept: the reference of ``tidemill.learner.megatron.logprobs``.
 
 Shape letters: T = tokens, V = the vocabulary, C = the tokens of one chunk.
 """

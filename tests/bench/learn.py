@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from launch.settings.config_loader import load
-from launch.settings.prepare import prepare
-from launch.settings.run_config import RunConfig
 from tests.bench.meter import Metered, metered
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.prepare import prepare
+from tidemill.launch.settings.run_config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "launch/configs/digits.yaml"
@@ -111,7 +111,7 @@ def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
 def run_tidemill(work: Path, seed: int, steps: int, lag: int) -> Reached:
     directory = work / f"lag-{lag}-{seed}"
     settings = (f"directory={directory}", f"seed={seed}", f"staleness.max_lag={lag}", f"learner.steps={steps}", "up.require_reward=-1")
-    command = [sys.executable, "-m", "launch", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
+    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
     run = metered(command, lines_file=directory / "metrics.jsonl", log_file=work / f"lag-{lag}-{seed}.log", directory=ROOT)
     for file in ("model/model.safetensors", "prompts.jsonl"):
         assert filecmp.cmp(work / f"trl-{seed}" / file, directory / "prepared" / file, shallow=False), f"{file} is not the one TRL had"

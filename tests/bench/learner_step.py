@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bus.server.ports import KeptPort
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import MicroBatch, StepBatch
-from learner.megatron.layers.kernels import Wanted
-from learner.settings.config import OptimizerConfig
+from tidemill.bus.server.ports import KeptPort
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.settings.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
     "digits (2 layers, hidden 64)": {"layers": 2, "hidden": 64, "sequences": 256, "prompt": 6, "response": 8, "vocab": 32},
@@ -131,10 +131,10 @@ def our_step(
     directory: Path, batch: StepBatch, device: str, *, dtype: str = "float32", kernels: Wanted | None = None
 ) -> Callable[[], float]:
     """Return the trainer's step, which returns the loss."""
-    from learner.layout.parallel import Parallel, choose_device, join
-    from learner.megatron.model import build_policy
-    from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.trainer import Trainer
+    from tidemill.learner.layout.parallel import Parallel, choose_device, join
+    from tidemill.learner.megatron.model import build_policy
+    from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.trainer import Trainer
 
     global _parallel
     if _parallel is None:

@@ -23,12 +23,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bus.config import BusConfig
-from bus.errors import WireError
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.subjects import nonce
 from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, prepare, server_cpu_s
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import WireError
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.subjects import nonce
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = {"nobody": (0, ()), "1 tail": (1, ()), "8 tails": (8, ()), "8 filters": (8, ("--reward", ">2"))}
@@ -106,7 +106,7 @@ async def readers_there(url: str, run: str, count: int) -> None:
 def one(variant: str, server: EmbeddedServer, args: argparse.Namespace, rate: float) -> dict[str, float]:
     run, (onlookers, wanted) = f"bench-{nonce()}", VARIANTS[variant]
     asyncio.run(prepare(server.url, run))
-    tail = [sys.executable, "-m", "launch", "tail", "--bus", server.url, "--run", run, "--last", "0", "--follow", "--jsonl", *wanted]
+    tail = [sys.executable, "-m", "tidemill", "tail", "--bus", server.url, "--run", run, "--last", "0", "--follow", "--jsonl", *wanted]
     role = [sys.executable, "-m", "tests.bench.looking", "--url", server.url, "--run", run]
     role += ["--samples", str(args.samples), "--tokens", str(args.tokens), "--rate", str(rate), "--role"]
     tails = [subprocess.Popen(tail, stdout=subprocess.DEVNULL, cwd=ROOT) for _ in range(onlookers)]

@@ -25,18 +25,18 @@ from statistics import median
 import numpy as np
 import yaml
 
-from bus.streams.bus import Bus, connect, current_epoch, raise_epoch
-from bus.system.processes import Child
-from bus.wire.messages import Done, Sample, Sampling, Task
-from launch.run.process import launched
-from launch.run.roles import BUS_URL_FILE
-from launch.settings.config_loader import load, to_map
-from launch.settings.run_config import RunConfig
-from learner.data.prompts import model_tokenizer
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.bench.learn import CONFIG, ROOT
 from tests.bench.meter import metered
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
+from tidemill.bus.system.processes import Child
+from tidemill.bus.wire.messages import Done, Sample, Sampling, Task
+from tidemill.launch.run.process import launched
+from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.settings.config_loader import load, to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.prompts import model_tokenizer
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 600.0
 END_S = 30.0
@@ -87,7 +87,7 @@ def one(number: int, args: argparse.Namespace) -> Round:
         *("learner.checkpoint_every=0", "up.require_reward=-1"),
     )
     config = load(CONFIG, settings).config
-    command = [sys.executable, "-m", "launch", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
+    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
     run = metered(command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT)
     seconds = run.lines[-1]["seconds"] - run.lines[0]["seconds"]
     return Round(

@@ -150,7 +150,7 @@ class _Mutator(ast.NodeTransformer):
 def files_for(module: str) -> list[str]:
     """Return the files of tests that import a module or are named after it, the latter first."""
     files = [*ROOT.glob("tests/unit/test_*.py"), *ROOT.glob("tests/contract/test_custom_algorithms.py")]
-    found = [file for file in files if f"learner.algorithms.{module}" in _imports(file) or file.stem.endswith(f"_{module}")]
+    found = [file for file in files if f"tidemill.learner.algorithms.{module}" in _imports(file) or file.stem.endswith(f"_{module}")]
     return [
         str(file.relative_to(ROOT))
         for file in sorted(found, key=lambda file: (module not in file.stem, "algorithms" not in file.stem, file))
@@ -185,7 +185,7 @@ def child(mutant: Mutant | None, files: list[str]) -> None:
     os.dup2(sys.stdout.fileno(), 1)
     os.dup2(sys.stdout.fileno(), 2)
     if mutant is not None:
-        name = f"learner.algorithms.{mutant.module}"
+        name = f"tidemill.learner.algorithms.{mutant.module}"
         spec = importlib.util.find_spec(name)
         assert spec is not None
         made = ModuleType(name)

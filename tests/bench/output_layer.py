@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from learner.megatron import logprobs
 from tests.bench import kept_logits
+from tidemill.learner.megatron import logprobs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bus.server.ports import KeptPort
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.settings.config import OptimizerConfig
 from tests.bench.learner_step import SHAPES, make_batch, make_model
+from tidemill.bus.server.ports import KeptPort
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.settings.config import OptimizerConfig
 
 ROUNDS = 60
 EVERYTHING: dict[str, Any] = {"reject": ("k3 seq_mean 1.0", "k1 token 0.01 100"), "veto": 1e-6, "opsm_threshold": 5.0, "ess_lr": True}
@@ -31,7 +31,7 @@ EVERYTHING: dict[str, Any] = {"reject": ("k3 seq_mean 1.0", "k1 token 0.01 100")
 @functools.cache
 def joined() -> Any:
     """Return the groups of a world of one, joined once."""
-    from learner.layout.parallel import choose_device, join
+    from tidemill.learner.layout.parallel import choose_device, join
 
     with KeptPort() as port:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
@@ -40,12 +40,12 @@ def joined() -> Any:
 
 def steps(directory: Path, batch: StepBatch) -> dict[str, Callable[[], Any]]:
     """Return the steps by name, each with a model of its own."""
-    from learner.megatron.cpu_shim import megatron_device
-    from learner.megatron.model import Policy, build_policy
-    from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.rows import rows_of, step_of
-    from learner.megatron.schedule import run_rows
-    from learner.megatron.trainer import Trainer
+    from tidemill.learner.megatron.cpu_shim import megatron_device
+    from tidemill.learner.megatron.model import Policy, build_policy
+    from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.rows import rows_of, step_of
+    from tidemill.learner.megatron.schedule import run_rows
+    from tidemill.learner.megatron.trainer import Trainer
 
     here = joined()
 

@@ -21,25 +21,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from actors.request import SamplingParams
-from actors.serving.builtin.loading import load_from_directory
-from actors.serving.builtin.scheduler import Event, Scheduler
-from actors.serving.builtin.sequence import Model, ResponseRequest
-from actors.serving.builtin.sequence import Sequence as Response
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.weights import Weights
-from actors.text.text import Text
-from bus.server.ports import KeptPort
-from bus.wire.messages import Plan, Sample, Sampling, Span, Status
-from launch.settings.prepare import prepare
-from launch.settings.prepare_config import PrepareConfig
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.packing import assign
-from learner.settings.config import OptimizerConfig
-from rewards.digits import digits
-from rewards.port import RewardRequest
+from tidemill.actors.request import SamplingParams
+from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
+from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest
+from tidemill.actors.serving.builtin.sequence import Sequence as Response
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.text.text import Text
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.wire.messages import Plan, Sample, Sampling, Span, Status
+from tidemill.launch.settings.prepare import prepare
+from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.packing import assign
+from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 Corrupt = Callable[[list[Sample], "PinnedLoop"], list[Sample]]
 """Function that changes the engine's results, as a fault would."""
@@ -159,7 +159,7 @@ def _nobody(response: Response, num_tokens: int, ended: bool) -> None:
 @functools.cache
 def world_of_one() -> Any:
     """Return Megatron's groups for this process alone, joined once."""
-    from learner.layout.parallel import choose_device, join
+    from tidemill.learner.layout.parallel import choose_device, join
 
     with KeptPort() as port:
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port.number))
@@ -187,9 +187,9 @@ class PinnedLoop:
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
-        from learner.megatron.model import WeightBackup, build_policy
-        from learner.megatron.optimizer import PolicyOptimizer
-        from learner.megatron.trainer import OtherModels, Trainer
+        from tidemill.learner.megatron.model import WeightBackup, build_policy
+        from tidemill.learner.megatron.optimizer import PolicyOptimizer
+        from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
         self.task, self.lag, self.seed, self.fault, self.corrupt = task or Task(), lag, seed, fault or EngineFault(), corrupt
         self.directory = directory

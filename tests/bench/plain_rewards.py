@@ -11,9 +11,9 @@ import sys
 from collections import Counter
 from typing import Any
 
-from bus.wire.messages import score_of
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import score_of
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest
 
 
 def dapo(request: RewardRequest) -> float:

@@ -31,30 +31,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineError
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from actors.serving.sglang.engine import SglangEngine
-from bus.client.addresses import HERE
-from bus.config import BusConfig
-from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.system.coroutines import new_event_loop
-from bus.wire.messages import Sampling
 from tests.engine_kinds import sglang_server
 from tests.receiver_app import Behaviour, receivers
 from tests.sglang import server as sglang_on_cpu
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.config import WeightsConfig
-from weightstore.format.manifest import Bucket, Manifest
-from weightstore.push.publisher import Publisher
-from weightstore.push.pusher import PushReport
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import Division, PartPlace
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineError
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.coroutines import new_event_loop
+from tidemill.bus.wire.messages import Sampling
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.format.manifest import Bucket, Manifest
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.push.pusher import PushReport
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.part_server import PartServer
+from tidemill.weightstore.transport.parts import Division, PartPlace
 
 RUN = "bench"
 WARM = 4

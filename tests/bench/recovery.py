@@ -21,12 +21,12 @@ from statistics import median
 
 import psutil
 
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus, connect, current_epoch
-from bus.wire.messages import Done
-from launch.run.roles import BUS_URL_FILE
 from tests.bench.learn import CONFIG, ROOT
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus, connect, current_epoch
+from tidemill.bus.wire.messages import Done
+from tidemill.launch.run.roles import BUS_URL_FILE
 
 RUN = "recovery"
 LOOK_S = 0.01
@@ -95,7 +95,7 @@ class Scene:
         while self._processes():
             time.sleep(LOOK_S)
         settings = [word for one in (f"directory={self._directory}", *SETTINGS) for word in ("--set", one)]
-        command = [sys.executable, "-m", "launch", "up", str(CONFIG), flag, *settings]
+        command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), flag, *settings]
         self._directory.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
@@ -143,7 +143,7 @@ class Scene:
 
     def _begun(self) -> int:
         """Return how often a rank has loaded the model and its checkpoint, counted in its log."""
-        return (self._directory / "logs" / "learner.log").read_text(errors="replace").count("learner.ranks.rank: begins rank=0")
+        return (self._directory / "logs" / "learner.log").read_text(errors="replace").count("tidemill.learner.ranks.rank: begins rank=0")
 
     def _processes(self, command: str = "") -> list[int]:
         """Return the ids of the processes below `up`, all or those of one command."""

@@ -32,20 +32,20 @@ from typing import Any
 
 from aiohttp import ClientSession, web
 
-import launch
-from actors.engines.server_pool import ServerStatus
-from actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
-from bus.liveness.keys import Keys, RunKeys
-from bus.system.coroutines import beside
-from bus.wire.messages import Status
-from rewards import group
-from rewards.children.limits import Limits
-from rewards.part_settings import BY_ROLLOUT
-from rewards.port import RewardRequest
-from rewards.registry import bind
-from rewards.request_json import fields_of
-from rewards.scorers.single import opened
 from tests.bench import plain_rewards as plain
+from tidemill import launch
+from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerClient, ScorerPool
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards import group
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind
+from tidemill.rewards.request_json import fields_of
+from tidemill.rewards.scorers.single import opened
 
 ROUNDS = 3
 """Measurements of each side, in turn; the median counts."""
@@ -359,7 +359,7 @@ async def ways(seconds: float) -> None:
         rate, cpu_s = await children(size, at_once, seconds)
         what = f"{size:,} characters, {at_once} at a time"
         print(f"children       {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} us of the actor's core each: {what}, at most 2 workers")
-    async with served("-m", "launch", "reward-server", "length", "--option", "target=100", "--port", "0") as (url, pid):
+    async with served("-m", "tidemill", "reward-server", "length", "--option", "target=100", "--port", "0") as (url, pid):
         for size, at_once in kinds:
             rate, cpu_s, theirs_s = await scorer(url.removesuffix("/score"), pid, size, at_once, seconds)
             what = f"{size:,} characters, {at_once} at a time"

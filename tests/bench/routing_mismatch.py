@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.wire.messages import Sample, Sampling, Status
-from bus.wire.routed_experts import RoutedShape
-from learner.megatron.layers.mixture import Mixture
 from tests.integration.expert_ranks import Way, learner
 from tests.learner_steps import make_batches
 from tests.megatron_world import one_rank
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.wire.messages import Sample, Sampling, Status
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.megatron.layers.mixture import Mixture
 
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "num_experts": 32, "num_experts_per_tok": 4, "initializer_range": 0.2}
 PROMPTS, LENGTH = 32, 64

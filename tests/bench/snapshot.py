@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests.tiny_models import tiny_model
-from weightstore.format.checksums import sha256, sum64
-from weightstore.store import snapshot
+from tidemill.weightstore.format.checksums import sha256, sum64
+from tidemill.weightstore.store import snapshot
 
 Weights = dict[str, Tensor]
 ROUNDS = 5

@@ -58,8 +58,8 @@ def train(run: Run) -> dict[str, Any]:
     import warnings
 
     warnings.simplefilter("ignore")
-    from learner.algorithms.config import AlgorithmConfig
     from tests.bench.pinned import PinnedLoop
+    from tidemill.learner.algorithms.config import AlgorithmConfig
 
     began = time.perf_counter()
     curve: list[tuple[int, float, float, float]] = []
@@ -217,7 +217,7 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
             options = json.dumps({"seconds": judge_seconds})
             settings += ["actor.reward=tests.bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
             settings += ["learner.minibatches=4", "learner.optimizer.lr=1e-3", "learner.optimizer.eps=1e-3"]  # as in the pinned sweep
-        command = [sys.executable, "-m", "launch", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
+        command = [sys.executable, "-m", "tidemill", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
         command += [word for setting in settings for word in ("--set", setting)]
         with (WORK / f"async-{max_lag}.log").open("w") as log:
             subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=subprocess.STDOUT)

@@ -27,19 +27,19 @@ import numpy as np
 import psutil
 import torch
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineError
-from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from bus.config import BusConfig
-from bus.liveness.keys import make_keys
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.messages import Sampling
-from launch.settings.wiring import engine_factory
 from tests.bench.push import RUN, engine_url, make_layout, publishing
 from tests.sglang import server as sglang_on_cpu
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineError
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.keys import make_keys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Sampling
+from tidemill.launch.settings.wiring import engine_factory
 
 REQUESTS, TOKENS = 8, 512
 SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 4096}
@@ -248,7 +248,7 @@ def engine(bus_url: str, model_dir: Path, config: EngineConfig) -> Iterator[int]
 
 
 def engine_child(bus_url: str, model_dir: Path, config: EngineConfig) -> None:
-    from launch.run import process
+    from tidemill.launch.run import process
 
     async def body(draining: asyncio.Event) -> None:
         factory = engine_factory(config)

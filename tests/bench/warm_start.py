@@ -52,7 +52,16 @@ def up(config: Path, name: str, *words: str, for_s: float = 0.0) -> Metered:
     """Run a configuration in a directory of its own, for ``for_s`` seconds at most."""
     directory = WORK / name
     settings = (f"directory={directory}", "up.require_reward=-1")
-    command = [sys.executable, "-m", "launch", "up", str(config), "--fresh", *words, *(word for one in settings for word in ("--set", one))]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "up",
+        str(config),
+        "--fresh",
+        *words,
+        *(word for one in settings for word in ("--set", one)),
+    ]
     return metered(command, lines_file=directory / "metrics.jsonl", log_file=WORK / f"{name}.log", directory=ROOT, for_s=for_s)
 
 

@@ -21,27 +21,27 @@ from typing import Any
 
 import psutil
 
-from bus.server.ports import KeptPort
-from launch.cli.main import main
-from learner.feed.feed_keys import FeedKeys
-from learner.ranks.process import Part, _rank_environment
 from tests.forked import Forked
+from tidemill.bus.server.ports import KeptPort
+from tidemill.launch.cli.main import main
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.ranks.process import Part, _rank_environment
 
 INSTANTS = {
-    "planned": ("feeder", "learner.feed.feeder_loops:Feeder._take", 4),
-    "fetched": ("rank", "learner.megatron.trainer:Trainer.train", 5),
-    "stepping": ("rank", "learner.megatron.optimizer:PolicyOptimizer.step", 4),
-    "stepped": ("rank", "learner.feed.feed_client:FeedClient.done", 5),
-    "reported": ("feeder", "learner.feed.outcomes:Outcomes._step_done", 4),
-    "pushed": ("rank", "weightstore.store.registry:VersionRegistry.publish", 3),
-    "due": ("rank", "learner.ranks.checkpoints:Checkpoints.begin", 2),
+    "planned": ("feeder", "tidemill.learner.feed.feeder_loops:Feeder._take", 4),
+    "fetched": ("rank", "tidemill.learner.megatron.trainer:Trainer.train", 5),
+    "stepping": ("rank", "tidemill.learner.megatron.optimizer:PolicyOptimizer.step", 4),
+    "stepped": ("rank", "tidemill.learner.feed.feed_client:FeedClient.done", 5),
+    "reported": ("feeder", "tidemill.learner.feed.outcomes:Outcomes._step_done", 4),
+    "pushed": ("rank", "tidemill.weightstore.store.registry:VersionRegistry.publish", 3),
+    "due": ("rank", "tidemill.learner.ranks.checkpoints:Checkpoints.begin", 2),
     "writing": ("rank", "torch.distributed.checkpoint.filesystem:_write_item", 12),
-    "written": ("rank", "learner.ranks.checkpoints:Checkpoints._concluded", 1),
-    "indexed": ("rank", "learner.checkpoints.disk:write_manifest", 1),
-    "listed": ("rank", "learner.checkpoints.disk:publish", 1),
-    "named": ("rank", "learner.feed.feed_client:FeedClient.checkpointed", 1),
-    "committed": ("feeder", "learner.feed.outcomes:Outcomes._trim", 1),
-    "pruned": ("feeder", "bus.streams.tasks:TaskQueue.raise_floor", 1),
+    "written": ("rank", "tidemill.learner.ranks.checkpoints:Checkpoints._concluded", 1),
+    "indexed": ("rank", "tidemill.learner.checkpoints.disk:write_manifest", 1),
+    "listed": ("rank", "tidemill.learner.checkpoints.disk:publish", 1),
+    "named": ("rank", "tidemill.learner.feed.feed_client:FeedClient.checkpointed", 1),
+    "committed": ("feeder", "tidemill.learner.feed.outcomes:Outcomes._trim", 1),
+    "pruned": ("feeder", "tidemill.bus.streams.tasks:TaskQueue.raise_floor", 1),
 }
 """Instants: the process, the function, and the number of the call on which it dies, before any of its work:
 
@@ -63,24 +63,24 @@ pruned       older checkpoints are gone, task floor and streams are untouched
 
 
 PHASES = {
-    "joining": ("actors.serving.builtin.weight_updates:WeightUpdates.join", 1),
-    "beginning": ("actors.serving.builtin.weight_updates:WeightUpdates.begin", 2),
-    "receiving": ("actors.serving.builtin.weight_updates:WeightUpdates._receive", 2),
-    "writing": ("actors.serving.builtin.weight_updates:WeightUpdates._write", 2),
-    "verifying": ("actors.serving.builtin.weight_updates:WeightUpdates.checksum_report", 1),
-    "ending": ("actors.serving.builtin.weight_updates:WeightUpdates.end", 2),
-    "flipping": ("actors.serving.builtin.weight_updates:WeightUpdates._flip", 2),
-    "between": ("actors.serving.host:EngineHost._updated", 3),
+    "joining": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.join", 1),
+    "beginning": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.begin", 2),
+    "receiving": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._receive", 2),
+    "writing": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._write", 2),
+    "verifying": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.checksum_report", 1),
+    "ending": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates.end", 2),
+    "flipping": ("tidemill.actors.serving.builtin.weight_updates:WeightUpdates._flip", 2),
+    "between": ("tidemill.actors.serving.host:EngineHost._updated", 3),
 }
 """Phases of a push: the engine's function, and the number of the call on which it dies."""
 
 SGLANG_PHASES = {
-    "sglang joining": ("actors.serving.sglang.weight_updates:WeightUpdates.join", 1),
-    "sglang beginning": ("actors.serving.sglang.weight_updates:WeightUpdates.begin", 2),
-    "sglang receiving": ("actors.serving.sglang.weight_updates:WeightUpdates.receive_bucket", 2),
-    "sglang verifying": ("actors.serving.sglang.weight_updates:WeightUpdates.checksum_report", 1),
-    "sglang ending": ("actors.serving.sglang.weight_updates:WeightUpdates.end", 2),
-    "sglang between": ("actors.serving.host:EngineHost._updated", 3),
+    "sglang joining": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.join", 1),
+    "sglang beginning": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.begin", 2),
+    "sglang receiving": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.receive_bucket", 2),
+    "sglang verifying": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.checksum_report", 1),
+    "sglang ending": ("tidemill.actors.serving.sglang.weight_updates:WeightUpdates.end", 2),
+    "sglang between": ("tidemill.actors.serving.host:EngineHost._updated", 3),
 }
 """Phases in the proxy of a real SGLang server."""
 
@@ -100,7 +100,7 @@ class Point:
 def _record(kind: str, number: int, *, behind: bool) -> Point:
     """Return the instant before or behind the storing of a record in TURNS."""
     return Point(
-        "bus.streams.episode_turns:TurnStream.store",
+        "tidemill.bus.streams.episode_turns:TurnStream.store",
         lambda _, record, *__: f"{record.task}.{record.index}",
         lambda _, record, *__: (record.kind, record.number) == (kind, number),
         behind,
@@ -113,14 +113,14 @@ EPISODE = {
     "unstored": _record("turn", 1, behind=False),
     "stored": _record("turn", 1, behind=True),
     "acted": Point(
-        "actors.episodes.model_calls:ModelCalls._call",
+        "tidemill.actors.episodes.model_calls:ModelCalls._call",
         lambda calls, *_: f"{calls._episode.task.id}.{calls._episode.index}",
         lambda calls, *_: len(calls._episode.recorder) == 2,
     ),
-    "unscored": Point("actors.rollout.actor:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"),
-    "scored": Point("actors.rollout.actor:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
-    "published": Point("actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"),
-    "ended": Point("bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
+    "unscored": Point("tidemill.actors.rollout.actor:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"),
+    "scored": Point("tidemill.actors.rollout.actor:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
+    "published": Point("tidemill.actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"),
+    "ended": Point("tidemill.bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
 }
 """Instants of an episode of three turns:
 

@@ -6,13 +6,13 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from bus.streams.bus import Bus
-from bus.wire.messages import Sample
 from tests.actor_kit import row_until
 from tests.chaos.parts import PATIENCE_S, parts
 from tests.chaos.rounds import SETTINGS, serving
 from tests.chaos.test_instants import new_steps
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sample
+from tidemill.weightstore.store.registry import VersionRegistry
 
 MAX_LAG = 2
 """``staleness.max_lag`` of smoke.yaml: a version and the next one that made a sample differ by at most one step more."""

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from learner.algorithms.advantages import grpo_no_std
+from tidemill.learner.algorithms.advantages import grpo_no_std
 
 OVERFLOWING = "learner.algorithm.advantage=tests.chaos.overflowing:sometimes"
 """The setting that names it."""

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from bus.streams.bus import Bus, connect
 from tests.forked import Forked
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
+from tidemill.bus.streams.bus import Bus, connect
 
 RUN = "smoke"
 PATIENCE_S = 400.0

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.errors import BusUnavailable
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts, thaw
 from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=20", "bus.lease_s=5", "up.drain_s=60", UNHURRIED)
 HOWS = ("KILL", "STOP")

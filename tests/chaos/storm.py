@@ -17,11 +17,11 @@ from pathlib import Path
 
 import psutil
 
-from bus.errors import BusError
-from bus.streams.bus import connect
-from launch.run.access import viewer_line
 from tests.chaos.auditor import Verdict, judge
 from tests.whole.running import Up, start
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import connect
+from tidemill.launch.run.access import viewer_line
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
 """Processes, and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
@@ -225,8 +225,8 @@ async def drained_and_judged(run: Up) -> Verdict:
 @contextlib.asynccontextmanager
 async def standing_bus(directory: Path) -> AsyncIterator[str]:
     """Start the bus of a run that has ended again, for reading."""
-    from bus.config import BusConfig
-    from bus.server.nats_server import EmbeddedServer
+    from tidemill.bus.config import BusConfig
+    from tidemill.bus.server.nats_server import EmbeddedServer
 
     server = EmbeddedServer(directory / "bus", BusConfig())
     url = await asyncio.to_thread(server.start)

@@ -10,12 +10,12 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Dead, Done, Plan, Requeue, Settle, Status
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.chaos.auditor import Verdict, judge
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Dead, Done, Plan, Requeue, Settle, Status
 
 
 class Scene:

@@ -11,13 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from launch.run.audit import audit
-from learner.checkpoints.disk import listed
 from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
 from tests.whole.running import Up, assert_books_balance, kill, live, until_step, up
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.run.audit import audit
+from tidemill.learner.checkpoints.disk import listed
 
 COLOCATED = ("learner.colocated=true", "bus.lease_s=3")
 LINE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) ")
@@ -55,9 +55,9 @@ def turns_of_the_learner(run: Up) -> list[tuple[float, float]]:
     """Return the intervals (from, until) in which the learner worked on steps."""
     found, began = [], None
     for at, line in events(run.directory / "logs" / "learner.log"):
-        if "learner.ranks.accelerator_turns: turn of the learner" in line:
+        if "tidemill.learner.ranks.accelerator_turns: turn of the learner" in line:
             began = at
-        elif "learner.ranks.rank: step=" in line:
+        elif "tidemill.learner.ranks.rank: step=" in line:
             assert began is not None, f"a step outside of the learner's turn: {line}"
             found.append((began, at))
             began = None

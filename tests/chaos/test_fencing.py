@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from bus.client.fenced_stream import epoch_of
-from bus.errors import Fenced, NotFound
-from bus.streams.bus import Bus
-from bus.wire import subjects
-from bus.wire.messages import Done, Plan
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Parts, parts, thaw
 from tests.unhurried import UNHURRIED
 from tests.whole.running import records, until_step, up
+from tidemill.bus.client.fenced_stream import epoch_of
+from tidemill.bus.errors import Fenced, NotFound
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Done, Plan
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=5", UNHURRIED)
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.config import BusConfig
-from bus.server.auth import LEARNER, read_credentials
-from bus.server.cluster import EmbeddedBus
-from bus.streams.bus import Bus, connect
 from tests.chaos.auditor import BY_TASK, CHANCE, Verdict, judge
 from tests.chaos.hostile import DEFECTS, EVAL, Hostile
 from tests.chaos.storm import VICTIMS, Storm, address_of
 from tests.whole.running import Up, assert_books_balance, until_step, up
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.auth import LEARNER, read_credentials
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.streams.bus import Bus, connect
 
 RUN, USER = "smoke", "actor-7"
 SETTINGS = ("bus.auth=true", "bus.lease_s=3", "learner.checkpoint_every=10", "learner.weights_digest=true")

@@ -11,36 +11,36 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorConfig, EngineConfig
-from actors.rollout.actor_process import run_actor
-from actors.router.config import RouterConfig
-from actors.router.process import run_router
-from actors.scoring.scorer_process import run_scorer
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
-from bus import exit_codes
-from bus.client.connection import cancellable
-from bus.config import BusConfig
-from bus.errors import UnreadableRow
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
-from bus.streams.cursors import Cursors
-from bus.streams.history import History
-from bus.wire.rows import LiveRow
-from launch.run import desired
-from launch.run.audit import audit
-from launch.run.watch import RunWatch
-from launch.settings.prepare import Prepared
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
 from tests.feeder_kit import World
 from tests.garbage import freeze_again
 from tests.hostile import Hostile
 from tests.launched import run_tidemill
-from weightstore.store.registry import VersionRegistry
+from tidemill.actors.config import ActorConfig, EngineConfig
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.process import run_router
+from tidemill.actors.scoring.scorer_process import run_scorer
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.bus import exit_codes
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import UnreadableRow
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import Keys, admin_keys, api_keys, keep_keys, make_keys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.cursors import Cursors
+from tidemill.bus.streams.history import History
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import desired
+from tidemill.launch.run.audit import audit
+from tidemill.launch.run.watch import RunWatch
+from tidemill.launch.settings.prepare import Prepared
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 KEY = "k" * 32
 CONFIG = {
@@ -62,7 +62,7 @@ LOOKING = (
 )
 READ_ALL = """
 import sys
-from launch.cli.main import main
+from tidemill.launch.cli.main import main
 for line in sys.argv[2:]:
     code = main([*line.split(), *sys.argv[1].split()])
     assert code == 0 or (line.startswith("show") and code == 2), (line, code)  # 2 = it says why the sample cannot be shown

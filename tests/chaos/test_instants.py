@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.bus import Bus
-from bus.wire.messages import Done
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.dying import INSTANTS
 from tests.chaos.parts import PATIENCE_S, Parts, parts
 from tests.unhurried import UNHURRIED
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SETTINGS = (
     "learner.steps=1000000",

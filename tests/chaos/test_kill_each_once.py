@@ -4,12 +4,12 @@ import contextlib
 from collections import Counter
 from pathlib import Path
 
-from bus.errors import BusUnavailable
-from bus.streams.bus import Bus
-from launch.run.audit import audit
 from tests.chaos.storm import drained_and_judged
 from tests.chaos.test_instants import new_steps
 from tests.whole.running import kill, live, until_step, up
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.streams.bus import Bus
+from tidemill.launch.run.audit import audit
 
 VICTIMS = ("actor", "engine", "scorer", "learner", "bus")
 BETWEEN = 10

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.bus import Bus
-from learner.checkpoints import disk
-from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.checkpoints.manifest import METADATA
-from learner.nodes.node_rows import ATTEMPT_KEY, State, attempt_of
 from tests.chaos.auditor import judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
+from tidemill.bus.streams.bus import Bus
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.manifest import METADATA
+from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, State, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import psutil
 
-from bus.streams.bus import Bus
-from bus.wire.messages import Done
-from learner.feed.restart import CHECKPOINT_KEY
-from learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.test_instants import new_steps
 from tests.unhurried import UNHURRIED
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, State, attempt_of
 
 SETTINGS = (
     "learner.steps=1000000",

@@ -10,9 +10,6 @@ from urllib.parse import urlsplit
 
 import nats
 
-from launch.run.summary import SKIPPED
-from learner.checkpoints import disk
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.actor_kit import row_until
 from tests.chaos.overflowing import OVERFLOWING
 from tests.chaos.storm import drained_and_judged
@@ -20,7 +17,10 @@ from tests.chaos.test_instants import new_steps
 from tests.launched import tidemill
 from tests.unhurried import UNHURRIED
 from tests.whole.running import assert_books_balance, kill, live, records, steps_done, until_step, up
-from weightstore.store.registry import WANT
+from tidemill.launch.run.summary import SKIPPED
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.weightstore.store.registry import WANT
 
 LIMIT_S = 300.0
 SLOW = 100

@@ -4,12 +4,12 @@ import asyncio
 import json
 from pathlib import Path
 
-from bus.streams.bus import connect
-from bus.wire.messages import Kind, Sample
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
 from tests.launched import run_tidemill
 from tests.whole.running import SMOKE, assert_books_balance, kill, live, until_step, up
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Kind, Sample
 
 
 async def test_episodes_are_trained_once_though_their_actor_is_killed(tmp_path: Path) -> None:

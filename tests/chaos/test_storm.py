@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.bus import connect
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.storm import CHILD, VICTIMS, Storm, standing_bus
 from tests.whole.running import ROOT
+from tidemill.bus.streams.bus import connect
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SHORT, LONG = 14, 200
 
@@ -119,7 +119,7 @@ async def _trained_again(storm: Storm, directory: Path, *, steps: int) -> Verdic
         (directory / "checkpoints").rename(directory / "checkpoints of the storm")
         async with connect(url, "smoke", name="storm") as bus:
             await bus.rows("run").delete(CHECKPOINT_KEY)
-        command = [sys.executable, "-m", "launch", "learner", "--config", str(directory / "config.yaml"), "--bus", url]
+        command = [sys.executable, "-m", "tidemill", "learner", "--config", str(directory / "config.yaml"), "--bus", url]
         command += ["--set", f"learner.steps={steps}", "--set", "learner.checkpoint_every=1000000"]
         learner = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
         try:

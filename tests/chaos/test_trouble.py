@@ -10,18 +10,18 @@ from typing import Any
 import psutil
 import pytest
 
-from bus.errors import BusUnavailable
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.wire import subjects
-from bus.wire.messages import Done
-from bus.wire.rows import LiveRow
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.chaos.auditor import Verdict, judge
 from tests.chaos.parts import PATIENCE_S, Part, Parts, parts
 from tests.chaos.wire import Wire
 from tests.small_disk import SmallDisk, small_disk
 from tests.unhurried import UNHURRIED
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED)
 

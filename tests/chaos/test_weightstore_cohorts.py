@@ -9,9 +9,9 @@ import pytest
 
 from tests.integration.test_weightstore_publisher import GOOD, SLACK_S, SOME_HUNG_S, bus_url, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, tiny_tensors
-from weightstore.config import WeightsConfig
-from weightstore.push.publisher import Publisher
-from weightstore.push.pusher import PushReport
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.push.pusher import PushReport
 
 __all__ = ["bus_url"]
 

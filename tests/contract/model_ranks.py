@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from learner.errors import ConfigRefused
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
-from learner.settings.hooks import HooksConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.same_model import AlgorithmConfig, scored_rows, vocabulary, weights_in
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.hooks import HooksConfig
 
 
 def bridged(model_dir: Path, bridge: str, out: Path) -> None:

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from actors.errors import BadRequest
-from actors.openai.anthropic_messages import chat_of
-from bus.wire.codec import check_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Status
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
 from tests.router_kit import routing
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai.anthropic_messages import chat_of
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Status
 
 if TYPE_CHECKING:
     import anthropic
@@ -84,7 +84,7 @@ async def test_an_episode_by_messages_is_one_sequence(model_dir: Path, streamed:
 async def test_through_the_router(model_dir: Path, streamed: bool) -> None:
     import anthropic
 
-    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
         await play(client, streamed=streamed)
         with pytest.raises(anthropic.BadRequestError, match="tool_choice: not supported"):

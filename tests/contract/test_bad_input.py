@@ -10,15 +10,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.config import EngineConfig, SglangConfig
-from actors.serving.authority import Authority
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.releases import release_of
 from tests.engine_serving import LIMIT_S, serving
 from tests.router_kit import Faulty, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.releases import release_of
 
-EXACT = "actors.router.token_history:TokenHistory"
+EXACT = "tidemill.actors.router.token_history:TokenHistory"
 HALF = "3\ud83d"
 """The rest of an emoji that was cut in two."""
 PARAMS = {"max_new_tokens": 1}

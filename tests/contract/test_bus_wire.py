@@ -19,11 +19,13 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.errors import WireError
-from bus.liveness.heartbeats import LiveView
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import (
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
+from tidemill.bus.errors import WireError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import (
     Dead,
     DeadLetterDecision,
     Done,
@@ -42,9 +44,7 @@ from bus.wire.messages import (
     Timings,
     Turns,
 )
-from bus.wire.rows import Capabilities, LiveRow
-from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 

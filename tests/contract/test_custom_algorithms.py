@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, Reducer, coefficients
-from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
-from learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
-from learner.algorithms.own_functions import imported
-from learner.algorithms.policy_losses import PolicyLoss
-from learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.aggregation import Denominators, Reducer, coefficients
+from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, LOSSES
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.importance_weights import LEVELS, WeightFunction, raw_weights
+from tidemill.learner.algorithms.objective import Coupled, Objective, RewardParts, Tokens
+from tidemill.learner.algorithms.own_functions import imported
+from tidemill.learner.algorithms.policy_losses import PolicyLoss
+from tidemill.learner.algorithms.presets import PRESETS
 
 LENGTHS = (5, 1, 7, 3, 4)
 """Tokens of each sample; the last one is padding."""

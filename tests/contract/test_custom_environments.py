@@ -20,18 +20,18 @@ from typing import Any, ClassVar
 import pytest
 from aiohttp import web
 
-from actors.episodes.children import Children
-from actors.episodes.programs.multi_turn import MultiTurn
-from actors.episodes.rollouts import ProgramRollout
-from bus.wire.codec import check_sample
-from bus.wire.messages import Status
 from tests.contract.played_environment import awaited, made, played
 from tests.contract.test_multi_turn import listening
 from tests.episode_kit import stage, task
 from tests.skips import inapplicable
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.episodes.children import Children
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Status
 
-PROGRAM = "actors.episodes.programs.multi_turn:MultiTurn"
+PROGRAM = "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
 TEXTS = ("", "7", "so <answer> 7 </answer>", "\u00fc \U0001f30a\n\t\x00 {", "[" * 5000, "7" * 20_000, "-1", "\u0663")
 """Answers as a model gives them at first."""
 
@@ -60,7 +60,7 @@ def row(prompt: str, label: object = None) -> dict[str, Any]:
 OURS = {
     one.use: one
     for one in (
-        Case(use="actors.episodes.programs.walk:Walk", row=row("3.6="), actions=("+", "x", "-", *"+++")),
+        Case(use="tidemill.actors.episodes.programs.walk:Walk", row=row("3.6="), actions=("+", "x", "-", *"+++")),
         Case(use="docs.examples.extending.my_environment:Guess", row=row("A number below 100.", "42"), actions=("50", "?", "42")),
     )
 }

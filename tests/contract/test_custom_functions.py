@@ -15,26 +15,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.episodes.children import Children
-from actors.episodes.programs.call_threads import CallThreads
-from actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
-from actors.episodes.rollouts import ProgramRollout
-from bus.wire.codec import check_sample
-from bus.wire.messages import SequenceSize, Status, score_of
-from launch.metrics.export import open_sink
-from launch.metrics.port import SINK, StepMetrics
-from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
-from learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
-from learner.data.row_functions import PREFIX, add_rows, rows_of
-from rewards.children.limits import Limits
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest
-from rewards.registry import Bound, bind
-from rewards.scorers.groups import opened_group
-from rewards.scorers.single import opened
 from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
 from tests.web_hook import web_hook
+from tidemill.actors.episodes.children import Children
+from tidemill.actors.episodes.programs.call_threads import CallThreads
+from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_of
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import SequenceSize, Status, score_of
+from tidemill.launch.metrics.export import open_sink
+from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in
+from tidemill.learner.data.filters import BUILT_IN, FILTER, FilterGroup, FilterSample, decision_in
+from tidemill.learner.data.row_functions import PREFIX, add_rows, rows_of
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import Bound, bind
+from tidemill.rewards.scorers.groups import opened_group
+from tidemill.rewards.scorers.single import opened
 
 EXAMPLES = "docs.examples.extending."
 OURS: dict[str, list[str]] = {

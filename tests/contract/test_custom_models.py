@@ -18,15 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from bus.wire.messages import Sample, Span
 from docs.examples.extending.my_bridge import Pond
-from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
-from learner.settings.hooks import HooksConfig
 from tests.contract import model_ranks
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.same_model import (
@@ -40,11 +32,19 @@ from tests.same_model import (
 )
 from tests.skips import inapplicable
 from tests.tiny_models import write_tiny_model, write_tiny_pond
+from tidemill.bus.wire.messages import Sample, Span
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep, Hooks
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.hooks import HooksConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from learner.layout.parallel import Parallel
+    from tidemill.learner.layout.parallel import Parallel
 
 EXAMPLES = "docs.examples.extending."
 OURS = {

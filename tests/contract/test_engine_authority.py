@@ -9,18 +9,18 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.config import EngineConfig, SglangConfig
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineUnavailable
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.releases import release_of
-from bus.errors import BusUnavailable
-from bus.liveness.keys import Keys, RunKeys
 from tests.engine_serving import LIMIT_S, commands_of
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineUnavailable
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.releases import release_of
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 FENCING = ("/abort_request", "/weights_checksums")
@@ -135,7 +135,7 @@ async def test_while_the_bus_is_away_nothing_is_believed_that_it_has_not_said(pl
 
 @PLACES
 async def test_a_key_that_is_made_later_or_anew_is_found(place: Place, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bus.liveness.keys._AGAIN_S", 0.0)
+    monkeypatch.setattr("tidemill.bus.liveness.keys._AGAIN_S", 0.0)
     keys = [Keys()]
 
     async def read() -> Keys:

@@ -9,11 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.errors import BadRequest, EngineUnavailable
-from actors.serving.sglang.proxy import HOLD_S
-from bus.client.addresses import HERE
-from bus.wire.messages import Sampling
-from bus.wire.rows import LiveRow
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
 from tests.engine_serving import LIMIT_S, Served, commands_of, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
@@ -21,12 +16,17 @@ from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.errors import ReceiverFailed
-from weightstore.push.member import Member, Updated
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.push.staged_model import StagedModel
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver
+from tidemill.actors.errors import BadRequest, EngineUnavailable
+from tidemill.actors.serving.sglang.proxy import HOLD_S
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.push.member import Member, Updated
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
 
 CONTEXT = 4096
 VOCABULARY = 299

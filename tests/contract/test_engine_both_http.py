@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.errors import EngineUnavailable
-from bus.wire.messages import Sampling
 from tests.engine_kinds import Kind
 from tests.engine_serving import LIMIT_S, Served, greedy, told_log_probs
 from tests.engine_watch import Watched, watching
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.errors import EngineUnavailable
+from tidemill.bus.wire.messages import Sampling
 
 CONTEXT = 4096
 PROMPT = [5, 6, 7]

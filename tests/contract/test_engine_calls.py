@@ -8,15 +8,15 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
-from actors.serving.sglang.api import Api
-from bus.server.ports import KeptPort
-from bus.wire.messages import Sampling
 from tests.router_kit import Faulty, faulty
-from weightstore.errors import ReceiverFailed
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineError, EngineFailed, EngineGone, EngineUnavailable
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.wire.messages import Sampling
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
 
 DEADLINE_S = 2.0
 """For an engine that is silent; the others answer in time."""

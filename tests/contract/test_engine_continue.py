@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.engine_client import HttpEngine
-from actors.engines.port import Generation
-from actors.errors import BadRequest, EngineFailed
-from actors.serving.sglang.proxy import OURS
-from bus.wire.messages import Sampling, Span
 from tests.engine_serving import Served, serving
 from tests.tiny_models import tiny_tokenizer, write_tiny_model
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.errors import BadRequest, EngineFailed
+from tidemill.actors.serving.sglang.proxy import OURS
+from tidemill.bus.wire.messages import Sampling, Span
 
 PROMPT = (5, 70, 9, 31)
 LENGTH = 24

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin import decoder
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import FIRST_LENGTH
 from tests.engine_decoding import CPU, decode_all, load, new_slots
 from tests.tiny_models import FAMILIES, SERVED, as_transformers_5, tiny_model, write_tiny_model
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.slots import FIRST_LENGTH
 
 LLAMA3 = {
     "rope_type": "llama3",

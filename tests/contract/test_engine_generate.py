@@ -78,7 +78,7 @@ async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: A
 
 
 def _sampling(**changes: Any) -> Any:
-    from bus.wire.messages import Sampling
+    from tidemill.bus.wire.messages import Sampling
 
     return Sampling(**({"stop_token_ids": (), "seed": 5} | changes))
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from actors.request import parse_generate
-from actors.text.text import StopStrings
 from tests.engine_serving import LIMIT_S, Served, serving
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.request import parse_generate
+from tidemill.actors.text.text import StopStrings
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.engine_client import HttpEngine
-from actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
-from bus.wire.messages import Sampling, Span
 from tests.engine_serving import LIMIT_S, Served, greedy, prompts, serving
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable, VersionUnavailable
+from tidemill.bus.wire.messages import Sampling, Span
 
 LONG = {"max_new_tokens": 4000, "ignore_eos": True}
 HELD = 20

@@ -13,7 +13,7 @@ import pytest
 from tests.contract.test_engine_updates import directories, family, models
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import Served, serving
-from weightstore.errors import PeerLost
+from tidemill.weightstore.errors import PeerLost
 
 __all__ = ["directories", "family", "models"]
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from actors.engines.engine_client import HttpEngine
-from actors.engines.port import Generation
-from actors.errors import BadRequest, EngineFailed
-from bus.wire.invariants import check_sample
-from bus.wire.messages import Kind, Sampling
-from bus.wire.routed_experts import RoutedShape, unknown_rows
 from tests.engine_push import joined
 from tests.engine_serving import Served, serving
 from tests.engine_watch import watching
 from tests.episode_kit import Client, stage, task
 from tests.router_kit import routing
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.errors import BadRequest, EngineFailed
+from tidemill.bus.wire.invariants import check_sample
+from tidemill.bus.wire.messages import Kind, Sampling
+from tidemill.bus.wire.routed_experts import RoutedShape, unknown_rows
 
 MODELS: dict[str, dict[str, Any]] = {
     "every layer": {},

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import UpdateRefused
-from actors.serving.authority import Authority
-from bus.wire.messages import Sampling
 from tests.engine_push import DEADLINE_S, flat, joined, named, serves
 from tests.engine_serving import greedy, log_probs_of, prompts, scores, scores_across, serving, told_log_probs
 from tests.handle_push import joined_by_handles
 from tests.tiny_models import SERVED, tiny_model, write_tiny_model
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.authority import Authority
+from tidemill.bus.wire.messages import Sampling
 
 CONTEXT = 4096
 over_both = pytest.mark.parametrize("joined", [joined, joined_by_handles], ids=["broadcast", "handles"])
@@ -331,7 +331,7 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
 
 async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
     """Otherwise a thread would continue to write the standby copy while the next push is admitted."""
-    from actors.serving.builtin.engine import BuiltinEngine
+    from tidemill.actors.serving.builtin.engine import BuiltinEngine
 
     engine = BuiltinEngine(directories[0], authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
@@ -460,7 +460,7 @@ async def test_a_tied_output_projection_may_be_sent_if_it_is_the_same(tmp_path: 
 
 
 async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
-    from actors.serving.builtin.engine import BuiltinEngine
+    from tidemill.actors.serving.builtin.engine import BuiltinEngine
 
     heard: list[tuple[int, int]] = []
     engine = BuiltinEngine(

@@ -18,16 +18,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.port import EpisodeResult, Unfinished
-from actors.text.text import Text
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, Program, Stage, chat, said, stage, task
 from tests.examples import examples
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.port import EpisodeResult, Unfinished
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sample, Status
 
 
 @pytest.fixture(scope="module")

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from actors.config import GatewayConfig
-from actors.episodes.opened import opened_rollouts
-from actors.errors import BadRow
-from actors.rollout.actor_process import reach_of_gateway
-from actors.rollout_settings import RolloutPrograms
-from bus.client.addresses import HERE, Reach
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import GatewayConfig
+from tidemill.actors.episodes.opened import opened_rollouts
+from tidemill.actors.errors import BadRow
+from tidemill.actors.rollout.actor_process import reach_of_gateway
+from tidemill.actors.rollout_settings import RolloutPrograms
+from tidemill.bus.client.addresses import HERE, Reach
 
 BUS = "nats://127.0.0.1:4222"
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from bus.wire.codec import check_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sample, Status
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sample, Status
 
 LONG, HELD = 900, 20
 """Tokens of a response, and decoding steps until it is held: it has not ended when its first token is read."""

@@ -11,14 +11,14 @@ import msgpack
 import numpy as np
 import pytest
 
-from bus.errors import WireError
-from bus.streams.samples import headers_of
-from bus.wire import parts, subjects
-from bus.wire.codec import check_sample, decode_sample, encode_task
-from bus.wire.messages import Sample, Sampling, Span, Task, Timings
 from tests.bus_kit import join, make_task
 from tests.js_kit import installed
 from tests.npm_kit import node
+from tidemill.bus.errors import WireError
+from tidemill.bus.streams.samples import headers_of
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_task
+from tidemill.bus.wire.messages import Sample, Sampling, Span, Task, Timings
 
 SCRIPT = Path(__file__).with_name("js_wire.mjs")
 PROMPT_TOKENS = (0, 65_536, 2**31 - 1)

@@ -17,18 +17,18 @@ import psutil
 import pytest
 from aiohttp import web
 
-from actors.config import EngineConfig
-from bus.http.access import Route, Rule, RunAccess
-from bus.http.bodies import BodyLimits, body_in
-from bus.http.listener import Listener
-from bus.server.ports import KeptPort
-from launch.run.teacher import run_teacher
 from tests.contract.test_bad_input import HALF, ODD
 from tests.engine_serving import LIMIT_S
 from tests.episode_kit import chat, stage, task
 from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
+from tidemill.actors.config import EngineConfig
+from tidemill.bus.http.access import Route, Rule, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.server.ports import KeptPort
+from tidemill.launch.run.teacher import run_teacher
 
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from actors.errors import BadRequest
-from actors.openai import openai_api
-from actors.router.chats import RenderedChats
-from actors.text.rendering import Renderer
-from actors.text.text import LONG, Text
 from tests.engine_serving import serving
 from tests.router_kit import routing
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_rendering import write_tokenizer
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai import openai_api
+from tidemill.actors.router.chats import RenderedChats
+from tidemill.actors.text.rendering import Renderer
+from tidemill.actors.text.text import LONG, Text
 
 CONTEXT = 8192
 FITS, HUGE = "ab " * (LONG // 2), "1" * 900_000
@@ -62,7 +62,7 @@ async def doors(model_dir: Path) -> AsyncIterator[dict[str, tuple[Any, Held]]]:
     """The built-in engine and a router before it, each with its tokenizer."""
     async with (
         serving(model_dir) as served,
-        routing(served.engine.url, middleware=("actors.router.token_history:TokenHistory",), model=str(model_dir)) as door,
+        routing(served.engine.url, middleware=("tidemill.actors.router.token_history:TokenHistory",), model=str(model_dir)) as door,
     ):
         found = {}
         for name, client, text in (("engine", served, served.engine.text), ("router", door, door.router._middleware[0]._text)):

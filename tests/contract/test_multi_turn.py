@@ -14,17 +14,17 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from actors.episodes.children import ChildBounds, Children
-from actors.episodes.port import EpisodeResult, ProgramFailed
-from actors.episodes.programs.multi_turn import MultiTurn, Played
-from actors.episodes.programs.sum_game import SumGame
-from actors.rollout_settings import parse_rollouts
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sample, Status
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
+from tidemill.actors.episodes.programs.sum_game import SumGame
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sample, Status
 
 GAMES = "tests.child_games"
 ANYTHING = r"([\s\S]*)"
@@ -154,7 +154,7 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
         "tool_seconds": 4.0,
         "max_hung_calls": count,
     }
-    program = "actors.episodes.programs.multi_turn:MultiTurn"
+    program = "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
     bounds = ChildBounds(processes=1, episodes_per_child=count + 2)
     pool = Children(program, options=options, bounds=bounds, note_hung=hung.append)
     async with listening({"/v1/completions": answer}) as url, pool:
@@ -177,7 +177,7 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
 async def test_only_what_has_a_state_can_resume() -> None:
     assert not hasattr(MultiTurn(environment=f"{GAMES}:Game"), "resume")
     assert hasattr(MultiTurn(tools=["calculator"]), "resume")
-    children = Children("actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True)
+    children = Children("tidemill.actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True)
     async with children:
         with pytest.raises(ProgramFailed, match=r"again: resume wants a class with a method resume\(data, state"):
             await children.load()
@@ -360,7 +360,7 @@ def test_bad_options_are_refused(options: dict[str, Any], words: str) -> None:
 
 
 def test_it_is_a_rollout_by_name() -> None:
-    assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "actors.episodes.programs.multi_turn:MultiTurn"
+    assert parse_rollouts({"a": {"use": "multi_turn"}})["a"].program == "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
     assert parse_rollouts({"a": {"use": "multi_turn", "python": "/usr/bin/python3"}})["a"].python == "/usr/bin/python3"
     with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"):
         parse_rollouts({"a": {"use": "multiturn"}})

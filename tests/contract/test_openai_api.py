@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.errors import BadRequest
-from actors.openai import openai_api
-from actors.text.chat_template import ChatTemplate
 from tests.engine_kinds import Kind
 from tests.engine_serving import Served
 from tests.skips import inapplicable
 from tests.tiny_models import CHAT_TEMPLATE, EOS, write_tiny_model
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.openai import openai_api
+from tidemill.actors.text.chat_template import ChatTemplate
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
 RENDERED = (

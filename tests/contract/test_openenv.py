@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.episodes.programs import openenv
-from actors.episodes.programs.multi_turn import MultiTurn
-from actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs import openenv
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
+from tidemill.actors.episodes.programs.openenv import OpenEnv
 
 Answer = Callable[[web.WebSocketResponse, dict[str, Any]], Awaitable[None]]
 

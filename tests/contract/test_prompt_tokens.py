@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Prompt
-from launch.checks.findings import Report
-from launch.checks.model import check_model
-from launch.checks.tokens import check_tokenizer
-from launch.settings.config_loader import load
-from learner.data.prompts import Row, RowTokens, model_tokenizer
-from learner.data.responses import RecordedRow, Recordings, Response
-from learner.errors import PromptError
 from tests.chat_kit import CALL, TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.tiny_models import FAMILIES, write_tiny_model, write_tiny_tokenizer
+from tidemill.bus.wire.messages import Prompt
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import check_model
+from tidemill.launch.checks.tokens import check_tokenizer
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.data.prompts import Row, RowTokens, model_tokenizer
+from tidemill.learner.data.responses import RecordedRow, Recordings, Response
+from tidemill.learner.errors import PromptError
 
 PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoModelForCausalLM
 
-from bus.wire.codec import check_sample
 from tests.engine_push import joined
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, said, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.codec import check_sample
 
 USER = ("user", "What is three plus four?")
 

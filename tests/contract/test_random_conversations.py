@@ -13,10 +13,10 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
-from bus.wire.codec import check_sample
-from bus.wire.messages import Sample
 from tests.episode_kit import Client, stage, task
 from tests.random_talks import Kept, Talk, write_talking_model
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Sample
 
 AT_ONCE = 16
 """Conversations beside each other: the engine decodes them in one batch."""

@@ -8,22 +8,22 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer
 
-from actors.config import GatewayConfig
-from actors.episodes.opened import opened_rollouts
-from actors.errors import BadRow
-from actors.rollout_settings import RolloutPrograms
-from actors.text.rendering import Renderer
-from actors.text.text import Text
-from bus.wire.codec import check_sample
-from bus.wire.messages import Sample
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import load
 from tests.check_kit import write_run
 from tests.contract import test_anthropic_messages as messages_api
 from tests.contract import test_responses_api as responses_api
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_chains
 from tests.tiny_models import EOS, OF_RENDERERS
+from tidemill.actors.config import GatewayConfig
+from tidemill.actors.episodes.opened import opened_rollouts
+from tidemill.actors.errors import BadRow
+from tidemill.actors.rollout_settings import RolloutPrograms
+from tidemill.actors.text.rendering import Renderer
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Sample
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import load
 
 for package in ("renderers", "httpx"):
     pytest.importorskip(package, reason="pip install 'tidemill[renderers]' (make setup installs it)")

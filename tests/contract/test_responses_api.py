@@ -8,14 +8,14 @@ from typing import Any
 import aiohttp
 import pytest
 
-from actors.errors import BadRequest
-from actors.events import DONE, event
-from actors.openai.responses_api import chat_of
-from bus.wire.codec import check_sample
 from tests.engine_serving import serving
 from tests.episode_kit import Client, stage, task
 from tests.reciting_model import write_reciting_model
 from tests.router_kit import faulty, routing
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.events import DONE, event
+from tidemill.actors.openai.responses_api import chat_of
+from tidemill.bus.wire.codec import check_sample
 
 ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}, "strict": False}
 ASKED: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "3 + 4?"}]}]
@@ -85,7 +85,7 @@ async def test_an_episode_by_responses_is_one_sequence(model_dir: Path, streamed
 async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: Path, streamed: bool) -> None:
     import openai
 
-    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url + "/v1") as client:
         await play(client, streamed=streamed)
         cut = await said(client, "3 + 4?", streamed=streamed, max_output_tokens=2)
@@ -103,7 +103,7 @@ def state(text: str, finish: str | None = None) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/chat/completions"])
 async def test_a_stream_that_its_engine_ends_too_early_breaks_off(model_dir: Path, path: str) -> None:
-    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     chat = {"messages": [{"role": "user", "content": "3 + 4?"}], "max_tokens": 9}
     body = {"input": "3 + 4?"} if path == "/v1/responses" else chat
     async with faulty() as engine, routing(engine.url, **settings) as door:
@@ -128,7 +128,7 @@ async def test_a_stream_that_its_engine_ends_too_early_breaks_off(model_dir: Pat
 async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_the_reason(
     model_dir: Path, caplog: pytest.LogCaptureFixture, sent: bytes
 ) -> None:
-    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with faulty() as engine, routing(engine.url, **settings) as door:
         engine.does, engine.events = "events", event(state("a")) + b"data: " + sent + b"\n\n" + DONE
         asked = {"model": "m", "stream": True, "messages": [{"role": "user", "content": "3 + 4?"}]}

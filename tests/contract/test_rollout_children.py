@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from actors.episodes import children as episode_children
-from actors.episodes.children import LOADS, ChildBounds, Children
-from actors.episodes.port import EpisodeResult, ProgramFailed
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.episodes import children as episode_children
+from tidemill.actors.episodes.children import LOADS, ChildBounds, Children
+from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
+from tidemill.bus.wire.json_object import JsonMapping
 
 SCRIPT = "tests.rollout_programs:Script"
 NO_OPTIONS: JsonMapping = {}

@@ -16,19 +16,19 @@ import aiohttp
 import pytest
 from yarl import URL
 
-from actors.router.config import RouterConfig
-from actors.router.exchange import Answer, Handler, Middleware, Request
-from actors.router.forward import Sessions
-from actors.router.server import load_middleware
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
 from tests.actor_kit import at_work, engine_row
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, engine_process, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.exchange import Answer, Handler, Middleware, Request
+from tidemill.actors.router.forward import Sessions
+from tidemill.actors.router.server import load_middleware
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
 
 LONG = 4000
 
@@ -462,7 +462,7 @@ def _signed(request: Request, name: str) -> Request:
     return request.with_body({"seen": [*request.map.get("seen", ()), name]})
 
 
-@pytest.mark.parametrize("path", ["nowhere:f", "actors.router.token_history:Nothing", "json", ""])
+@pytest.mark.parametrize("path", ["nowhere:f", "tidemill.actors.router.token_history:Nothing", "json", ""])
 def test_a_missing_middleware_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match=r"middleware: want package.module:factory"):
         load_middleware(path, RouterConfig())

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from actors.router.config import RouterConfig
-from actors.router.token_history import TokenHistory
-from actors.text.text import Text
 from tests.engine_serving import Served, serving
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import EOS, write_tiny_model
+from tidemill.actors.router.config import RouterConfig
+from tidemill.actors.router.token_history import TokenHistory
+from tidemill.actors.text.text import Text
 
-EXACT = "actors.router.token_history:TokenHistory"
+EXACT = "tidemill.actors.router.token_history:TokenHistory"
 PROMPT, MORE = "What is three plus four?", " And five plus six?"
 
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from actors.config import EngineConfig
-from actors.serving.authority import Authority
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.keys import Keys, RunKeys
 from tests.router_kit import Door, faulty, routing
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.liveness.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 RUN = RunKeys.fixed(KEYS)

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import EngineConfig, SglangConfig
-from actors.errors import EngineFailed
-from actors.serving.sglang.engine import SglangEngine
 from tests.router_kit import faulty
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.serving.sglang.engine import SglangEngine
 
 
 @pytest.mark.parametrize(("version", "refused"), [("0.5.20", True), ("0.5.15.post1", True), (None, True), ("0.5.21", False)])

@@ -13,15 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.children import Children
-from actors.episodes.port import ProgramFailed
-from actors.episodes.programs.slime_generate import Sample, Slime
-from actors.rollout_settings import SLIME, parse_rollouts
-from bus.wire.codec import check_sample
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import Client, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.children import Children
+from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.episodes.programs.slime_generate import Sample, Slime
+from tidemill.actors.rollout_settings import SLIME, parse_rollouts
+from tidemill.bus.wire.codec import check_sample
 
 HERE = "tests.slime_functions"
 

@@ -12,14 +12,14 @@ import pytest
 import torch
 from aiohttp import web
 
-from actors.config import ActorConfig
-from actors.teachers.teachers import TeacherFailed, Teachers
-from bus.server.ports import KeptPort
-from bus.wire.invariants import check_sample
-from bus.wire.messages import Sample, SequenceSize
 from tests.engine_serving import log_probs_of, scores, serving
 from tests.learner_steps import make_samples
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.wire.invariants import check_sample
+from tidemill.bus.wire.messages import Sample, SequenceSize
 
 ENDED = web.AppKey("ended", asyncio.Event)
 """Set at the end of a server: its handlers must have ended by then."""

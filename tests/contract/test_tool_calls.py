@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from actors.router.tool_call_cache import ToolCallCache
-from actors.text.tool_calls import Call, ParsedReply, form_of, read
 from tests.engine_kinds import Kind
 from tests.engine_serving import serving
 from tests.reciting_model import CALLS, SAID, TEMPLATE, write_reciting_model
 from tests.router_kit import routing
+from tidemill.actors.router.tool_call_cache import ToolCallCache
+from tidemill.actors.text.tool_calls import Call, ParsedReply, form_of, read
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
@@ -86,7 +86,7 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
 
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_dir: Path, streamed: bool) -> None:
-    settings = {"middleware": ("actors.router.token_history:TokenHistory",), "model": str(model_dir)}
+    settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
     async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
         prompts: list[list[int]] = []
         queue = served.engine.scheduler.submit

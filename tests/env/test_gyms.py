@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.children import ChildBounds, Children
-from actors.episodes.port import ProgramFailed
-from actors.episodes.rollouts import ProgramRollout
-from actors.rollout_settings import parse_rollouts
-from bus.wire.codec import check_sample
-from bus.wire.messages import Sample, Status
 from tests.episode_kit import stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.children import ChildBounds, Children
+from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Sample, Status
 
 HERE = Path(__file__).parent
 COUNT = {"id": "test:Count", "modules": ["gym_games"]}

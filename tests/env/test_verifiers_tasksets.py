@@ -16,19 +16,19 @@ import torch
 from aiohttp import web
 from transformers import AutoModelForCausalLM
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.children import Children
-from actors.episodes.port import ProgramFailed
-from actors.episodes.rollouts import ProgramRollout
-from actors.rollout_settings import parse_rollouts
-from bus.wire.codec import check_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sample, Status
-from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores
 from tests.episode_kit import stage, task
 from tests.reciting_model import write_chains
 from tests.tiny_models import EOS, write_tiny_model
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.children import Children
+from tidemill.actors.episodes.port import ProgramFailed
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sample, Status
+from tidemill.launch.cli.main import main
 
 HERE = Path(__file__).parent
 

@@ -37,14 +37,14 @@ def roles(model_dir: str, directory: str, names: list[str]) -> dict[str, Any]:
 
 def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
     """Train a step on the CPU and save it; return the digest of the saved weights, and the metrics of the step after it."""
-    from learner.algorithms.config import AlgorithmConfig
-    from learner.megatron import state
-    from learner.megatron.model import WeightBackup, build_policy
-    from learner.megatron.optimizer import PolicyOptimizer
-    from learner.megatron.trainer import OtherModels, Trainer
     from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
     from tests.learner_steps import make_batches, make_samples
     from tests.megatron_world import one_rank
+    from tidemill.learner.algorithms.config import AlgorithmConfig
+    from tidemill.learner.megatron import state
+    from tidemill.learner.megatron.model import WeightBackup, build_policy
+    from tidemill.learner.megatron.optimizer import PolicyOptimizer
+    from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
     with one_rank() as here:
         policy = build_policy(Path(model_dir), dtype="float32", parallel=here)
@@ -58,9 +58,9 @@ def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
 
 def join(wanted: str) -> list[dict[str, Any]]:
     """Join a world of one, use its groups, leave, and do it again; return the findings of both rounds."""
-    from learner.layout.parallel import choose_device, join, leave
     from tests.learner_steps import rank_environment
     from tests.megatron_world import KeptPort
+    from tidemill.learner.layout.parallel import choose_device, join, leave
 
     found = []
     for seed in (1, 1):
@@ -92,8 +92,8 @@ def join(wanted: str) -> list[dict[str, Any]]:
 
 def group_of_one(backend: str) -> dict[str, Any]:
     """Send over a group without receivers, close it, and return the reason why it cannot be used afterwards."""
-    from weightstore.errors import PeerLost
-    from weightstore.transport.broadcast import BroadcastGroup
+    from tidemill.weightstore.errors import PeerLost
+    from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
     group = BroadcastGroup.host("127.0.0.1", "alone", 1, backend, 60.0)
     group.meet()
@@ -109,8 +109,8 @@ def group_of_one(backend: str) -> dict[str, Any]:
 
 def peer_never_comes(backend: str, deadline_s: float) -> dict[str, Any]:
     """Wait for a peer that does not exist; return the error, its seconds, and whether this process still works."""
-    from weightstore.errors import PeerLost
-    from weightstore.transport.broadcast import BroadcastGroup
+    from tidemill.weightstore.errors import PeerLost
+    from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
     group = BroadcastGroup.host("127.0.0.1", "pair", 2, backend, deadline_s)
     began, reason = time.monotonic(), ""
@@ -129,10 +129,10 @@ def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], ap
 
     ``apart``: the group is in a process of its own, as in a learner.
     """
-    from weightstore.errors import PeerLost
-    from weightstore.transport import senders
-    from weightstore.transport.handles import HostMemory
-    from weightstore.transport.nccl import own_end
+    from tidemill.weightstore.errors import PeerLost
+    from tidemill.weightstore.transport import senders
+    from tidemill.weightstore.transport.handles import HostMemory
+    from tidemill.weightstore.transport.nccl import own_end
 
     memory = HostMemory(pin=torch.cuda.is_available())
     block = memory.empty(sum(sizes))
@@ -157,8 +157,8 @@ def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], ap
 
 def receiver(backend: str, port_file: str, deadline_s: float, sizes: list[int], die_after: int = -1) -> dict[str, Any]:
     """Be rank 1 of two: join at the port in ``port_file`` and receive; die before receiving the message ``die_after``."""
-    from weightstore.errors import PeerLost
-    from weightstore.transport.broadcast import BroadcastGroup
+    from tidemill.weightstore.errors import PeerLost
+    from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
     reason, equal = "", []
     try:
@@ -175,7 +175,7 @@ def receiver(backend: str, port_file: str, deadline_s: float, sizes: list[int], 
 
 def open_handle(handle: dict[str, Any], ready_file: str, hold: bool) -> dict[str, Any]:
     """Open a handle of staged memory and return the sum and the first bytes; with ``hold`` keep it until killed."""
-    from weightstore.transport.handles import Mapped, Offered
+    from tidemill.weightstore.transport.handles import Mapped, Offered
 
     shares = handle.get("shares")
     if shares is not None:  # bytes as hexadecimal digits, because the arguments are JSON

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.kernels import CUDNN_CAPABILITY
 from tests.gpu.child import ROOT
 from tests.megatron_world import one_rank
 from tests.skips import inapplicable
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.kernels import CUDNN_CAPABILITY
 
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from learner.layout.parallel import Parallel
 from tests.algorithm_cases import CASES
 from tests.gpu.conftest import Child
 from tests.integration.megatron_layouts import Layout, train
+from tidemill.learner.layout.parallel import Parallel
 
 pytestmark = pytest.mark.gpu
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
-from learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
-from learner.megatron.model import build_policy
 from tests.skips import inapplicable
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, SDPACoreAttention, packed_row
+from tidemill.learner.megatron.layers.kernels import CUDNN, CUDNN_CAPABILITY, LONG_SEQUENCE, SDPA, VARLEN
+from tidemill.learner.megatron.model import build_policy
 
 pytestmark = pytest.mark.gpu
 

@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.layout.parallel import Parallel
-from learner.megatron.model import OtherWeights, WeightBackup, build_policy
 from tests.tiny_models import write_tiny_model
-from weightstore.format.manifest import Manifest
-from weightstore.transport.handles import HostMemory
-from weightstore.transport.staging import StagingPool
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.model import OtherWeights, WeightBackup, build_policy
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.transport.handles import HostMemory
+from tidemill.weightstore.transport.staging import StagingPool
 
 pytestmark = pytest.mark.gpu
 

@@ -13,10 +13,10 @@ import torch
 
 from tests.gpu.child import ROOT, pattern
 from tests.gpu.conftest import Child
-from weightstore.errors import BadManifest
-from weightstore.transport import cuda_handles
-from weightstore.transport.cuda_handles import CudaMemory
-from weightstore.transport.handles import HostMemory, Memory
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.transport import cuda_handles
+from tidemill.weightstore.transport.cuda_handles import CudaMemory
+from tidemill.weightstore.transport.handles import HostMemory, Memory
 
 pytestmark = pytest.mark.gpu
 

@@ -16,11 +16,11 @@ from tests.engine_serving import Served, greedy, log_probs_of, prompts, scores, 
 from tests.receiver_app import staged
 from tests.skips import inapplicable
 from tests.tiny_models import FAMILIES, tiny_model, write_tiny_model
-from weightstore.format.checksums import ChecksumReport
-from weightstore.push.handle_receiver import HandleReceiver
-from weightstore.transport.cuda_handles import CudaMemory
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import HostMemory, Memory
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.push.handle_receiver import HandleReceiver
+from tidemill.weightstore.transport.cuda_handles import CudaMemory
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import HostMemory, Memory
 
 pytestmark = pytest.mark.gpu
 

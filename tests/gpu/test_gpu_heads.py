@@ -67,7 +67,7 @@ def test_rotary_positions_are_exact(
         return q, k
 
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        from learner.megatron.layers.fused_heads import rotated
+        from tidemill.learner.megatron.layers.fused_heads import rotated
 
         return rotated(*parts(inputs[0]), angles_TF.cos().to(device), angles_TF.sin().to(device), interleaved=interleaved)
 
@@ -83,7 +83,7 @@ def test_norms_of_heads_are_exact(device: torch.device, on_gpu: bool, tokens: in
     """The norm of keys, which are a view; the last case has more rows than one tile of each program."""
 
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        from learner.megatron.layers.fused_heads import head_norm
+        from tidemill.learner.megatron.layers.fused_heads import head_norm
 
         return (head_norm(inputs[0][:, :, groups:], inputs[1], EPS),)
 
@@ -95,7 +95,7 @@ def test_norms_of_heads_are_exact(device: torch.device, on_gpu: bool, tokens: in
 
 def test_they_are_faster_than_the_separate_operations(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
     """Norms and rotary positions of 8,192 tokens with 16 heads and 8 groups of 128, in bfloat16, forward and backward."""
-    from learner.megatron.layers import fused_heads
+    from tidemill.learner.megatron.layers import fused_heads
 
     joint = torch.randn(8192, 1, 32, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     weights = [torch.ones(128, device=cuda, dtype=torch.bfloat16, requires_grad=True) for _ in range(2)]

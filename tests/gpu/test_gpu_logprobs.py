@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.megatron import logprobs
-from learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
 from tests.skips import inapplicable
+from tidemill.learner.megatron import logprobs
+from tidemill.learner.megatron.logprobs import listed_log_probs, log_probs_and_entropy
 
 pytestmark = pytest.mark.gpu
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron import state
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.offload import OffloadedAdam
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.skips import inapplicable
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.offload import OffloadedAdam
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

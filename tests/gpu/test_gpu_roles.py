@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from learner.layout.parallel import Parallel
 from tests.gpu.conftest import Child
 from tests.integration import critic_ranks, expert_ranks, megatron_lora
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.layout.parallel import Parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

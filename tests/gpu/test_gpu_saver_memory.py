@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import MemoryReleased
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron.memory import Memory, PlainMemory, open_memory
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import MemoryReleased
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron.memory import Memory, PlainMemory, open_memory
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
@@ -85,7 +85,7 @@ def test_released_memory_is_free_for_others_and_cannot_be_used(rank: Parallel, c
 
 ENDS = """
 import torch
-from learner.megatron.memory import open_memory
+from tidemill.learner.megatron.memory import open_memory
 memory = open_memory(colocated=True, device=torch.device("cuda"))
 with memory.region():
     kept = torch.ones(1 << 20, device="cuda")

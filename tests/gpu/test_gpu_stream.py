@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from weightstore.format.checksums import report_checksums
-from weightstore.transport import senders
-from weightstore.transport.handles import HostMemory
-from weightstore.transport.nccl import own_end
+from tidemill.weightstore.format.checksums import report_checksums
+from tidemill.weightstore.transport import senders
+from tidemill.weightstore.transport.handles import HostMemory
+from tidemill.weightstore.transport.nccl import own_end
 
 pytestmark = pytest.mark.gpu
 

@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel
-from learner.megatron import state
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
 from tests.gpu.conftest import Child
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import DENSE, EXPERTS, write_tiny_model
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 

@@ -5,22 +5,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.checkpoints import fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.places import RankPlaces
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.ranks.checkpoints import Checkpoints
-from learner.settings.config import CheckpointConfig, OptimizerConfig
 from tests.chaos.dying import die_at
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.checkpoints import fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.ranks.checkpoints import Checkpoints
+from tidemill.learner.settings.config import CheckpointConfig, OptimizerConfig
 
 VOCAB = 300
 STEP = 3
@@ -89,10 +89,10 @@ def _saved(model_dir: Path, root: Path, store: str, here: parallel.Parallel) -> 
 
 INSTANTS = {
     "in its file": ("torch.distributed.checkpoint.filesystem:_write_item", 12),
-    "behind its file": ("learner.checkpoints.disk:digest", 1),
-    "before the index": ("learner.megatron.checkpoint_writer:Staged.finish", 1),
-    "before the manifest": ("learner.checkpoints.disk:write_manifest", 1),
-    "before the name": ("learner.checkpoints.disk:publish", 1),
+    "behind its file": ("tidemill.learner.checkpoints.disk:digest", 1),
+    "before the index": ("tidemill.learner.megatron.checkpoint_writer:Staged.finish", 1),
+    "before the manifest": ("tidemill.learner.checkpoints.disk:write_manifest", 1),
+    "before the name": ("tidemill.learner.checkpoints.disk:publish", 1),
 }
 """Instants of the writing of a checkpoint: the function, and the number of its call on which the rank is killed."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from learner.layout.parallel import Parallel
+    from tidemill.learner.layout.parallel import Parallel
 
 
 @pytest.fixture(scope="module")

@@ -8,22 +8,22 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.debug.collector import Collector
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron import state
-from learner.megatron.critic import Critic, open_critic
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.reference import Reference, open_reference
-from learner.megatron.state import Beside
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.debug.collector import Collector
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.critic import Critic, open_critic
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.reference import Reference, open_reference
+from tidemill.learner.megatron.state import Beside
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 
 STEPS = (3, 4, 5)
 OF_RANKS = STEPS[:2]

@@ -12,24 +12,24 @@ from typing import Any
 import psutil
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
-from learner.debug.collector import Collector
-from learner.debug.module_file import write_modules
-from learner.debug.profile_request import ProfileRequest
-from learner.debug.rollout_file import Packing, load_rollout, planned_again
-from learner.layout import parallel
-from learner.megatron.activations import module_outputs
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.ranks.debugging import StepMemory
-from learner.ranks.step_agreement import agreed
 from tests.integration.expert_ranks import LAYOUTS, OF_FOUR
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.debug.collector import Collector
+from tidemill.learner.debug.module_file import write_modules
+from tidemill.learner.debug.profile_request import ProfileRequest
+from tidemill.learner.debug.rollout_file import Packing, load_rollout, planned_again
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.activations import module_outputs
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.ranks.debugging import StepMemory
+from tidemill.learner.ranks.step_agreement import agreed
 
 STEP_LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {},

@@ -12,21 +12,21 @@ from typing import Any
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout import parallel
-from learner.layout.parallel import Replicas
-from learner.megatron import state
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
 from tests.integration.gradients import PLAIN, save, taken
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
 from tests.tiny_models import EXPERTS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.parallel import Replicas
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
 STEPS = (3, 4)

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.layout.parallel import Parallel
-from learner.megatron import state
-from learner.megatron.model import build_policy
 from tests.integration.expert_ranks import LAYOUTS as OF_EXPERTS
 from tests.integration.expert_ranks import VOCAB, WAYS, Way, learner, take
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined, not_sent_once
 from tests.tiny_models import DENSE, EXPERTS
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.model import build_policy
 
 STEPS = (3, 4)
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.config import OptimizerConfig
 
 PLAIN = OptimizerConfig(lr=1e9, eps=1e6, clip_grad=0.0)
 """A step is lr / eps times the gradient: a thousand times, so that the rounding of a weight is small beside its change. (Megatron's

@@ -6,14 +6,14 @@ from pathlib import Path
 
 from megatron.core.pipeline_parallel import schedules
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 
 def main(model_dir: Path, out: Path) -> None:

@@ -10,20 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from bus.wire.messages import Sample, Span, Status
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout import parallel
-from learner.megatron import logprobs
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
 from tests.algorithm_cases import CASES, EVERY_TERM, EVERYWHERE, FRESH, OWN_TEMPERATURES, SHOWN_GROUPS, algorithm
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration.gradients import PLAIN, save, taken
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined, not_sent_once
+from tidemill.bus.wire.messages import Sample, Span, Status
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import logprobs
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
 STEPS = (3, 4)

@@ -6,21 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron import state
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.megatron.tuning import Tuning
-from learner.settings.lora import LoraConfig
-from learner.settings.schedule import OptimizerConfig
 from tests.integration.gradients import PLAIN, Gradients, save, taken
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
 
 STEPS = (3, 4)
 LORA = LoraConfig(rank=4, alpha=8)

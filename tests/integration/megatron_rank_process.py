@@ -9,17 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bus.config import BusConfig
-from learner.algorithms.advantages import grpo_no_std
-from learner.algorithms.config import AlgorithmConfig
-from learner.debug.config import DebugConfig
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.places import RankPlaces
-from learner.megatron.hooks import BeforeStep
-from learner.ranks.rank import main
-from learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
-from learner.settings.hooks import HooksConfig
-from weightstore.config import WeightsConfig
+from tidemill.bus.config import BusConfig
+from tidemill.learner.algorithms.advantages import grpo_no_std
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.megatron.hooks import BeforeStep
+from tidemill.learner.ranks.rank import main
+from tidemill.learner.settings.config import LearnerConfig, OptimizerConfig, StalenessConfig
+from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.weightstore.config import WeightsConfig
 
 MARK = "marked"
 """Key in the metadata of a sample for which ``overflowing`` is infinite."""

@@ -9,20 +9,20 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
-from learner.algorithms.policy_losses import PolicyLoss
-from learner.data.batch import StepBatch
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.optimizer_pieces import buffers_of
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import LOSS_FUNCTIONS, Tokens
+from tidemill.learner.algorithms.policy_losses import PolicyLoss
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.optimizer_pieces import buffers_of
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
 STEPS = (3, 4)

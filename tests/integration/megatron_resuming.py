@@ -9,18 +9,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
 from tests.integration.megatron_layouts import Layout
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
 STEPS = (3, 4)

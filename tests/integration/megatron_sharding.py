@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron import logprobs, state
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.integration.megatron_ranks import skips
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import joined
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron import logprobs, state
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 300
 STEPS = (3, 4)

@@ -24,11 +24,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from learner.checkpoints import torch_dist
-from learner.layout.parallel import Parallel
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.model import build_policy
 from tests.megatron_world import joined
+from tidemill.learner.checkpoints import torch_dist
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.model import build_policy
 
 PADDED = 384
 """Rows of the vocabulary in the checkpoints; the models have fewer."""

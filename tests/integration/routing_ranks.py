@@ -13,18 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bus.wire.routed_experts import RoutedShape
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import StepBatch
-from learner.debug.collector import Collector
-from learner.layout import parallel
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.model import Policy
-from learner.megatron.trainer import OtherModels, Trainer
 from tests.integration.expert_ranks import DEEP, LAYOUTS, MODELS, VOCAB, Way, learner
 from tests.integration.expert_ranks import WAYS as EXPERT_WAYS
 from tests.learner_steps import make_batches, make_samples, with_random_experts
 from tests.megatron_world import joined
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.collector import Collector
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
 GIVEN = Mixture(replay=True, given=True)
 WAYS = {

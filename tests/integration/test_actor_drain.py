@@ -9,15 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from actors.config import ActorConfig
-from actors.engines.engine_client import HttpEngine
-from actors.engines.port import Generation
-from actors.rollout.actor_process import run_actor
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.codec import check_sample
-from bus.wire.messages import Sample, Sampling
 from tests.actor_kit import (
     actor_process,
     all_samples,
@@ -34,6 +25,15 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.messages import Sample, Sampling
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from bus import exit_codes
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
+from tidemill.bus import exit_codes
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")

@@ -10,15 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import ActorConfig
-from actors.engines.engine_client import HttpEngine
-from actors.rollout import actor as loop
-from actors.rollout.actor_process import run_actor
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Kind, Sampling, Status
 from tests.actor_kit import (
     LABEL,
     PROMPT,
@@ -36,6 +27,15 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.rollout import actor as loop
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Kind, Sampling, Status
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -4,10 +4,6 @@ from collections import Counter
 
 import pytest
 
-from actors.config import ActorConfig
-from bus import exit_codes
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.messages import Sampling, Status
 from tests.actor_kit import (
     actor_process,
     all_samples,
@@ -24,6 +20,10 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig
+from tidemill.bus import exit_codes
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.messages import Sampling, Status
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from actors.config import ActorConfig, GatewayConfig
-from actors.errors import BadRow
-from actors.rollout.actor_process import run_actor
-from actors.rollout_settings import RolloutPrograms, parse_rollouts
-from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.streams import episode_turns
-from bus.system.coroutines import first_of
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Kind, Status
-from launch.cli.status import unserved
-from rewards.children.limits import children_of
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig, GatewayConfig
+from tidemill.actors.errors import BadRow
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams import episode_turns
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Kind, Status
+from tidemill.launch.cli.status import unserved
+from tidemill.rewards.children.limits import children_of
 
 
 @pytest.fixture(scope="module", autouse=True)

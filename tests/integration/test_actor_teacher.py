@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from actors.config import ActorConfig
-from actors.rollout.actor_process import run_actor
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Kind, Status
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, take_over
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Kind, Status
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -8,16 +8,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Sample
-from learner.algorithms.choices import AGGREGATIONS
-from learner.algorithms.config import AlgorithmConfig
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.algorithms.choices import AGGREGATIONS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 VOCAB = 128
 STEPS = range(1, 21)

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.streams.cursors import WAIT, Cursors
-from launch.samples import archive
-from launch.samples.recording import Recording, repair
 from tests.bus_fixtures import BusOpener
 from tests.data_kit import sample, task
 from tests.forked import Forked
 from tests.launched import tidemill
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.cursors import WAIT, Cursors
+from tidemill.launch.samples import archive
+from tidemill.launch.samples.recording import Recording, repair
 
 
 async def publish(bus: Bus, first: int, last: int) -> None:

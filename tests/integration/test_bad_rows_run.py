@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Done, Kind, Sampling, Task
-from learner.data.prompts import PromptFile
-from learner.errors import ConfigRefused, PromptError
-from learner.evaluation.prompts import EvalPrompts
-from learner.feed.evaluations import EvalPlan
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import evaluated, respond
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
+from tidemill.bus.wire.messages import Done, Kind, Sampling, Task
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.errors import ConfigRefused, PromptError
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.feed.evaluations import EvalPlan
 
 __all__ = ["open_world"]
 BAD: dict[int, Any] = {

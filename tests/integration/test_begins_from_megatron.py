@@ -15,18 +15,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from launch.checks.findings import Report
-from launch.checks.megatron_checkpoint import check_megatron, differing
-from launch.checks.model import tensors_in
-from launch.cli.main import main
-from launch.settings.config_loader import load
-from learner.checkpoints import torch_dist
-from learner.errors import ConfigRefused
-from learner.megatron.model import build_policy, reference_weights
 from tests.integration import plain_megatron
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.megatron_checkpoint import check_megatron, differing
+from tidemill.launch.checks.model import tensors_in
+from tidemill.launch.cli.main import main
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.checkpoints import torch_dist
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.model import build_policy, reference_weights
 
 VOCAB = 300
 _LAYER = re.compile(r"layers\.\d+\.")

@@ -16,19 +16,19 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.addresses import parse
-from bus.config import BusConfig
-from bus.errors import BusError, Denied, Forbidden, ServerFailed
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
-from bus.server.auth import credentials_file, make_users, read_credentials
-from bus.server.cluster import EmbeddedBus
-from bus.streams.bus import Bus, connect, find_run
-from bus.wire import subjects
-from bus.wire.messages import DeadLetterDecision, Done
-from bus.wire.rows import LiveRow
-from launch.run import desired
 from tests.bus_kit import make_sample, make_task, take
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
+from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.streams.bus import Bus, connect, find_run
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import DeadLetterDecision, Done
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import desired
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN = "r"
@@ -445,7 +445,7 @@ async def test_the_learner_receives_the_acks_of_an_actor_and_another_actor_does_
 async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_them_than_users(
     as_user: As, guarded: EmbeddedBus, auth_dir: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "launch", "host", "--bus", guarded.url, "--run", RUN, "--dir", str(tmp_path / "host")]
+    command = [sys.executable, "-m", "tidemill", "host", "--bus", guarded.url, "--run", RUN, "--dir", str(tmp_path / "host")]
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})

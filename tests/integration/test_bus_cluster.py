@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.addresses import parse
-from bus.config import BusConfig
-from bus.errors import Denied, Fenced
-from bus.server.auth import credentials_file, read_credentials
-from bus.server.cluster import EmbeddedBus
-from bus.streams.bus import connect
-from bus.wire.messages import Done
 from tests.bench.failover import cluster_under_load, fail_over, report
 from tests.bus_kit import Proxy, make_sample, take
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Denied, Fenced
+from tidemill.bus.server.auth import credentials_file, read_credentials
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Done
 
 RUN = "r"
 

@@ -11,14 +11,14 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.client.connection import Connection
-from bus.config import BusConfig
-from bus.errors import BusError, BusUnavailable
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import SeveralRuns, connect, find_run
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import until
+from tidemill.bus.client.connection import Connection
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError, BusUnavailable
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import SeveralRuns, connect, find_run
 
 
 async def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:
@@ -62,8 +62,8 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
 
 async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The library fails at an answer whose request was given up: it stops reading, and the close leaves tasks behind."""
-    monkeypatch.setattr("bus.client.connection._FLUSH_S", 0.1)
-    monkeypatch.setattr("bus.client.connection._CLOSE_S", 60.0)
+    monkeypatch.setattr("tidemill.bus.client.connection._FLUSH_S", 0.1)
+    monkeypatch.setattr("tidemill.bus.client.connection._CLOSE_S", 60.0)
     with EmbeddedServer(tmp_path, BusConfig()) as server:
         connection = Connection()
         await connection.open(server.url, "late", 10)

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from bus.config import BusConfig
-from bus.errors import Fenced, WireError
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect, current_epoch, raise_epoch
-from bus.wire.codec import encode_record
-from bus.wire.messages import Done, Fence, PlanRecord, Settle
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Fenced, WireError
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
+from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.messages import Done, Fence, PlanRecord, Settle
 
 
 def done(step: int, epoch: int = 1) -> Done:

@@ -13,23 +13,23 @@ import psutil
 import pytest
 from rich.console import Console
 
-from bus.errors import BusFull
-from bus.exit_codes import CONFIG
-from bus.server.store_disk import lacking, needed_bytes
-from bus.streams.bus import Bus, connect
-from bus.system.coroutines import beside
-from bus.wire import subjects
-from launch.checks.findings import Report
-from launch.checks.machine import check_places
-from launch.cli.status import show_status
-from launch.run.bus_role import run_bus
-from launch.run.roles import BUS_URL_FILE
-from launch.run.up import Up
-from launch.run.watch import RunWatch
-from launch.settings.config_loader import load
-from launch.settings.run_config import RunConfig
 from tests.bus_kit import make_sample
 from tests.small_disk import SmallDisk, small_disk
+from tidemill.bus.errors import BusFull
+from tidemill.bus.exit_codes import CONFIG
+from tidemill.bus.server.store_disk import lacking, needed_bytes
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire import subjects
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.machine import check_places
+from tidemill.launch.cli.status import show_status
+from tidemill.launch.run.bus_role import run_bus
+from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.up import Up
+from tidemill.launch.run.watch import RunWatch
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_config import RunConfig
 
 MB = 1_000_000
 RUN = "full"

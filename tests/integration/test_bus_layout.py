@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from nats.aio.msg import Msg
 
-from bus.errors import ConfigMismatch, NoRoom
-from bus.wire import subjects
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
+from tidemill.bus.errors import ConfigMismatch, NoRoom
+from tidemill.bus.wire import subjects
 
 
 async def test_creating_the_layout_twice_changes_nothing(open_bus: BusOpener) -> None:

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from bus.errors import WireError
-from bus.wire import subjects
-from bus.wire.messages import Span
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_partial
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Span
 
 
 async def test_the_newest_of_each_index_is_found(open_bus: BusOpener) -> None:

@@ -12,17 +12,17 @@ import msgpack
 import pytest
 from nats.aio.msg import Msg
 
-from bus.client import outbox
-from bus.config import BusConfig
-from bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect
-from bus.streams.samples import Received, header_fields, headers_of
-from bus.wire import parts, subjects
-from bus.wire.codec import encode_sample
-from bus.wire.messages import Cursor, Kind, Sample
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_sample, take, until
+from tidemill.bus.client import outbox
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusUnavailable, NotFound, StreamReplaced, StreamTrimmed, WireError
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.samples import Received, header_fields, headers_of
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Cursor, Kind, Sample
 
 
 def place(received: Received) -> tuple[int, int]:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus import exit_codes
-from bus.config import BusConfig
-from bus.errors import ServerFailed, Unquotable
-from bus.server.nats_server import EmbeddedServer
-from bus.server.quoting import quoted
 from tests.examples import examples
+from tidemill.bus import exit_codes
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ServerFailed, Unquotable
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.quoting import quoted
 
 
 def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
 
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys; from bus.config import BusConfig; from bus.server.nats_server import EmbeddedServer\n"
+        "import pathlib, sys; from tidemill.bus.config import BusConfig; from tidemill.bus.server.nats_server import EmbeddedServer\n"
         f"server = EmbeddedServer(pathlib.Path({str(tmp_path)!r}), BusConfig()); server.start()\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )
@@ -103,7 +103,7 @@ def test_an_address_that_is_none_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_two_never_run_on_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bus.server.nats_server._STOP_S", 0.1)
+    monkeypatch.setattr("tidemill.bus.server.nats_server._STOP_S", 0.1)
     with EmbeddedServer(tmp_path, BusConfig()) as first:
         with pytest.raises(ServerFailed, match="another one is running on"):
             EmbeddedServer(tmp_path, BusConfig()).start()

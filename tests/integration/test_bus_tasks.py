@@ -7,16 +7,16 @@ from dataclasses import replace
 
 import pytest
 
-from bus.errors import NotFound, WireError
-from bus.server.nats_server import EmbeddedServer
-from bus.streams import tasks as bus_tasks
-from bus.streams.bus import Bus, connect
-from bus.streams.tasks import Lease
-from bus.wire.codec import encode_dead, encode_task
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Dead, DeadLetterDecision, Kind
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take, until, until_backlog
+from tidemill.bus.errors import NotFound, WireError
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams import tasks as bus_tasks
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.tasks import Lease
+from tidemill.bus.wire.codec import encode_dead, encode_task
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Kind
 
 LONG_S = 600.0
 """Seconds of a lease, or of a wait, that is not over within a test."""

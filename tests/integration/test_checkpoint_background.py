@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 
-from learner.checkpoints import disk
-from learner.errors import CheckpointUnwritten, NoCheckpoint
-from learner.feed.feed_messages import Start
-from learner.layout.parallel import Parallel
-from learner.megatron import state
-from learner.megatron.checkpoint_writer import Staged
-from learner.megatron.model import Policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.ranks.checkpoints import Checkpoints
-from learner.settings.config import CheckpointConfig
 from tests.integration.checkpoint_ranks import VOCAB, Reports, built, places, train
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.checkpoint_writer import Staged
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.ranks.checkpoints import Checkpoints
+from tidemill.learner.settings.config import CheckpointConfig
 
 
 @dataclass

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from bus.streams.bus import Bus
-from bus.system.coroutines import beside
-from learner.checkpoints import disk
-from learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
-from learner.checkpoints.manifest import METADATA, FileEntry, Manifest
-from learner.errors import NoCheckpoint
-from learner.feed.copies import Copies
-from learner.settings.config import CheckpointConfig
 from tests.bus_fixtures import BusOpener
 from tests.integration import test_megatron_rank
 from tests.integration.test_megatron_rank import Learner, OpenLearner
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import beside
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.keeper import Keeper, Ring, holders, kept_names
+from tidemill.learner.checkpoints.manifest import METADATA, FileEntry, Manifest
+from tidemill.learner.errors import NoCheckpoint
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.settings.config import CheckpointConfig
 
 open_learner = test_megatron_rank.open_learner
 NEWEST = "step-4-epoch-1"

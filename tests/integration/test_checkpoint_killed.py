@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.ports import KeptPort
-from learner.checkpoints import disk
-from learner.megatron import state
 from tests.forked import Forked
 from tests.integration import checkpoint_ranks
 from tests.integration.checkpoint_ranks import INSTANTS, STEP, VOCAB, built, train
 from tests.learner_steps import rank_environment
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.server.ports import KeptPort
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.megatron import state
 
 IN_FILE = "in its file"
 PAIRS = [(rank, instant) for instant in INSTANTS for rank in (0, 1) if rank == 0 or instant in (IN_FILE, "behind its file")]

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from bus.http.access import RunAccess
-from bus.http.listener import Listener
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.peers import Peer, PeerClient
-from learner.checkpoints.server import CheckpointServer
-from learner.errors import CheckpointCorrupt
 from tests.integration import checkpoint_ranks
 from tests.integration.checkpoint_ranks import STEP, VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.peers import Peer, PeerClient
+from tidemill.learner.checkpoints.server import CheckpointServer
+from tidemill.learner.errors import CheckpointCorrupt
 
 NAME = f"step-{STEP}-epoch-1"
 

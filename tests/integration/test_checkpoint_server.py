@@ -11,15 +11,15 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bus.http.access import RunAccess
-from bus.http.listener import Listener
-from bus.liveness.keys import Keys, RunKeys
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import BLOCK_BYTES
-from learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
-from learner.checkpoints.server import CheckpointServer
-from learner.errors import CheckpointCorrupt
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES
+from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
+from tidemill.learner.checkpoints.server import CheckpointServer
+from tidemill.learner.errors import CheckpointCorrupt
 
 KEYS = Keys.of("admin")
 CONTENT = os.urandom(BLOCK_BYTES) + b"the second block"

@@ -10,25 +10,25 @@ from typing import Any
 
 import pytest
 
-from bus.streams.bus import Bus
-from bus.system.coroutines import beside
-from bus.wire.messages import Done
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, METADATA, STATE
-from learner.checkpoints.object_store import OWNER, ObjectStore
-from learner.checkpoints.peers import PeerClient
-from learner.checkpoints.stored import survey
-from learner.checkpoints.uploads import Uploads, identity_of, uploaded
-from learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
-from learner.feed.copies import Copies
-from learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
 from tests import flaky_store
 from tests.bus_fixtures import BusOpener
 from tests.flaky_store import URL, FlakyFileSystem
 from tests.integration import test_feeder
 from tests.integration.test_checkpoint_copies import NEWEST, write
 from tests.integration.test_feeder import OpenWorld
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import beside
+from tidemill.bus.wire.messages import Done
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE
+from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore
+from tidemill.learner.checkpoints.peers import PeerClient
+from tidemill.learner.checkpoints.stored import survey
+from tidemill.learner.checkpoints.uploads import Uploads, identity_of, uploaded
+from tidemill.learner.errors import ConfigRefused, NoCheckpoint, StoreFailed
+from tidemill.learner.feed.copies import Copies
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING, CheckpointConfig
 
 flaky = flaky_store.flaky
 open_world = test_feeder.open_world

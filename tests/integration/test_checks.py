@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
-from launch.checks import machine
-from launch.checks.findings import Report
-from launch.checks.run import Purpose, check
-from launch.run.roles import LocalSettings, config_on_bus
-from launch.settings.config_loader import changes, load, to_map
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_run
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.launch.checks import machine
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.run.roles import LocalSettings, config_on_bus
+from tidemill.launch.settings.config_loader import changes, load, to_map
 
 
 @pytest.fixture(autouse=True)

@@ -8,14 +8,14 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, get_grad_norm_fp32
 
-from learner.layout.parallel import Parallel
-from learner.megatron.clipping import clip_factor, clipped, norm_over_ranks
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.clipping import clip_factor, clipped, norm_over_ranks
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
 
 CPU = torch.device("cpu")
 

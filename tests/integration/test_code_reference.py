@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.code.sandbox import Bounds, run
-from rewards.code.tests_passed import code
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.code.sandbox import Bounds, run
+from tidemill.rewards.code.tests_passed import code
+from tidemill.rewards.port import RewardRequest
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/code_references.jsonl").read_text().splitlines()]
 NEEDS_NONE = """class Solution:

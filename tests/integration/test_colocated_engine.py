@@ -12,24 +12,24 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file
 
-from actors.config import EngineConfig
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
-from bus.client.connection import cancellable
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.liveness.keys import make_keys
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.rows import Capabilities, LiveRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_engine_process import greedy
 from tests.tiny_models import write_tiny_model
-from weightstore.config import WeightsConfig
-from weightstore.format.manifest import Manifest
-from weightstore.push.publisher import Publisher
-from weightstore.store.registry import VersionRegistry
-from weightstore.transport.parts import Division
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.engine_process import WHOLE, EngineLimits, EnginePlaces, Factory, run_engine
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.liveness.keys import make_keys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.transport.parts import Division
 
 LEARNER = LiveRow(role="learner", id="learner", host="here", pid=1, phase="working")
 DEADLINE_S = 60.0

@@ -15,23 +15,6 @@ from megatron.core import dist_checkpointing
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.rows import LiveRow
-from launch.cli.main import main
-from learner.checkpoints import disk
-from learner.errors import ConfigRefused
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.checkpoint_writer import StagedSave
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.initial_weights import OTHER_NAMES
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.settings.lora import LoraConfig
-from learner.settings.schedule import OptimizerConfig
 from tests.engine_serving import serving
 from tests.integration.megatron_lora import STEPS, learner, take
 from tests.integration.megatron_ranks import VOCAB
@@ -42,6 +25,23 @@ from tests.integration.test_lora_run import assert_merged
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.main import main
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.checkpoint_writer import StagedSave
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.initial_weights import OTHER_NAMES
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
 
 
 @pytest.fixture(autouse=True)

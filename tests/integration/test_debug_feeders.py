@@ -10,28 +10,28 @@ from typing import Any
 
 import pytest
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import connect
-from bus.wire.messages import Done
-from learner.algorithms.config import AlgorithmConfig
-from learner.checkpoints import disk
-from learner.data.batch import StepBatch
-from learner.debug.config import DebugConfig
-from learner.debug.rollout_file import load_rollout, save_rollout
-from learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_messages import End
-from learner.feed.feeder import ModelFacts
-from learner.feed.places import FeederPlaces, RankPlaces
-from learner.feed.recorded_steps import run_recorded_feeder
-from learner.feed.restart import CHECKPOINT_KEY
-from learner.ranks import rollout_only
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.debug_kit import rollout
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Done
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.debug.rollout_file import load_rollout, save_rollout
+from tidemill.learner.errors import CheckpointCorrupt, DebugFileRefused, FeederFailed
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_messages import End
+from tidemill.learner.feed.feeder import ModelFacts
+from tidemill.learner.feed.places import FeederPlaces, RankPlaces
+from tidemill.learner.feed.recorded_steps import run_recorded_feeder
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.ranks import rollout_only
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 
 STEPS = 3
 

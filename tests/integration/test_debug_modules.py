@@ -20,20 +20,20 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from safetensors.torch import load_file, save_file
 
-from actors.serving.builtin.scoring import score_directory
-from launch.cli.debug_weights import between_tensors, tensors_of
-from launch.cli.main import main
-from learner.debug.comparison import Comparison, compare_modules
-from learner.debug.module_file import ModuleDump, read_modules, write_modules
-from learner.layout import parallel
-from learner.megatron.activations import module_outputs
-from learner.megatron.model import build_policy
 from tests.engine_serving import serving
 from tests.integration import debug_ranks
 from tests.integration.debug_ranks import DENSE, DUMPED, DUMPED_OF_FOUR, EXPERTS, LATENT, PROMPTS
 from tests.integration.expert_ranks import VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import SERVED, write_tiny_model
+from tidemill.actors.serving.builtin.scoring import score_directory
+from tidemill.launch.cli.debug_weights import between_tensors, tensors_of
+from tidemill.launch.cli.main import main
+from tidemill.learner.debug.comparison import Comparison, compare_modules
+from tidemill.learner.debug.module_file import ModuleDump, read_modules, write_modules
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.activations import module_outputs
+from tidemill.learner.megatron.model import build_policy
 
 LAYER = "model.layers.1.self_attn"
 
@@ -272,7 +272,7 @@ def test_both_implementations_score_a_directory_from_the_command_line(tmp_path: 
     prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
     outs = {by: tmp_path / f"{by}.safetensors" for by in ("learner", "engine")}
     words = ["debug", "score", "--model", str(model), "--prompts", str(prompts), "--names", "*"]
-    command = [sys.executable, "-m", "launch", *words, "--by", "learner", "--out", str(outs["learner"])]
+    command = [sys.executable, "-m", "tidemill", *words, "--by", "learner", "--out", str(outs["learner"])]
     done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert main([*words, "--by", "engine", "--out", str(outs["engine"])]) == 0

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.cli.main import main
-from learner.debug.config import DebugConfig
-from learner.debug.profile_request import ProfileRequest, request_file, take_request, write_request
-from learner.debug.profiler import Profiler
-from learner.layout import parallel
-from learner.megatron.model import build_policy
-from learner.ranks.debugging import RankDebug
-from learner.settings.config import LearnerConfig
+from tidemill.launch.cli.main import main
+from tidemill.learner.debug.config import DebugConfig
+from tidemill.learner.debug.profile_request import ProfileRequest, request_file, take_request, write_request
+from tidemill.learner.debug.profiler import Profiler
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.ranks.debugging import RankDebug
+from tidemill.learner.settings.config import LearnerConfig
 
 CONFIG = {"model": {"path": "m"}, "data": {"path": "d"}, "learner": {"data_parallel": 2, "tensor_parallel": 2}}
 

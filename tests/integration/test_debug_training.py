@@ -10,16 +10,6 @@ import psutil
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.debug.collector import LOGITS_POSITIONS, Collector
-from learner.debug.comparison import compare_train
-from learner.debug.rollout_file import save_rollout
-from learner.debug.train_file import TrainDump, critic_path, read, read_train, record_path
-from learner.layout import parallel
-from learner.megatron.model import WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
 from tests.bus_kit import make_episode
 from tests.debug_kit import VOCAB, rollout
 from tests.integration.critic_ranks import build
@@ -27,6 +17,16 @@ from tests.integration.debug_ranks import STEP_LAYOUTS, packed
 from tests.integration.debug_ranks import main as two_ranks
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples, run_ranks
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.debug.collector import LOGITS_POSITIONS, Collector
+from tidemill.learner.debug.comparison import compare_train
+from tidemill.learner.debug.rollout_file import save_rollout
+from tidemill.learner.debug.train_file import TrainDump, critic_path, read, read_train, record_path
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.model import WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
 FILES = "t_{step}_{rank}.safetensors"
 COMPARED = ("old_log_probs", "current_log_probs", "policy_importance_ratio")

@@ -17,20 +17,20 @@ from typing import Any
 
 import pytest
 
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.rows import Capabilities, LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.check_kit import write_model, write_run
 from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 from tests.gpu_kit import row as gpu_row
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = """
 import json, os, sys, time
-import launch.devices.nccl
-launch.devices.nccl.nccl_of = lambda program="": "2.29.7"
-words = sys.orig_argv[3:] if sys.orig_argv[1:3] == ["-m", "launch"] else [""]
+import tidemill.launch.devices.nccl
+tidemill.launch.devices.nccl.nccl_of = lambda program="": "2.29.7"
+words = sys.orig_argv[3:] if sys.orig_argv[1:3] == ["-m", "tidemill"] else [""]
 if words[0] in ("engine", "rank", "feeder", "actor"):
     name = words[words.index("--id") + 1] if "--id" in words else words[0] + os.environ.get("RANK", "")
     with open(os.environ["RECORDED"] + "/" + name + ".tmp", "w") as file:
@@ -61,7 +61,7 @@ class Machine:
         }
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "launch", *arguments]
+        command = [sys.executable, "-m", "tidemill", *arguments]
         return subprocess.run(command, cwd=ROOT, env=self.environment, capture_output=True, text=True, timeout=300)
 
     def devices_of(self, name: str) -> dict[str, str]:
@@ -80,7 +80,7 @@ class Machine:
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a command, with its output in the file ``log``."""
         with (self._directory / "log").open("w") as log:
-            return subprocess.Popen([sys.executable, "-m", "launch", *arguments], cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+            return subprocess.Popen([sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, env=self.environment, stdout=log, stderr=log)
 
     @property
     def log(self) -> str:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
-from bus.wire.subjects import BEST_KEY, END_KEY
-from learner.checkpoints import disk
-from learner.data.curriculum import CurriculumRules
-from learner.data.snapshot import read_state
-from learner.errors import FeederFailed, NothingTrained
-from learner.feed.restart import CHECKPOINT_KEY
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_evaluation import plan
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
+from tidemill.bus.wire.messages import Evaluated, Kind, Plan, Sample, Task
+from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.curriculum import CurriculumRules
+from tidemill.learner.data.snapshot import read_state
+from tidemill.learner.errors import FeederFailed, NothingTrained
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 __all__ = ["open_world"]
 

@@ -10,20 +10,20 @@ import aiohttp
 import numpy as np
 import pytest
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
-from bus.client.connection import cancellable
-from bus.liveness.keys import make_keys
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Sampling
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.garbage import freeze_again
 from tests.tiny_models import write_tiny_model
-from weightstore.store.registry import VersionRegistry
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, HeldDevices, run_engine
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.liveness.keys import make_keys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sampling
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 @pytest.fixture(scope="module")

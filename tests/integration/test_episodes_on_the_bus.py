@@ -2,17 +2,17 @@
 
 import numpy as np
 
-from bus.streams.bus import Bus
-from bus.wire.codec import check_sample, encode_task
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Cursor, Done, Plan, Sample, SequenceSize, Task, Turns
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.datasource import DataSource
-from learner.data.rules import DataRules
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
 from tests.data_kit import rules, sample, task
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.codec import check_sample, encode_task
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, SequenceSize, Task, Turns
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.rules import DataRules
 
 
 def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler: int = 0) -> Sample:

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
-from learner.data.prompts import PromptFile
-from learner.evaluation.prompts import EvalPrompts
-from learner.feed.evaluations import EvalPlan
 from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.feed.evaluations import EvalPlan
+from tidemill.weightstore.store.registry import VersionRegistry
 
 __all__ = ["open_world"]
 

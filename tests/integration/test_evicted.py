@@ -2,13 +2,13 @@
 
 import asyncio
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.wire.rows import LiveRow
-from launch.run.learner_row import LearnerRow
-from learner.nodes.node_rows import NodeRow
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run.learner_row import LearnerRow
+from tidemill.learner.nodes.node_rows import NodeRow
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 async def test_the_learners_row_names_evicted_engines(open_bus: BusOpener) -> None:

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.data.batch import MicroBatch, StepBatch
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
 from tests.integration.expert_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
 
 STEP = 3
 FAMILIES = ("qwen3_moe", "glm4_moe")

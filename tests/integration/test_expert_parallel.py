@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from learner.layout.parallel import Parallel
 from tests.integration import expert_ranks
 from tests.integration.expert_ranks import (
     DEEP,
@@ -35,6 +34,7 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.layout.parallel import Parallel
 
 
 class World:

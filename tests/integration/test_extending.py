@@ -17,19 +17,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from bus.wire.messages import Sampling, Status
-from launch.metrics.export import open_sink
-from launch.metrics.port import StepMetrics
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Objective
-from rewards.port import RewardRequest
-from rewards.registry import load
 from tests.contract import test_custom_algorithms as contract
 from tests.web_hook import web_hook
-from weightstore.format.manifest import Manifest
-from weightstore.store import snapshot
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.bus.wire.messages import Sampling, Status
+from tidemill.launch.metrics.export import open_sink
+from tidemill.launch.metrics.port import StepMetrics
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store import snapshot
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/examples/extending"
@@ -47,17 +47,17 @@ CHECKED = """
 from collections.abc import Callable
 from pathlib import Path
 
-from actors.config import EngineConfig
-from actors.serving.port import Factory, ServedEngine
-from rewards.port import Reward
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.port import Factory, ServedEngine
+from tidemill.rewards.port import Reward
 from shared_directory import SharedDirectory
 from uniform_engine import UniformEngine
-from rewards.group import GroupReward
+from tidemill.rewards.group import GroupReward
 from my_group_reward import behind_the_best
 from my_hooks import log_norms, log_pass
-from learner.megatron.hooks import BeforeLogProbs, BeforeStep
+from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
 from my_rewards import tagged
-from weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.port import WeightReceiver
 
 reward: Reward = tagged
 group_reward: GroupReward = behind_the_best

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.megatron import convert
 from tests.integration import family_ranks
 from tests.integration.expert_ranks import VOCAB, learner, take
 from tests.integration.family_ranks import MODELS, RARE_RUNS, RUNS, STEPS, scores, way_of
@@ -17,6 +16,7 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import assert_same
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.megatron import convert
 
 
 class World:

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from bus.wire.messages import Sample, Span
-from learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel
 from tests.bench.pinned import EngineFault, Named, PinnedLoop, Task
+from tidemill.bus.wire.messages import Sample, Span
+from tidemill.learner.algorithms.alarms import Alarm, AlarmConfig, AlarmWatch, Context
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel
 
 TASK = Task(num_digits=3, minibatches=1, lr=1.5e-3)
 STEPS = 3

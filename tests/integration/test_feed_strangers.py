@@ -11,13 +11,13 @@ import msgpack
 import pytest
 import zmq
 
-from learner.errors import FeederFailed, FeedError, RankFailed
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_gate import admit_by
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import Start, pack
-from learner.feed.feed_server import FeedServer
 from tests.feeder_kit import KEYS
+from tidemill.learner.errors import FeederFailed, FeedError, RankFailed
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_gate import admit_by
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import Start, pack
+from tidemill.learner.feed.feed_server import FeedServer
 
 START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)
 MESSAGES = (

@@ -13,21 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.config import BusConfig
-from bus.errors import Fenced, StreamReplaced
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect, raise_epoch
-from bus.streams.cursors import Cursors, Reader
-from bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
-from bus.wire.subjects import BUCKETS, bucket_stream, stream
-from learner.algorithms.alarms import AlarmConfig, Context
-from learner.algorithms.config import AlgorithmConfig
-from learner.checkpoints import disk
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile
-from learner.data.snapshot import read_state
-from learner.errors import (
+from tests import data_kit
+from tests.actor_kit import row_until
+from tests.bus_fixtures import BusOpener
+from tests.bus_kit import make_partial, make_turns
+from tests.data_kit import sample
+from tests.feeder_kit import KEYS, World
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Fenced, StreamReplaced
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect, raise_epoch
+from tidemill.bus.streams.cursors import Cursors, Reader
+from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
+from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream
+from tidemill.learner.algorithms.alarms import AlarmConfig, Context
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.snapshot import read_state
+from tidemill.learner.errors import (
     CheckpointCorrupt,
     ConfigRefused,
     FeederFailed,
@@ -40,22 +46,16 @@ from learner.errors import (
     RunLost,
     TasksFail,
 )
-from learner.feed import feed_server
-from learner.feed.episode_age import SHARE, EpisodeAge
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_messages import Start
-from learner.feed.feed_server import FeedServer
-from learner.feed.outcomes import KeptCheckpoints, Outcomes
-from learner.feed.restart import CHECKPOINT_KEY, resume
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.schedule import OptimizerConfig
-from tests import data_kit
-from tests.actor_kit import row_until
-from tests.bus_fixtures import BusOpener
-from tests.bus_kit import make_partial, make_turns
-from tests.data_kit import sample
-from tests.feeder_kit import KEYS, World
-from weightstore.store.registry import HEAD, VersionRegistry
+from tidemill.learner.feed import feed_server
+from tidemill.learner.feed.episode_age import SHARE, EpisodeAge
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.feed_server import FeedServer
+from tidemill.learner.feed.outcomes import KeptCheckpoints, Outcomes
+from tidemill.learner.feed.restart import CHECKPOINT_KEY, resume
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 
@@ -468,7 +468,7 @@ async def test_invalid_samples_free_their_place_at_once_and_are_counted(open_wor
 async def test_an_actor_that_sends_only_invalid_samples_is_refused_until_it_sends_others(
     open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("learner.data.senders.INVALID_IN_A_ROW", 8)
+    monkeypatch.setattr("tidemill.learner.data.senders.INVALID_IN_A_ROW", 8)
     async with open_world(max_lag=0, lease_s=LONG_LEASE_S) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

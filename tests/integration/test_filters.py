@@ -7,13 +7,13 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 
-from bus.wire.messages import Settle
-from learner.data.filter_settings import read_filters
-from learner.data.selection import is_filtered
-from rewards.errors import BadRewardOption, UnknownReward
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
 from tests.integration.test_feeder import check_history, finish, open_world  # noqa: F401 - a fixture
+from tidemill.bus.wire.messages import Settle
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.selection import is_filtered
+from tidemill.rewards.errors import BadRewardOption, UnknownReward
 
 OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 HERE = "tests.child_filters"

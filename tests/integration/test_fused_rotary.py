@@ -12,24 +12,24 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.layout.parallel import Parallel
-from learner.megatron.bridges import local_layers
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.layers.attention import FusedRotary, PackedRotary, Rotation
-from learner.megatron.layers.kernels import Kernels, Wanted
-from learner.megatron.layers.norms import FusedHeadNorm
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.rows import rows_of
-from learner.megatron.schedule import run_rows
-from learner.megatron.trainer import Trainer
 from tests import heads_by_formula
 from tests.integration.megatron_ranks import OPTIMIZER
 from tests.learner_steps import make_batches, make_samples
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.bridges import local_layers
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.layers.attention import FusedRotary, PackedRotary, Rotation
+from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.megatron.layers.norms import FusedHeadNorm
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.rows import rows_of
+from tidemill.learner.megatron.schedule import run_rows
+from tidemill.learner.megatron.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def build(directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, f
         return dataclasses.replace(choose(*args, **kwargs), fused_rotary=fused)
 
     monkeypatch.setattr(local_layers, "chosen", chosen)
-    monkeypatch.setitem(sys.modules, "learner.megatron.layers.fused_heads", heads_by_formula)
+    monkeypatch.setitem(sys.modules, "tidemill.learner.megatron.layers.fused_heads", heads_by_formula)
     policy = build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(recompute=recompute))
     monkeypatch.setattr(local_layers, "chosen", choose)
     return policy

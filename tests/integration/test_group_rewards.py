@@ -7,24 +7,24 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from actors.config import ActorConfig
-from actors.rollout.actor_process import run_actor
-from actors.rollout_settings import RolloutPrograms, parse_rollouts
-from actors.scoring.server import RewardServer, serving
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Kind, Sample, Status
-from rewards.children.limits import Limits
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.group import GROUP, GroupRequest, relative_length
-from rewards.port import RewardRequest
-from rewards.registry import bind
-from rewards.scorers.groups import opened_group
-from rewards.scorers.single import opened
 from tests.actor_kit import all_samples, complete, engine, issue, model_dir, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.integration.test_actor_loop import _model, acting  # noqa: F401 - a fixture
 from tests.unit.test_rewards_http import answering
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.rollout.actor_process import run_actor
+from tidemill.actors.rollout_settings import RolloutPrograms, parse_rollouts
+from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Kind, Sample, Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.group import GROUP, GroupRequest, relative_length
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind
+from tidemill.rewards.scorers.groups import opened_group
+from tidemill.rewards.scorers.single import opened
 
 HERE = "tests.child_group_rewards"
 
@@ -208,7 +208,7 @@ async def test_whatever_a_built_in_reward_raises_is_its_failure(monkeypatch: pyt
     def broken(request: GroupRequest) -> list[float]:
         raise ZeroDivisionError("no samples")
 
-    monkeypatch.setattr("rewards.group.relative_length", broken)
+    monkeypatch.setattr("tidemill.rewards.group.relative_length", broken)
     async with opened_group("relative_length", {}, Limits()) as score:
         with pytest.raises(RewardFailed, match=r"ZeroDivisionError\('no samples'\)"):
             await score(GroupRequest(samples=()))

@@ -12,19 +12,6 @@ from typing import Any
 
 import pytest
 
-from bus.liveness.heartbeats import LiveView
-from bus.server.auth import credentials_file
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.system.coroutines import Waiter
-from bus.wire.rows import LiveRow
-from launch.cli.main import main
-from launch.run import desired, host
-from launch.run.host import SETTLE_S
-from launch.run.host_learner import HostLearner
-from launch.run.supervisor import Supervisor
-from launch.settings.config_loader import from_map
-from learner.nodes.node_rows import NodeRow, node_of
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import until
@@ -32,6 +19,19 @@ from tests.forked import Forked
 from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.auth import credentials_file
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.main import main
+from tidemill.launch.run import desired, host
+from tidemill.launch.run.host import SETTLE_S
+from tidemill.launch.run.host_learner import HostLearner
+from tidemill.launch.run.supervisor import Supervisor
+from tidemill.launch.settings.config_loader import from_map
+from tidemill.learner.nodes.node_rows import NodeRow, node_of
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
@@ -197,7 +197,7 @@ async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_n
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
         assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
-        await until(lambda: "ERROR   host h: launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log)
+        await until(lambda: "ERROR   host h: tidemill.launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log)
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.messages import Dead, Sampling
 from tests.actor_kit import complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.messages import Dead, Sampling
 
 
 @pytest.fixture(scope="module", autouse=True)

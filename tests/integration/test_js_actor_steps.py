@@ -7,17 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines.engine_client import HttpEngine
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import Bus, connect
-from bus.wire.codec import encode_task
-from bus.wire.messages import Dead, Sample, Sampling, Status, Task
-from rewards.exact import exact
-from rewards.port import RewardRequest
 from tests.actor_kit import (
     LABEL,
     all_samples,
@@ -35,6 +24,17 @@ from tests.actor_kit import (
 )
 from tests.bus_fixtures import BusOpener
 from tests.js_kit import installed, js_actor
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.codec import encode_task
+from tidemill.bus.wire.messages import Dead, Sample, Sampling, Status, Task
+from tidemill.rewards.exact import exact
+from tidemill.rewards.port import RewardRequest
 
 CONFIG = {
     "bus": {"lease_s": 2.0, "max_attempts": 3},

@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 from nats.aio.msg import Msg
 
-from bus.streams.bus import Bus
-from bus.wire import parts
-from bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
-from bus.wire.rows import LiveRow
-from launch.cli.status import read_status
-from launch.run import audit_progress
-from launch.run.audit import CheckpointCursor, RunAccounting, audit
-from launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
-from launch.run.watch import RunWatch
-from launch.samples.search import as_map
 from tests import data_kit
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import parts
+from tidemill.bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.status import read_status
+from tidemill.launch.run import audit_progress
+from tidemill.launch.run.audit import CheckpointCursor, RunAccounting, audit
+from tidemill.launch.run.summary import Observed, broken_promises, seconds_of_steps, summarize
+from tidemill.launch.run.watch import RunWatch
+from tidemill.launch.samples.search import as_map
 
 EPOCH = 1
 

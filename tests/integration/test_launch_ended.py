@@ -13,23 +13,23 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bus.client.addresses import parse
-from bus.config import BusConfig
-from bus.errors import BusError
-from bus.server import nats_server, readonly
-from bus.server.auth import ACCOUNT, credentials_file, read_credentials
-from bus.server.cluster import EmbeddedBus
-from bus.server.nats_server import in_use
-from bus.server.ports import KeptPort
-from bus.streams.bus import connect
-from launch.run import ended
-from launch.run.access import AUTH_DIR
-from launch.run.up import directory_of_one
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import RunConfig
 from tests import data_kit
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import BusError
+from tidemill.bus.server import nats_server, readonly
+from tidemill.bus.server.auth import ACCOUNT, credentials_file, read_credentials
+from tidemill.bus.server.cluster import EmbeddedBus
+from tidemill.bus.server.nats_server import in_use
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import connect
+from tidemill.launch.run import ended
+from tidemill.launch.run.access import AUTH_DIR
+from tidemill.launch.run.up import directory_of_one
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import RunConfig
 
 BOUND_S = 60.0
 
@@ -206,7 +206,7 @@ async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh:
 
 async def test_a_closed_output_pipe_ends_a_reading_command(tmp_path: Path) -> None:
     await make_ended(tmp_path)
-    command = f"{sys.executable} -m launch tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    command = f"{sys.executable} -m tidemill tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
     child = await asyncio.create_subprocess_exec("bash", "-c", command, cwd=ROOT, stderr=subprocess.PIPE)
     await child.communicate()
     assert child.returncode == 0
@@ -216,7 +216,7 @@ async def test_a_closed_output_pipe_ends_a_reading_command(tmp_path: Path) -> No
 async def looker(root: Path, interrupt: signal.Handlers = signal.SIG_DFL) -> asyncio.subprocess.Process:
     """Start a command that looks at an ended run and blocks: its output is not read, as behind a pager."""
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "launch", "tail", "--run-dir", str(root), "--full"),
+        *(sys.executable, "-m", "tidemill", "tail", "--run-dir", str(root), "--full"),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
-from bus.system.processes import Child
-from launch.run.process import launched
-from launch.run.supervisor import GaveUp, Supervisor
-from launch.settings.config_loader import load, to_map
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.system.processes import Child
+from tidemill.launch.run.process import launched
+from tidemill.launch.run.supervisor import GaveUp, Supervisor
+from tidemill.launch.settings.config_loader import load, to_map
 
 ROOT = Path(__file__).resolve().parents[2]
 
 BODY = """
 import asyncio, sys
-from launch.run import process
+from tidemill.launch.run import process
 
 async def main(draining):
     print("ready", flush=True)
@@ -143,7 +143,7 @@ def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Sign
 async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     """After kill -9 of the parent no orphan is left: the kernel ends the child."""
     code = (
-        "import asyncio, pathlib\nfrom launch.run.process import launched\n"
+        "import asyncio, pathlib\nfrom tidemill.launch.run.process import launched\n"
         "async def main():\n"
         f"    child = launched('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
         f" pathlib.Path('{tmp_path}/bus.log'))\n"

@@ -16,31 +16,31 @@ import msgpack
 import numpy as np
 import pytest
 
-from actors.text.text import Text
-from bus.config import BusConfig
-from bus.errors import ConfigMismatch
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, connect, find_run
-from bus.streams.history import History
-from bus.wire import subjects
-from bus.wire.codec import encode_sample
-from bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
-from launch.cli import main as cli
-from launch.samples.filter_arguments import filter_of
-from launch.samples.filters import Filter
-from launch.samples.recording import Recording
-from launch.samples.replay import replay_file, replay_run
-from launch.samples.sample_history import DIFFERENCE, history_of
-from launch.samples.search import Search
-from launch.samples.show import shade, shaded, show_sample, tokens_of
-from launch.samples.stats import show_stats
-from launch.samples.tail import show_tail, tail
-from launch.samples.tokens import Vocabulary
 from tests import data_kit
 from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
-from weightstore.store.registry import VersionRegistry
+from tidemill.actors.text.text import Text
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ConfigMismatch
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, connect, find_run
+from tidemill.bus.streams.history import History
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Done, Plan, Sample, Settle, Status, Task
+from tidemill.launch.cli import main as cli
+from tidemill.launch.samples.filter_arguments import filter_of
+from tidemill.launch.samples.filters import Filter
+from tidemill.launch.samples.recording import Recording
+from tidemill.launch.samples.replay import replay_file, replay_run
+from tidemill.launch.samples.sample_history import DIFFERENCE, history_of
+from tidemill.launch.samples.search import Search
+from tidemill.launch.samples.show import shade, shaded, show_sample, tokens_of
+from tidemill.launch.samples.stats import show_stats
+from tidemill.launch.samples.tail import show_tail, tail
+from tidemill.launch.samples.tokens import Vocabulary
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 def arguments(*words: str) -> argparse.Namespace:
@@ -340,7 +340,7 @@ async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
     """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
-        command = (sys.executable, "-m", "launch", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
+        command = (sys.executable, "-m", "tidemill", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
         child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert child.stdout is not None and child.stderr is not None
         assert json.loads(await child.stdout.readline())["tokens"]["max"] == 5

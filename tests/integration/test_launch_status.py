@@ -14,18 +14,18 @@ import pytest
 import yaml
 from rich.console import Console
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.streams.bus import Bus
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Done, Plan, Settle, Status
-from bus.wire.rows import LiveRow
-from launch.cli.find_run import find_run
-from launch.cli.status import print_status, read_status, unserved
-from launch.run.roles import BUS_URL_FILE
-from launch.run.up import CONFIG_FILE
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Done, Plan, Settle, Status
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.find_run import find_run
+from tidemill.launch.cli.status import print_status, read_status, unserved
+from tidemill.launch.run.roles import BUS_URL_FILE
+from tidemill.launch.run.up import CONFIG_FILE
 
 
 async def tidemill(*arguments: str) -> tuple[int, str, str]:
@@ -190,7 +190,7 @@ async def test_tail_shows_the_newest_samples_and_follows(open_bus: BusOpener) ->
         assert "│ prompt 3\n" in text and "┃ xxx\n" in text
         assert [json.loads(line)["seq"] for line in lines.splitlines()] == [4, 5, 6]
         follower = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "launch", "tail", *where, "--last", "1", "--follow", "--jsonl"), cwd=ROOT, stdout=subprocess.PIPE
+            *(sys.executable, "-m", "tidemill", "tail", *where, "--last", "1", "--follow", "--jsonl"), cwd=ROOT, stdout=subprocess.PIPE
         )
         assert follower.stdout is not None
         assert json.loads(await follower.stdout.readline())["seq"] == 6

@@ -14,17 +14,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import connect
-from bus.wire.messages import Done
-from launch.run.up import Up
-from launch.settings.config_loader import load
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts
 from tests.unhurried import UNHURRIED
 from tests.whole.running import ROOT, SMOKE, UP_LIMIT_S, live, until_step, up
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Done
+from tidemill.launch.run.up import Up
+from tidemill.launch.settings.config_loader import load
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 
@@ -33,7 +33,7 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     """Run `tidemill up` with an existing model and prompts, and nothing else."""
     write_model(tmp_path / "model")
     write_prompts(tmp_path / "prompts.jsonl")
-    command = [sys.executable, "-m", "launch", "up", str(SMOKE)]
+    command = [sys.executable, "-m", "tidemill", "up", str(SMOKE)]
     inputs = ("prepare=null", f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl")
     for setting in (f"directory={tmp_path}/run", *inputs, *settings):
         command += ["--set", setting]

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.rows import LiveRow
-from launch.cli.weights import show_weights
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.weights import show_weights
 
 LOST = "model.layers.0.mlp.up_proj.weight"
 

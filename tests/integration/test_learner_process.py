@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.system.processes import Child
-from learner.ranks import process
-from learner.ranks.process import ChildFailed, run_learner
 from tests.feeder_kit import KEYS
+from tidemill.bus.system.processes import Child
+from tidemill.learner.ranks import process
+from tidemill.learner.ranks.process import ChildFailed, run_learner
 
 LATE = """
 import signal, sys

@@ -10,20 +10,20 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from learner.feed.feed_client import FeedClient
-from learner.feed.feed_keys import FeedKeys
-from learner.feed.feed_messages import Start
-from learner.feed.places import RankPlaces
-from learner.megatron.model import Policy
-from learner.ranks.pushes import Pushes
-from learner.ranks.weight_parts import WeightParts
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.metric_names import undocumented
 from tests.receiver_app import digest, receivers, tiny_tensors, write_tiny_companions
-from weightstore.config import WeightsConfig
-from weightstore.errors import PushFailed
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.learner.feed.feed_client import FeedClient
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.feed.feed_messages import Start
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.megatron.model import Policy
+from tidemill.learner.ranks.pushes import Pushes
+from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PushFailed
 
 __all__ = ["bus_url"]
 START = Start(epoch=1, checkpoint=None, step=0, steps=9, head_version=-1, head_step=-1, recorded_until=0)

@@ -10,12 +10,12 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from bus.http.access import Route, RunAccess
-from bus.http.bodies import BodyLimits, body_in
-from bus.http.listener import Listener, url_of
-from bus.liveness.keys import Keys, RunKeys
-from bus.server.ports import KeptPort
 from tests.unit.test_ground import PACKAGES, ROOT
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.listener import Listener, url_of
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.server.ports import KeptPort
 
 LIMIT_S = 20.0
 

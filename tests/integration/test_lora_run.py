@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from learner.settings.lora import LoraConfig
 from tests.integration.test_megatron_lora import with_adapter
 from tests.integration.test_megatron_rank import SHARES, OpenLearner, open_learner  # noqa: F401
 from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import digest
-from weightstore.store.registry import VersionRegistry
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.weightstore.store.registry import VersionRegistry
 
 LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj"))
 

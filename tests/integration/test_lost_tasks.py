@@ -5,18 +5,18 @@ from dataclasses import replace
 
 import pytest
 
-from bus.streams.bus import Bus
-from bus.streams.tasks import Lease
-from bus.wire.messages import Dead, Settle, Task
-from learner.data.datasource import DataSource
-from learner.data.lost import LostTasks
 from tests import data_kit
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.tasks import Lease
+from tidemill.bus.wire.messages import Dead, Settle, Task
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.lost import LostTasks
 
 
 async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ack of the task was missed, and a task of another queue, with a lower id, is leased for long."""
-    monkeypatch.setattr("learner.data.lost.LOOK_EVERY_S", 0.1)
+    monkeypatch.setattr("tidemill.learner.data.lost.LOOK_EVERY_S", 0.1)
     found = asyncio.Event()
     async with open_bus(rollouts=("agent",)) as bus, asyncio.TaskGroup() as group:
         await bus.tasks.fence(1)

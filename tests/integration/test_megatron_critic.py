@@ -10,25 +10,25 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import rank_parameters, valued
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.debug.comparison import compare_train
-from learner.debug.train_file import critic_path, read_train, record_path
-from learner.errors import ConfigRefused
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.model import OtherWeights, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 from tests.integration import critic_ranks
 from tests.integration.critic_ranks import CRITIC, DEEP, GAE, MOVING, OF_RANKS, OPTIMIZER, STEPS, VOCAB, VTRACE, Built, build
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import missing, undocumented
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.devices.memory_table import rank_parameters, valued
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.debug.comparison import compare_train
+from tidemill.learner.debug.train_file import critic_path, read_train, record_path
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.model import OtherWeights, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import CriticConfig, LearnerConfig, OptimizerConfig
 
 
 def same(ours: dict[str, float], wanted: dict[str, float], *, tolerance: float = 1e-5) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from bus import exit_codes
-from learner.errors import ConfigRefused
-from learner.megatron.bridges.qwen3 import Qwen3
-from learner.megatron.layers.kernels import Arguments, Wanted
-from learner.megatron.model import build_policy
-from learner.settings.megatron_arguments import TRIED
 from tests.integration import megatron_effect_ranks
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.bus import exit_codes
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.bridges.qwen3 import Qwen3
+from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.settings.megatron_arguments import TRIED
 
 
 class Offloading(Qwen3):

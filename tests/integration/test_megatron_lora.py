@@ -12,19 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from launch.checks.model import tensors_in
-from launch.devices.trained import adapter_tensors
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.adapter_files import write_adapter
-from learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.megatron.tuning import Tuning
-from learner.settings.config import LearnerConfig
-from learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 from tests.integration import megatron_lora
 from tests.integration.gradients import Gradients, differing, load
 from tests.integration.megatron_lora import (
@@ -49,6 +36,19 @@ from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
+from tidemill.launch.checks.model import tensors_in
+from tidemill.launch.devices.trained import adapter_tensors
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.adapter_files import write_adapter
+from tidemill.learner.megatron.model import OtherWeights, Policy, build_policy, initial_weights, reference_weights
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.lora import CONFIG, TARGETS, WEIGHTS, LoraConfig, adapter_refusals
 
 SOME = LoraConfig(rank=3, alpha=6, targets=("q_proj", "v_proj", "up_proj", "down_proj"))
 

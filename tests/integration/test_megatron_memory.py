@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import MemoryReleased
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.memory import Memory, PlainMemory
-from learner.megatron.model import Policy, WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
 from tests.garbage import freeze_again
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import MemoryReleased
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.memory import Memory, PlainMemory
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
 
 class LossyMemory(PlainMemory):

@@ -14,19 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.server.ports import KeptPort
-from bus.streams.bus import connect
-from bus.wire.messages import Done, Plan, Sample, Task
-from learner.algorithms.config import AlgorithmConfig
-from learner.checkpoints.disk import listed
-from learner.debug.profile_request import ProfileRequest, write_request
-from learner.debug.train_file import read_train
-from learner.errors import RankFailed, RanksLeft
-from learner.feed.restart import CHECKPOINT_KEY
-from learner.settings.config import LearnerConfig, StalenessConfig
-from learner.settings.schedule import OptimizerConfig
 from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 from tests.forked import Forked
@@ -35,7 +22,20 @@ from tests.integration.test_weightstore_publisher import state
 from tests.learner_steps import rank_environment
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model, write_tiny_pond
-from weightstore.store.registry import HEAD, VersionRegistry
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Done, Plan, Sample, Task
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.checkpoints.disk import listed
+from tidemill.learner.debug.profile_request import ProfileRequest, write_request
+from tidemill.learner.debug.train_file import read_train
+from tidemill.learner.errors import RankFailed, RanksLeft
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
 

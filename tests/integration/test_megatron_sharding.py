@@ -7,13 +7,13 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 
-from learner.megatron import state
 from tests.integration import megatron_sharding
 from tests.integration.megatron_sharding import CASES, CLIPPED_CASES, RARE, STEPS, UNCLIPPED, VOCAB, WAYS, learner, resumes, saved, take
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.megatron import state
 
 DTYPES = ("float32", "bfloat16")
 

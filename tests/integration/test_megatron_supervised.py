@@ -9,16 +9,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Sample
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout import parallel
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
 from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
 from tests.learner_steps import make_batches, make_samples
 from tests.metric_names import undocumented
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
 
 SEED = 5
 

@@ -14,29 +14,29 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Sample, Status
-from learner.algorithms.advantages import grpo_no_std
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.presets import PRESETS
-from learner.data.batch import MicroBatch
-from learner.errors import ConfigRefused, HookFailed
-from learner.layout import parallel
-from learner.megatron import logprobs, state
-from learner.megatron.flops import StepFlops
-from learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
-from learner.megatron.layers.attention import packed_row
-from learner.megatron.meter import Meter, peak_tflops
-from learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
-from learner.megatron.optimizer import PolicyOptimizer, learning_rate
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import OptimizerConfig
-from learner.settings.hooks import HooksConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.integration import megatron_ranks
 from tests.integration.megatron_ranks import OPTIMIZER, STEPS, VOCAB
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import undocumented
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.messages import Sample, Status
+from tidemill.learner.algorithms.advantages import grpo_no_std
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.data.batch import MicroBatch
+from tidemill.learner.errors import ConfigRefused, HookFailed
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import logprobs, state
+from tidemill.learner.megatron.flops import StepFlops
+from tidemill.learner.megatron.hooks import NO_HOOKS, BeforeLogProbs, BeforeStep, Hooks
+from tidemill.learner.megatron.layers.attention import packed_row
+from tidemill.learner.megatron.meter import Meter, peak_tflops
+from tidemill.learner.megatron.model import OtherWeights, Policy, WeightBackup, build_policy, reference_weights
+from tidemill.learner.megatron.optimizer import PolicyOptimizer, learning_rate
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import OptimizerConfig
+from tidemill.learner.settings.hooks import HooksConfig
 
 CPU = torch.device("cpu")
 

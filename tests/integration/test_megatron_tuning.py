@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.layout import parallel
-from learner.megatron import state
-from learner.megatron.cpu_shim import megatron_device
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.megatron.tuning import Tuning
-from learner.settings.schedule import OptimizerConfig
 from tests.integration.megatron_ranks import VOCAB
 from tests.learner_steps import make_batches, make_samples
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron import state
+from tidemill.learner.megatron.cpu_shim import megatron_device
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.settings.schedule import OptimizerConfig
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, eps=1e-5, weight_decay=0.1)
 BELOW = ("embed_tokens", r"layers\.0\.", r"layers\.1\.(input_layernorm|self_attn)")

@@ -11,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import Activations, buffer_elements, memory_rows, optimizer_bytes, parameters, rank_parameters
-from launch.settings.config_loader import load
-from learner.layout import parallel
-from learner.layout.parallel import Parallel, Replicas
-from learner.megatron.checkpoint_writer import HostCopies
-from learner.megatron.cpu_shim import megatron_device, plain_torch
-from learner.megatron.layers.attention import packed_row
-from learner.megatron.layers.kernels import Kernels, Wanted
-from learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
-from learner.megatron.offload import OffloadedAdam
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.optimizer_pieces import whole_pieces
-from learner.megatron.state import stage
-from learner.megatron.tuning import Tuning
-from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.devices.memory_table import Activations, buffer_elements, memory_rows, optimizer_bytes, parameters, rank_parameters
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.parallel import Parallel, Replicas
+from tidemill.learner.megatron.checkpoint_writer import HostCopies
+from tidemill.learner.megatron.cpu_shim import megatron_device, plain_torch
+from tidemill.learner.megatron.layers.attention import packed_row
+from tidemill.learner.megatron.layers.kernels import Kernels, Wanted
+from tidemill.learner.megatron.model import Policy, WeightBackup, build_policy, initial_weights
+from tidemill.learner.megatron.offload import OffloadedAdam
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.optimizer_pieces import whole_pieces
+from tidemill.learner.megatron.state import stage
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
 
 SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
 TOKENS = 96

@@ -18,16 +18,16 @@ from types import SimpleNamespace
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Done, Evaluated
-from launch.cli.main import main
-from launch.metrics.export import export
-from launch.metrics.json_lines import Jsonl
-from launch.metrics.port import SINK, StepMetrics
-from launch.metrics.weights_and_biases import WeightsAndBiases
-from rewards.registry import Bound
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done, Evaluated
+from tidemill.launch.cli.main import main
+from tidemill.launch.metrics.export import export
+from tidemill.launch.metrics.json_lines import Jsonl
+from tidemill.launch.metrics.port import SINK, StepMetrics
+from tidemill.launch.metrics.weights_and_biases import WeightsAndBiases
+from tidemill.rewards.registry import Bound
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 240.0
@@ -224,7 +224,7 @@ async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nat
         await bus.plans.fence(1)
         await steps(bus, 1, 3)
         await scores(bus, 3)
-        command = [sys.executable, "-m", "launch", "metrics", "--bus", nats_server.url, "--run", bus.run, "--until-end"]
+        command = [sys.executable, "-m", "tidemill", "metrics", "--bus", nats_server.url, "--run", bus.run, "--until-end"]
         for words in (["jsonl", "--option", f"path={tmp_path}/m.jsonl"], ["tensorboard", "--option", f"directory={tmp_path}/events"]):
             result = await asyncio.to_thread(subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
             assert result.returncode == 0, result.stderr

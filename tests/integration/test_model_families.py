@@ -9,18 +9,18 @@ import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
 from safetensors.torch import load_file
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.megatron.layers.grouped_experts import GroupedExperts
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import OtherWeights, build_policy, reference_weights
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples
 from tests.same_model import assert_converts, assert_log_probs, assert_weights, of_transformers, scored_rows, vocabulary
 from tests.tiny_models import DENSE, EXPERTS, as_pond, as_transformers_5, write_tiny_model, write_tiny_pond
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.layers.grouped_experts import GroupedExperts
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import OtherWeights, build_policy, reference_weights
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 YARN = {
     "rope_type": "yarn",

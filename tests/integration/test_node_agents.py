@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from bus import exit_codes
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus, current_epoch
-from learner.nodes import probes
-from learner.nodes.agent import Agent, Limits
-from learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced
-from learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
-from learner.nodes.own_row import OwnRow, here
-from learner.nodes.probes import REACHED, answering, call
-from learner.ranks.process import ChildFailed, Part
 from tests.bus_fixtures import BusOpener
+from tidemill.bus import exit_codes
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.learner.nodes import probes
+from tidemill.learner.nodes.agent import Agent, Limits
+from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced
+from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NodeRow, Phase, State, attempt_of, node_of, row_value
+from tidemill.learner.nodes.own_row import OwnRow, here
+from tidemill.learner.nodes.probes import REACHED, answering, call
+from tidemill.learner.ranks.process import ChildFailed, Part
 
 WITHIN_S = 60.0
 ROW = NodeRow(node=0, nodes=2, nonce="", address="127.0.0.1", host="h", place=here(), pid=os.getpid())

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from bus.wire.messages import Sample
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel
 
 SMALL = Task(num_digits=3, groups=8, group_size=4, minibatches=1, held_out=8)
 

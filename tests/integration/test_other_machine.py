@@ -14,21 +14,21 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from actors.config import EngineConfig
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineUnavailable
-from bus.config import BusConfig
-from bus.liveness.keys import api_keys
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.messages import Sampling
-from launch.settings.config_loader import to_map
-from launch.settings.run_config import ModelConfig, RunConfig
 from tests.actor_kit import row_until
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import ROOT
-from weightstore.config import WeightsConfig
-from weightstore.push.publisher import Publisher
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineUnavailable
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Sampling
+from tidemill.launch.settings.config_loader import to_map
+from tidemill.launch.settings.run_config import ModelConfig, RunConfig
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.push.publisher import Publisher
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def engine_on(machine: Machine, bus_url: str, log: Path) -> Iterator[None]:
-    command = [sys.executable, "-m", "launch", "engine", "--bus", bus_url, "--id", "far"]
+    command = [sys.executable, "-m", "tidemill", "engine", "--bus", bus_url, "--id", "far"]
     with log.open("w") as output:
         process = subprocess.Popen(["ip", "netns", "exec", machine.name, *command], cwd=ROOT, stdout=output, stderr=output)
     try:

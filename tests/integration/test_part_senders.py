@@ -14,7 +14,7 @@ from tests.integration.test_megatron_rank import OpenLearner, open_learner  # no
 from tests.integration.test_weightstore_publisher import state
 from tests.receiver_app import Behaviour, digest, receivers
 from tests.tiny_models import write_tiny_model
-from weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.registry import VersionRegistry
 
 MIXTURE = {"family": "qwen3_moe", "num_hidden_layers": 4}
 LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] = {

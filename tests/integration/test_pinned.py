@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.layout.parallel import Parallel
 from tests.bench.pinned import Named, PinnedLoop, Task
 from tests.bench.staleness import VERSIONS, Run, claims, read, sweep
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.layout.parallel import Parallel
 
 EASY = Task(num_digits=1, groups=16, group_size=8, minibatches=2, held_out=64, lr=3e-3, eps=1e-5)
 

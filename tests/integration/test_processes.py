@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bus.system.processes import Child
-from bus.system.stopped import report_stopped
 from tests.skips import inapplicable
 from tests.small_disk import small_disk
+from tidemill.bus.system.processes import Child
+from tidemill.bus.system.stopped import report_stopped
 
 PARENT = """
 import signal, subprocess, sys, time
@@ -51,7 +51,7 @@ async def test_the_end_of_a_group_is_the_end_of_all_in_it(tmp_path: Path) -> Non
 
 async def test_a_keeper_is_not_killed_with_its_parent_but_sees_its_input_end(tmp_path: Path) -> None:
     code = (
-        "import asyncio, sys; from pathlib import Path; from bus.system.processes import Child\n"
+        "import asyncio, sys; from pathlib import Path; from tidemill.bus.system.processes import Child\n"
         "async def main():\n"
         f"    child = Child('keeper', [sys.executable, '-c', {_KEEPER!r}], Path({str(tmp_path / 'log')!r}), keeper=True)\n"
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
@@ -109,7 +109,7 @@ def full_log(tmp_path: Path) -> Iterator[Path]:
 async def test_the_reason_of_a_child_is_known_although_its_log_has_no_room(full_log: Path) -> None:
     """Three starts: the reason is of the last one."""
     code = (
-        "import logging, sys; from bus import exit_codes; from bus.system import output; output.guard_standard_files()\n"
+        "import logging, sys; from tidemill.bus import exit_codes; from tidemill.bus.system import output; output.guard_standard_files()\n"
         "sys.exit(exit_codes.report(KeyError(sys.argv[1]), logging.getLogger()))"
     )
     child = Child("it", [sys.executable, "-c", code, "a"], full_log)
@@ -127,7 +127,7 @@ async def test_the_reason_of_a_child_is_known_although_its_log_has_no_room(full_
 
 async def test_the_reason_is_not_written_into_a_file_of_the_childs_own_children(tmp_path: Path) -> None:
     code = (
-        "import logging, os, sys; from bus import exit_codes\n"
+        "import logging, os, sys; from tidemill.bus import exit_codes\n"
         "for_child = exit_codes.ReasonFile(); exit_codes.report(ValueError('mine'), logging.getLogger())\n"
         "assert for_child.read() == ''"
     )

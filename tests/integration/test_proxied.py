@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from actors.episodes.children import Children
-from bus.system.processes import Child
-from bus.system.proxies import direct_opener, without_proxy
-from rewards.children.keeper_process import environment
+from tidemill.actors.episodes.children import Children
+from tidemill.bus.system.processes import Child
+from tidemill.bus.system.proxies import direct_opener, without_proxy
+from tidemill.rewards.children.keeper_process import environment
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("bus", "weightstore", "rewards", "actors", "learner", "launch")

@@ -14,18 +14,18 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import FAMILIES
-from bus.wire.messages import Sample, Sampling, Span, Status
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import Trainer
-from learner.settings.config import OptimizerConfig
 from tests.engine_decoding import decode_all, load
 from tests.learner_steps import make_batches
 from tests.tiny_models import DENSE, EXPERTS, as_transformers_5, write_tiny_model
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.shape import FAMILIES
+from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import Trainer
+from tidemill.learner.settings.config import OptimizerConfig
 
 ROWS, LENGTH, PREFILLED = 2, 40, 20
 LIMIT = 1e-4

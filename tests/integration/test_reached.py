@@ -9,13 +9,13 @@ from pathlib import Path
 import aiohttp
 from aiohttp import web
 
-from actors.engines.witness import CURE, OwnAddress, Witness, call
-from actors.serving.builtin.engine import BuiltinEngine
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow
 from tests.bus_fixtures import BusOpener
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.witness import CURE, OwnAddress, Witness, call
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow
 
 
 async def test_an_engine_answers_with_its_nonce_before_it_serves(tmp_path: Path) -> None:

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.errors import ConfigRefused
-from learner.layout import parallel
-from learner.layout.parallel import Parallel
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.model import WeightBackup, build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.megatron.trainer import OtherModels, Trainer
-from learner.settings.config import RECOMPUTE, OptimizerConfig
 from tests.cuda_kernels import RaisingOnCuda
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import parallel
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.model import WeightBackup, build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.megatron.trainer import OtherModels, Trainer
+from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
 
 VOCAB = 300
 

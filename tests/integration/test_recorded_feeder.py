@@ -12,20 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.messages import Plan, Sample, Settle, Task
-from learner.algorithms.config import AlgorithmConfig
-from learner.checkpoints import disk
-from learner.data.prompts import PromptFile
-from learner.data.responses import Recordings
-from learner.data.snapshot import read_state
-from learner.data.source import Source
-from learner.feed.restart import CHECKPOINT_KEY
-from learner.settings.config import LearnerConfig, StalenessConfig
 from tests.actor_kit import row_until
 from tests.feeder_kit import World
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Plan, Sample, Settle, Task
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.responses import Recordings
+from tidemill.learner.data.snapshot import read_state
+from tidemill.learner.data.source import Source
+from tidemill.learner.feed.restart import CHECKPOINT_KEY
+from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 
 ROWS = [{"prompt": f"p{number}", "answers": ["a" * (1 + number % 3)] * (1 + number % 2)} for number in range(12)]
 """Rows of one or two responses each."""

@@ -9,17 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.responses import GenerationFailed
-from actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Unfinished
-from actors.episodes.rollouts import ProgramRollout
-from bus.streams import episode_turns
-from bus.streams.episode_turns import NotStored, Superseded, TurnStream
-from bus.system.coroutines import to_the_end
-from bus.wire.codec import check_sample
-from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.bus_fixtures import BusOpener
 from tests.episode_kit import Client, InProcess, Stage, chat, said, stage, task
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.engines.responses import GenerationFailed
+from tidemill.actors.episodes.port import AlreadyStored, EpisodeResult, Made, ProgramFailed, Unfinished
+from tidemill.actors.episodes.rollouts import ProgramRollout
+from tidemill.bus.streams import episode_turns
+from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from tidemill.bus.system.coroutines import to_the_end
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 TURNS = 3
 

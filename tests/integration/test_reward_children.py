@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.wire.messages import Status
-from rewards.children import pool
-from rewards.children.keeper_process import KeeperProcess
-from rewards.children.limits import Limits, children_of
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import RewardRequest, Scorer
-from rewards.registry import REWARD
-from rewards.scorers.single import opened
 from tests.conftest import waited_for_a_core_s
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children import pool
+from tidemill.rewards.children.keeper_process import KeeperProcess
+from tidemill.rewards.children.limits import Limits, children_of
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest, Scorer
+from tidemill.rewards.registry import REWARD
+from tidemill.rewards.scorers.single import opened
 
 HERE = "tests.child_rewards"
 LIMITS = Limits(timeout_s=30.0, workers=3)

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 async def started(*words: str, **environment: str) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "launch", "reward-server", *words),
+        *(sys.executable, "-m", "tidemill", "reward-server", *words),
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=asyncio.subprocess.PIPE,

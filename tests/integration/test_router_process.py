@@ -5,13 +5,13 @@ from pathlib import Path
 
 import aiohttp
 
-from bus.liveness.heartbeats import HeartbeatPublisher
-from bus.server.nats_server import EmbeddedServer
-from launch.run.process import launched
 from tests.actor_kit import engine_row, row_until
 from tests.bus_fixtures import BusOpener
 from tests.engine_serving import serving
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.launch.run.process import launched
 
 
 async def test_a_router_finds_engines_on_the_bus_and_drains(

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from learner.data.batch import StepBatch
-from learner.debug.comparison import compare_train
-from learner.debug.train_file import ROUTING, TrainDump, read_train, record_path
 from tests.integration import routing_ranks
 from tests.integration.expert_ranks import DEEP, MODELS
 from tests.integration.routing_ranks import DUMPED, STEP, VOCAB, dumped
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.debug.comparison import compare_train
+from tidemill.learner.debug.train_file import ROUTING, TrainDump, read_train, record_path
 
 
 @pytest.fixture(scope="module")

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.children.limits import Limits, children_of
-from rewards.code.sandbox import Bounds, Outcome, run
-from rewards.code.tests_passed import code
-from rewards.errors import RewardFailed, UnknownReward
-from rewards.port import RewardRequest
-from rewards.registry import bind
-from rewards.scorers.single import opened
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits, children_of
+from tidemill.rewards.code.sandbox import Bounds, Outcome, run
+from tidemill.rewards.code.tests_passed import code
+from tidemill.rewards.errors import RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind
+from tidemill.rewards.scorers.single import opened
 
 BOUNDS = Bounds(seconds=60.0, memory_mb=512)
 BRIEF = Bounds(seconds=1.0, memory_mb=512)

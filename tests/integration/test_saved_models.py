@@ -8,17 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner.checkpoints import disk
-from learner.feed.places import RankPlaces
-from learner.layout import parallel
-from learner.megatron.model import Policy, build_policy
-from learner.megatron.tuning import Tuning
-from learner.ranks.saved_models import SavedModels, prune
-from learner.ranks.weight_parts import WeightParts
-from learner.settings.lora import LoraConfig
 from tests.feeder_kit import KEYS
 from tests.tiny_models import write_tiny_model
-from weightstore.config import WeightsConfig
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.feed.places import RankPlaces
+from tidemill.learner.layout import parallel
+from tidemill.learner.megatron.model import Policy, build_policy
+from tidemill.learner.megatron.tuning import Tuning
+from tidemill.learner.ranks.saved_models import SavedModels, prune
+from tidemill.learner.ranks.weight_parts import WeightParts
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.weightstore.config import WeightsConfig
 
 
 class Held(SavedModels):

@@ -10,12 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from actors.config import ActorConfig, ScorersConfig
-from bus.liveness.heartbeats import LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import Bus
-from bus.wire.messages import Sample, Status
-from launch.run import desired
 from tests import actor_child
 from tests.actor_kit import (
     ActorProcess,
@@ -32,6 +26,12 @@ from tests.actor_kit import (
     take_over,
 )
 from tests.bus_fixtures import BusOpener
+from tidemill.actors.config import ActorConfig, ScorersConfig
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Sample, Status
+from tidemill.launch.run import desired
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 

@@ -17,21 +17,21 @@ import aiohttp
 import pytest
 import torch
 
-from bus.client.addresses import HERE
-from bus.wire.rows import Capabilities, LiveRow
 from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
-from weightstore.errors import PeerLost, ReceiverFailed
-from weightstore.push.member import Member, Updated
-from weightstore.push.push_group import GroupRules, Outcome, PushGroup
-from weightstore.transport import sender_process, senders
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import HostMemory
-from weightstore.transport.http_receiver import HttpReceiver
-from weightstore.transport.sender_process import SenderProcess
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.errors import PeerLost, ReceiverFailed
+from tidemill.weightstore.push.member import Member, Updated
+from tidemill.weightstore.push.push_group import GroupRules, Outcome, PushGroup
+from tidemill.weightstore.transport import sender_process, senders
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import HostMemory
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.sender_process import SenderProcess
 
 __all__ = ["bus_url"]
 
@@ -138,8 +138,8 @@ def test_closing_ends_a_call_under_way() -> None:
 
 PARENT = """
 import threading
-from weightstore.transport.handles import HostMemory
-from weightstore.transport.sender_process import SenderProcess
+from tidemill.weightstore.transport.handles import HostMemory
+from tidemill.weightstore.transport.sender_process import SenderProcess
 sender = SenderProcess.host("127.0.0.1", "pair", 2, "gloo", 300.0, memory=HostMemory())
 print(sender.pid, flush=True)
 sender.meet()

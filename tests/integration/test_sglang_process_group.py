@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
-    words = [sys.executable, "-m", "actors.serving.sglang.process_group", "bash", "-c", getattr(request, "param", PROGRAM)]
+    words = [sys.executable, "-m", "tidemill.actors.serving.sglang.process_group", "bash", "-c", getattr(request, "param", PROGRAM)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, cwd=ROOT, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:

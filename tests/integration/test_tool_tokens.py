@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.episodes.programs.multi_turn import MultiTurn
-from bus.wire.messages import Sample
 from tests.episode_kit import Client, stage, task
 from tests.integration.test_megatron_trainer import make  # noqa: F401 - a fixture
 from tests.learner_steps import make_batches
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
+from tidemill.bus.wire.messages import Sample
 
 HERE = "tests.integration.test_tool_tokens"
 

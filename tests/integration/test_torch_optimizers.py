@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from learner.layout.parallel import Replicas
-from learner.megatron import torch_optimizers
-from learner.megatron.model import build_policy
-from learner.megatron.optimizer import PolicyOptimizer
-from learner.settings.config import OptimizerConfig
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.layout.parallel import Replicas
+from tidemill.learner.megatron import torch_optimizers
+from tidemill.learner.megatron.model import build_policy
+from tidemill.learner.megatron.optimizer import PolicyOptimizer
+from tidemill.learner.settings.config import OptimizerConfig
 
 
 class FusedAdam(torch.optim.Adam):

@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.errors import BusUnavailable, Refused
-from bus.streams import episode_turns
-from bus.streams.bus import Bus
-from bus.streams.episode_turns import EpisodeLog, NotStored, Superseded
-from bus.wire import subjects
-from bus.wire.messages import Span
-from bus.wire.turn_records import TurnKind
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.errors import BusUnavailable, Refused
+from tidemill.bus.streams import episode_turns
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.episode_turns import EpisodeLog, NotStored, Superseded
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Span
+from tidemill.bus.wire.turn_records import TurnKind
 
 WITH = {"rollouts": ("agent",)}
 

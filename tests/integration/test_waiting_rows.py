@@ -5,12 +5,12 @@ import dataclasses
 import re
 from pathlib import Path
 
-from bus.server.nats_server import EmbeddedServer
-from bus.wire.rows import VersionRow
-from launch.run import roles
-from launch.settings.run_config import ModelConfig, RunConfig
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.launch.run import roles
+from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 
 NOTHING_LISTENS = "http://127.0.0.1:9/v0"
 

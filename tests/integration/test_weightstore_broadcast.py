@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 
 from tests.forked import piped
-from weightstore.errors import PeerLost
-from weightstore.push.channels import GroupChannel, LocalGroup
-from weightstore.transport import broadcast
-from weightstore.transport.broadcast import BroadcastGroup, _translated
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.push.channels import GroupChannel, LocalGroup
+from tidemill.weightstore.transport import broadcast
+from tidemill.weightstore.transport.broadcast import BroadcastGroup, _translated
 
 FAR_S = 300.0
 """Seconds that no wait of a test takes on any machine, if it ends as it should."""
@@ -190,7 +190,7 @@ def test_closing_a_group_ends_the_wait_for_its_members_at_once() -> None:
 
 LEFT_BEHIND = """
 import threading, time
-from weightstore.transport.broadcast import within
+from tidemill.weightstore.transport.broadcast import within
 asked = []
 def abort():
     asked.append("abort")

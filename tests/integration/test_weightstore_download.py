@@ -10,9 +10,9 @@ from aiohttp import web
 from safetensors.torch import load_file
 
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
-from weightstore.catchup.download import fetch
-from weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from weightstore.store import snapshot
+from tidemill.weightstore.catchup.download import fetch
+from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from tidemill.weightstore.store import snapshot
 
 
 @asynccontextmanager

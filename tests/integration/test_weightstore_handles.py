@@ -20,22 +20,22 @@ import pytest
 import torch
 import zmq.asyncio
 
-from actors.errors import UpdateRefused
-from actors.serving.authority import Authority
-from actors.serving.handles import HandleListener
-from actors.serving.port import Updates
-from bus.errors import Fenced
 from tests.engine_serving import Served, greedy, prompts, serving
 from tests.handle_push import joined_by_handles
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, publishing, state
 from tests.receiver_app import Behaviour, ByHandles, Engine, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.errors import BadManifest, ReceiverFailed
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.push.handle_receiver import HandleReceiver
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import HostMemory, Mapped, Offered
-from weightstore.transport.staging import Staging
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.handles import HandleListener
+from tidemill.actors.serving.port import Updates
+from tidemill.bus.errors import Fenced
+from tidemill.weightstore.errors import BadManifest, ReceiverFailed
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.push.handle_receiver import HandleReceiver
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import HostMemory, Mapped, Offered
+from tidemill.weightstore.transport.staging import Staging
 
 __all__ = ["bus_url"]
 
@@ -64,7 +64,10 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
 ) -> None:
     old = Behaviour(handles="", fails="refuse", at="bucket", only_once=True)  # evicted once, and taken in again
     behaviours = {"here": GOOD, "elsewhere": Behaviour(handles="elsewhere"), "old": old}
-    with receivers(bus_url, run_id, behaviours) as engines, caplog.at_level(logging.WARNING, logger="weightstore.push.handle_receiver"):
+    with (
+        receivers(bus_url, run_id, behaviours) as engines,
+        caplog.at_level(logging.WARNING, logger="tidemill.weightstore.push.handle_receiver"),
+    ):
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
             assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]
@@ -122,8 +125,8 @@ PUSHES_FOR_EVER = """
 import sys
 from pathlib import Path
 from tests.receiver_app import tiny_tensors
-from weightstore.config import WeightsConfig
-from weightstore.push.publisher import Publisher
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.push.publisher import Publisher
 url, run, directory = sys.argv[1:]
 publisher = Publisher(WeightsConfig(transport="handles", bucket_bytes=16_000), bus_url=url, run=run, epoch=1, directory=Path(directory))
 publisher.start()

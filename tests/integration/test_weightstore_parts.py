@@ -14,23 +14,23 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from bus.client.addresses import HERE
-from bus.config import BusConfig
 from tests.bus_kit import until
 from tests.forked import Forked, piped
 from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_receiving
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.receiver_app import staged as staged_here
-from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
-from weightstore.format.checksums import ChecksumReport, Part, report_checksums
-from weightstore.format.manifest import Manifest, joined
-from weightstore.push.publisher import Publisher, PushReport
-from weightstore.push.staged_model import StagedModel
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, leave, release, staged
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.config import BusConfig
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed
+from tidemill.weightstore.format.checksums import ChecksumReport, Part, report_checksums
+from tidemill.weightstore.format.manifest import Manifest, joined
+from tidemill.weightstore.push.publisher import Publisher, PushReport
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.part_server import PartServer
+from tidemill.weightstore.transport.parts import Division, PartPlace, PartTensors, RemotePart, leave, release, staged
 
 __all__ = ["bus_url"]
 Tensors = dict[str, torch.Tensor]

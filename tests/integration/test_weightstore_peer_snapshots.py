@@ -11,26 +11,26 @@ import pytest
 import torch
 from yarl import URL
 
-from actors.config import EngineConfig
-from actors.serving.builtin.engine import BuiltinEngine
-from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.weight_updates import WeightUpdates
-from actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
-from bus.config import BusConfig
-from bus.liveness.heartbeats import HeartbeatPublisher, LiveView
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.rows import Capabilities, LiveRow
 from tests.engine_push import joined
 from tests.engine_serving import serving
 from tests.integration.test_weightstore_publisher import catch_up, look, publishing
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.catchup.download import fetch
-from weightstore.errors import SnapshotUnavailable
-from weightstore.format.checksums import ChecksumReport, differences, sum_of
-from weightstore.format.manifest import Manifest
-from weightstore.store import snapshot
-from weightstore.store.registry import VersionRegistry
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.serving.builtin.engine import BuiltinEngine
+from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
+from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
+from tidemill.bus.config import BusConfig
+from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.catchup.download import fetch
+from tidemill.weightstore.errors import SnapshotUnavailable
+from tidemill.weightstore.format.checksums import ChecksumReport, differences, sum_of
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store.registry import VersionRegistry
 
 LIMIT_S = 60.0
 

@@ -14,25 +14,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bus.client.addresses import HERE
-from bus.config import BusConfig
-from bus.errors import Fenced
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.rows import LiveRow
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
-from weightstore.catchup.catch_up import Joiner, keep_up
-from weightstore.catchup.catch_up import catch_up as catch_up_to_head
-from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
-from weightstore.format.manifest import Manifest
-from weightstore.push.member import Member
-from weightstore.push.publisher import Publisher
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.store.registry import VersionRegistry
-from weightstore.store.snapshot import ASIDE
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Fenced
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.catchup.catch_up import Joiner, keep_up
+from tidemill.weightstore.catchup.catch_up import catch_up as catch_up_to_head
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import BadManifest, CatchUpTimeout, PublisherClosed, PushFailed, ReceiverFailed
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.member import Member
+from tidemill.weightstore.push.publisher import Publisher
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.snapshot import ASIDE
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
 
 DEADLINE_S = 60.0
 """Seconds for a phase that succeeds."""

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from bus.errors import Fenced, NotFound, UnreadableRow
-from bus.streams.bus import raise_epoch
-from bus.wire.subjects import bucket_stream
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.errors import Fenced, NotFound, UnreadableRow
+from tidemill.bus.streams.bus import raise_epoch
+from tidemill.bus.wire.subjects import bucket_stream
+from tidemill.weightstore.store.registry import VersionRegistry
 
 
 async def test_the_head_moves_only_by_publishing(open_bus: BusOpener) -> None:

@@ -8,13 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from tests.bus_fixtures import BusOpener
-from weightstore.format.manifest import Manifest
-from weightstore.push.staged_model import StagedModel
-from weightstore.store import snapshot
-from weightstore.store.registry import VersionRegistry
-from weightstore.store.snapshot_store import SnapshotStore
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.staging import StagingPool
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store.registry import VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.staging import StagingPool
 
 THEIRS, OURS = ({"w": torch.full((4,), value)} for value in (9.0, 1.0))
 

@@ -12,18 +12,18 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bus.config import BusConfig
-from bus.errors import Fenced
-from bus.streams.bus import connect
-from bus.wire.rows import Capabilities, LiveRow
 from tests.integration.test_weightstore_publisher import Loader, bus_url, catch_up, publishing
 from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
-from weightstore.errors import PartLost, ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.push.member import Member, Updated
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver
-from weightstore.transport.port import WeightReceiver
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Fenced
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.errors import PartLost, ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.push.member import Member, Updated
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.port import WeightReceiver
 
 __all__ = ["bus_url"]
 LATIN = {"status": 200, "body": b"Passerelle d\xe9faillante", "headers": {"Content-Type": "text/html; charset=none-such"}}

@@ -3,10 +3,10 @@
 import asyncio
 from typing import Any, cast
 
-from bus.client.rows import Rows
-from bus.streams.bus import Bus
 from tests.bus_fixtures import BusOpener
-from weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.bus.client.rows import Rows
+from tidemill.bus.streams.bus import Bus
+from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
 
 
 class HeldRows(Rows):

@@ -9,22 +9,22 @@ import aiohttp
 import pytest
 import torch
 
-from bus.client.addresses import HERE
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.rows import LiveRow
 from tests.engine_serving import Served, serving
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.errors import ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.push.member import Member, Updated
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.push.staged_model import StagedModel
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.push.member import Member, Updated
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_an_engine_without_checksums_serves_and_is_not_reported_as_verified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with receivers(bus_url, run_id, {"mute": Behaviour(mute=True)}), publishing(bus_url, run_id, tmp_path) as publisher:
-        with caplog.at_level(logging.WARNING, logger="weightstore.push.member"):
+        with caplog.at_level(logging.WARNING, logger="tidemill.weightstore.push.member"):
             report = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
     assert (report.engines, report.verified) == (("mute",), ())
     assert "weights not verified" in caplog.text and "mute" in caplog.text

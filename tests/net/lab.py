@@ -1,7 +1,7 @@
 """Machines on one machine: sets of Linux namespaces with links to one bridge. Wants root on Linux, iproute2, nftables and util-linux.
 
     with Lab(tmp_path, "bus", "node") as lab:
-        child = lab["node"].start([sys.executable, "-m", "launch", "learner", ...], log=tmp_path / "node.log")
+        child = lab["node"].start([sys.executable, "-m", "tidemill", "learner", ...], log=tmp_path / "node.log")
         lab["node"].cut(); lab["node"].heal(); lab["node"].vanish(); lab["node"].boot()
 
 Each machine has its own network, host name, hosts file, process ids, /dev/shm, and a disk (``Lab.disk``) that no other machine sees and

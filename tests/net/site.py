@@ -13,12 +13,12 @@ import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
-from bus.errors import NotFound
-from bus.streams.bus import Bus, connect
-from launch.run.audit import RunAccounting, audit, read_cursor
 from tests.chaos.auditor import judge
 from tests.net.lab import Lab, Started
 from tests.whole.prepared import ROOT, put_prepared
+from tidemill.bus.errors import NotFound
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.launch.run.audit import RunAccounting, audit, read_cursor
 
 PORT = 4222
 SITE = ("bus", "node", "gpu", "act0", "act1", "router")
@@ -77,7 +77,7 @@ class Site:
             "act1": [*host, "actors=1"],
             "router": ["router", *on_bus, "--host", "auto", "--id", "router"],
         }
-        return [sys.executable, "-m", "launch", *commands[name]]
+        return [sys.executable, "-m", "tidemill", *commands[name]]
 
     def _rank(self, name: str) -> list[str]:
         """Return the words of the command for one of several nodes."""

@@ -16,17 +16,17 @@ from typing import Any
 
 import pytest
 
-from bus.errors import BusError, BusUnavailable
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
-from bus.wire import subjects
-from bus.wire.json_object import JsonObject
-from bus.wire.messages import Done
-from bus.wire.rows import LiveRow
-from launch.cli.status import ProcessStatus, RunStatus, read_status
 from tests.net.lab import TRAP, why_not
 from tests.net.site import NO_END, SITE, Site, site
 from tests.whole.prepared import ROOT
+from tidemill.bus.errors import BusError, BusUnavailable
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.cli.status import ProcessStatus, RunStatus, read_status
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DIGITS = ROOT / "launch/configs/digits.yaml"
@@ -257,7 +257,7 @@ def first(rows: Sequence[tuple[float, JsonObject]], what: Callable[[JsonObject],
 async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
     """From the engine's first row with its address to the row of a witness with the error, both as they are written, and status then."""
     machine, wrong = run.lab["act1"], "10.77.0.200"
-    command = [sys.executable, "-m", "launch", "engine", "--bus", run.url, "--id", "wrong", "--advertise", wrong]
+    command = [sys.executable, "-m", "tidemill", "engine", "--bus", run.url, "--id", "wrong", "--advertise", wrong]
     engine = machine.start(command, log=run.lab.directory / "wrong.log", cwd=ROOT)
     try:
         async with run.bus() as bus, rows_written(bus) as rows:
@@ -297,13 +297,13 @@ async def test_an_actor_and_an_engine_behind_a_delay_of_50_ms(run: Site) -> None
     ]
     engine = gpu.start(
         [
-            *(sys.executable, "-m", "launch", "engine", "--bus", run.url, "--id", "behind"),
+            *(sys.executable, "-m", "tidemill", "engine", "--bus", run.url, "--id", "behind"),
             *("--set", f"engine.port={port}", "--advertise", f"{gate.address}:{port}"),
         ],
         log=run.lab.directory / "behind.log",
         cwd=ROOT,
     )
-    command = [sys.executable, "-m", "launch", "actor", "--bus", f"nats://{gate.address}:4223", "--id", "distant"]
+    command = [sys.executable, "-m", "tidemill", "actor", "--bus", f"nats://{gate.address}:4223", "--id", "distant"]
     actor = far.start(command, log=run.lab.directory / "distant.log", cwd=ROOT)
     try:
         async with run.bus() as bus:

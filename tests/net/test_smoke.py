@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.liveness.heartbeats import LiveView
 from tests.net.lab import why_not
 from tests.net.site import Site, site
 from tests.whole.running import SMOKE, until_step
+from tidemill.bus.liveness.heartbeats import LiveView
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 MACHINES = ("bus", "node", "gpu", "act0")

@@ -9,14 +9,14 @@ from typing import Any
 import aiohttp
 import yaml
 
-from actors.config import EngineConfig, SglangConfig
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.releases import Release, release_of
 from tests.engine_serving import LIMIT_S, Served
 from tests.whole.running import ROOT
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.releases import Release, release_of
 
 CONTEXT = 4096
 

@@ -12,11 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.pauses import Pauses
-from bus.client.addresses import HERE
-from bus.wire.messages import Sampling
-from bus.wire.rows import LiveRow
 from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_across, log_probs_of, scores, told_log_probs
@@ -24,17 +19,22 @@ from tests.engine_watch import watching
 from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
-from weightstore.config import WeightsConfig
-from weightstore.errors import ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Manifest
-from weightstore.push.member import Member, Updated
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.push.staged_model import StagedModel
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver
-from weightstore.transport.part_server import PartServer
-from weightstore.transport.parts import RemotePart
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.pauses import Pauses
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.member import Member, Updated
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.part_server import PartServer
+from tidemill.weightstore.transport.parts import RemotePart
 
 TOLERANCE = 1e-3
 """Tolerance of log-probs, in fp32 on both sides."""

@@ -12,10 +12,10 @@ from tests.engine_serving import Served, log_probs_of, scores, told_log_probs
 from tests.receiver_app import staged
 from tests.sglang.server import serving
 from tests.sglang.test_sglang_engine import PROMPT, TOLERANCE
-from weightstore.errors import ReceiverFailed
-from weightstore.push.handle_receiver import HandleReceiver
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import HostMemory
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.push.handle_receiver import HandleReceiver
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import HostMemory
 
 
 def _shared_files() -> set[str]:

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from learner.debug.module_file import read_modules
 from tests.launched import Ended, run_tidemill
 from tests.sglang.server import OVERLAY
 from tests.tiny_models import write_tiny_model
+from tidemill.learner.debug.module_file import read_modules
 
 PROMPTS = [[5, 9, 33, 77, 120, 4, 8], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]]
 MIXTURES = ("qwen3_moe", "mixtral", "glm4_moe")

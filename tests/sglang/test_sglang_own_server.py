@@ -14,16 +14,16 @@ import aiohttp
 import psutil
 import pytest
 
-from actors.config import EngineConfig
-from actors.errors import EngineError, EngineFailed, UpdateRefused
-from actors.serving.authority import Authority
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.server_process import ServerProcess
-from actors.sglang_arguments import TRIED
 from tests.sglang.server import ARGUMENTS, config
 from tests.whole.running import ROOT
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.errors import EngineError, EngineFailed, UpdateRefused
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.server_process import ServerProcess
+from tidemill.actors.sglang_arguments import TRIED
 
-GROUP = "actors.serving.sglang.process_group"
+GROUP = "tidemill.actors.serving.sglang.process_group"
 PROMPT = [5, 6, 7, 8]
 
 
@@ -51,7 +51,9 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             streaming = asyncio.create_task(_stream_for_ever(engine.url, begun))
             await asyncio.wait_for(begun.wait(), 60)
             (victim,) = [
-                one for one in whole if part in " ".join(one.cmdline()) and "actors.serving.sglang.process_group" not in one.cmdline()
+                one
+                for one in whole
+                if part in " ".join(one.cmdline()) and "tidemill.actors.serving.sglang.process_group" not in one.cmdline()
             ]
             if "::" in part:
                 await _until_watched(whole[0].pid, victim.pid)
@@ -144,7 +146,7 @@ def test_a_server_ends_with_the_process_that_started_it(python: str, directories
     """The process is killed, and cannot end the server itself."""
     program = (
         "import asyncio; from pathlib import Path\n"
-        "from actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
+        "from tidemill.actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
         "async def run():\n"
         f"    engine = SglangEngine(Path({str(directories[0])!r}), config({python!r}, log={str(tmp_path / 'sglang.log')!r}))\n"
         "    engine.load(); await engine.start(); print('up', flush=True); await asyncio.Event().wait()\n"

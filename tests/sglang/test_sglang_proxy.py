@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.engine_client import HttpEngine
-from actors.errors import EngineFailed
-from actors.serving.authority import Authority
-from actors.serving.sglang.engine import SglangEngine
-from actors.serving.sglang.server_process import POLL_S
-from bus.wire.messages import Sampling
 from tests.engine_push import joined, named
 from tests.engine_serving import LIMIT_S, Served, log_probs_of, scores, told_log_probs
 from tests.router_kit import routing
 from tests.sglang.server import CONTEXT, config, serving
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.actors.serving.sglang.server_process import POLL_S
+from tidemill.bus.wire.messages import Sampling
 
 TOLERANCE = 1e-3
 PROMPT = [5, 6, 7, 8]

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.engines.port import Generation
-from bus.wire.messages import Sampling
 from tests.engine_kinds import Brake
 from tests.engine_push import joined, named
 from tests.engine_serving import Served, log_probs_across, log_probs_of, scores, told_log_probs
 from tests.sglang.server import serving
+from tidemill.actors.engines.port import Generation
+from tidemill.bus.wire.messages import Sampling
 
 TOLERANCE = 1e-3
 PROMPTS = [[5, 6, 7, 8], [9, 10, 11]]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from rewards.children.limits import Limits
-from rewards.scorers.single import opened
 from tests.engine_kinds import sglang_server
 from tests.tiny_models import tiny_config, write_tiny_tokenizer
 from tests.unit.test_rewards_http import request
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.scorers.single import opened
 
 
 def write_reward_model(directory: Path, family: str) -> Path:

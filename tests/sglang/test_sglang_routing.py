@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.engine_client import HttpEngine
-from actors.serving.authority import Authority
-from actors.serving.sglang.engine import SglangEngine
-from bus.wire.messages import Sampling
-from bus.wire.routed_experts import unknown_rows
 from tests.contract.test_engine_routing import chosen
 from tests.sglang.server import CONTEXT, config
 from tests.tiny_models import tiny_model, write_tiny_model
+from tidemill.actors.engines.engine_client import HttpEngine
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.engine import SglangEngine
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.routed_experts import unknown_rows
 
 PROMPTS = [(5, 70, 9, 31), (8, 9), tuple(range(40, 90))]
 SIZES: dict[str, Any] = {"max_position_embeddings": CONTEXT}

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.config import ActorConfig
-from actors.teachers.teachers import TeacherFailed, Teachers
-from bus.wire.messages import Sampling
-from launch.cli.main import main
 from tests.engine_serving import log_probs_of, scores
 from tests.learner_steps import make_samples
 from tests.sglang.server import serving
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.teachers.teachers import TeacherFailed, Teachers
+from tidemill.bus.wire.messages import Sampling
+from tidemill.launch.cli.main import main
 
 TOLERANCE = 1e-3
 """Tolerance of log-probs, in fp32 on both sides."""

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from actors.config import ActorConfig, GatewayConfig
-from actors.engines.activity import Activity
-from actors.engines.membership import default_id, first_row, section
-from bus.config import BusConfig
-from bus.wire.subjects import token
+from tidemill.actors.config import ActorConfig, GatewayConfig
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.membership import default_id, first_row, section
+from tidemill.bus.config import BusConfig
+from tidemill.bus.wire.subjects import token
 
 
 def test_the_waiting_share_is_one_before_anything_happens_and_falls_with_work() -> None:

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from actors.engines.pool import EnginePool
-from actors.engines.server_pool import NoServer
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
-from bus.errors import BusUnavailable
 from tests.engine_scene import Scene, running_engines
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.server_pool import NoServer
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
+from tidemill.bus.errors import BusUnavailable
 
 GONE = EngineGone("e", "connection reset")
 

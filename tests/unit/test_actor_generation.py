@@ -10,19 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.engines.activity import Activity
-from actors.engines.pool import EnginePool
-from actors.engines.port import Generation
-from actors.engines.responses import GenerationFailed, Prompt, Response, Responses
-from actors.episodes.port import Unfinished
-from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
-from actors.rollout.single_turn import SingleTurn, failed, failed_sample
-from bus.errors import WireError
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.invariants import MIN_LOG_PROB, check_partial
-from bus.wire.messages import Kind, Partial, Sample, Sampling, Span, Status, Task, Timings
 from tests.engine_scene import Answer, Scene, generation, running_engines
 from tests.examples import examples
+from tidemill.actors.engines.activity import Activity
+from tidemill.actors.engines.pool import EnginePool
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import GenerationFailed, Prompt, Response, Responses
+from tidemill.actors.episodes.port import Unfinished
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable
+from tidemill.actors.rollout.single_turn import SingleTurn, failed, failed_sample
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.invariants import MIN_LOG_PROB, check_partial
+from tidemill.bus.wire.messages import Kind, Partial, Sample, Sampling, Span, Status, Task, Timings
 
 TASK = Task(
     id=17,

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from actors.scratch import Scratch
-from actors.serving.handles import HandleListener
 from tests.whole.running import ROOT
+from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.handles import HandleListener
 
 PROGRAM = """
 import tempfile; tempfile.tempdir = {directory!r}
-from actors.scratch import Scratch
+from tidemill.actors.scratch import Scratch
 scratch = Scratch("test")
 print(scratch.path, flush=True)
 input()

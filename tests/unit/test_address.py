@@ -2,10 +2,10 @@
 
 import pytest
 
-from bus.client.addresses import Address, parse
-from bus.config import BusConfig
-from launch.run.access import address_line
-from launch.settings.config_loader import load
+from tidemill.bus.client.addresses import Address, parse
+from tidemill.bus.config import BusConfig
+from tidemill.launch.run.access import address_line
+from tidemill.launch.settings.config_loader import load
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms import choices
-from learner.algorithms.advantages import (
+from tests.enumerated import Policy, gradient
+from tests.examples import examples
+from tidemill.learner.algorithms import choices
+from tidemill.learner.algorithms.advantages import (
     ADVANTAGES,
     MEMBERS,
     Advantage,
@@ -30,8 +32,6 @@ from learner.algorithms.advantages import (
     rloo,
     whitened,
 )
-from tests.enumerated import Policy, gradient
-from tests.examples import examples
 
 KINDS = sorted(ADVANTAGES)
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, aggregate, coefficients
-from learner.algorithms.choices import AGGREGATIONS
-from learner.algorithms.policy_losses import Clip, ppo
-from learner.algorithms.supervised import Supervised, sft_loss
 from tests.examples import examples
+from tidemill.learner.algorithms.aggregation import Denominators, aggregate, coefficients
+from tidemill.learner.algorithms.choices import AGGREGATIONS
+from tidemill.learner.algorithms.policy_losses import Clip, ppo
+from tidemill.learner.algorithms.supervised import Supervised, sft_loss
 
 CONSTANT = 7.5
 DIVIDED = [mode for mode in AGGREGATIONS if mode != "token_sum"]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from learner.algorithms.alarms import (
+from tests.metric_names import METRICS, undocumented
+from tidemill.learner.algorithms.alarms import (
     FLOAT32,
     MIN_GAP,
     MIN_SPREAD,
@@ -17,7 +18,6 @@ from learner.algorithms.alarms import (
     check,
     refuse_unknown,
 )
-from tests.metric_names import METRICS, undocumented
 
 HEALTHY = {
     "train/tokens": 1000.0,

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from launch.settings.config_loader import load, render
-from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.choices import ADVANTAGES
-from learner.algorithms.config import AlgorithmConfig, unset_names
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Objective
-from learner.algorithms.presets import PRESETS
-from learner.algorithms.reject_rules import RejectRule, reject_rule
-from learner.settings.config import LearnerConfig
+from tidemill.launch.settings.config_loader import load, render
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.choices import ADVANTAGES
+from tidemill.learner.algorithms.config import AlgorithmConfig, unset_names
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.reject_rules import RejectRule, reject_rule
+from tidemill.learner.settings.config import LearnerConfig
 
 DIGITS = Path(__file__).parents[2] / "launch/configs/digits.yaml"
 

@@ -11,25 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.importance_weights import (
-    bounded,
-    effective_sample_share,
-    rate_factor,
-    raw_weights,
-    self_normalised,
-    weight_sums,
-)
-from learner.algorithms.policy_losses import gepo_ratio, loglinear_proximal, reinforce
-from learner.algorithms.ratios import DELTA_BOUND, log_ratio, prefix_sums, sequence_means, sequence_sums, spread
-from learner.algorithms.rejection import (
-    beyond,
-    binary_kl_outside,
-    opsm,
-    outside,
-    second_moment_cut,
-    total_variation_outside,
-    vetoed,
-)
 from tests.enumerated import (
     MASK_T,
     PLACE,
@@ -44,6 +25,25 @@ from tests.enumerated import (
     per_token,
 )
 from tests.examples import examples
+from tidemill.learner.algorithms.importance_weights import (
+    bounded,
+    effective_sample_share,
+    rate_factor,
+    raw_weights,
+    self_normalised,
+    weight_sums,
+)
+from tidemill.learner.algorithms.policy_losses import gepo_ratio, loglinear_proximal, reinforce
+from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio, prefix_sums, sequence_means, sequence_sums, spread
+from tidemill.learner.algorithms.rejection import (
+    beyond,
+    binary_kl_outside,
+    opsm,
+    outside,
+    second_moment_cut,
+    total_variation_outside,
+    vetoed,
+)
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU, MU2 = Policy.random(2, like=PI, spread=0.5), Policy.random(3, like=PI, spread=0.5)

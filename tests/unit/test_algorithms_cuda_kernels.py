@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from learner.algorithms import diagnostics
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.choices import RUNNING
-from learner.algorithms.objective import Objective, Tokens, sequence_weight_sums
-from learner.algorithms.ratios import running_sums
 from tests.algorithm_cases import CASES, algorithm
 from tests.cuda_kernels import RaisingOnCuda
+from tidemill.learner.algorithms import diagnostics
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.choices import RUNNING
+from tidemill.learner.algorithms.objective import Objective, Tokens, sequence_weight_sums
+from tidemill.learner.algorithms.ratios import running_sums
 
 NUMBERS = torch.rand(6, generator=torch.Generator().manual_seed(0))
 INDEX = torch.tensor([0, 1, 0, 1, 0, 1])

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms import objective
-from learner.algorithms.diagnostics import (
+from tests.metric_names import undocumented
+from tidemill.learner.algorithms import objective
+from tidemill.learner.algorithms.diagnostics import (
     POSITIONS,
     PROBABILITIES,
     UNCERTAIN,
@@ -23,9 +24,8 @@ from learner.algorithms.diagnostics import (
     sample_metrics,
     token_sums,
 )
-from learner.algorithms.importance_weights import Weights
-from learner.algorithms.outcome import TokenLoss
-from tests.metric_names import undocumented
+from tidemill.learner.algorithms.importance_weights import Weights
+from tidemill.learner.algorithms.outcome import TokenLoss
 
 LENGTHS = (9, 3, 14, 1, 20, 6)
 MAX_LAG = 2

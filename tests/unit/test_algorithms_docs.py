@@ -13,17 +13,17 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-import learner.algorithms
-from launch.settings.config_loader import load
-from launch.settings.run_config import RunConfig
-from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, BY_CRITIC, KL_ESTIMATORS, LOSSES, RUNNING
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Objective
-from learner.algorithms.presets import PRESETS
-from learner.algorithms.reject_rules import reject_rule
+import tidemill.learner.algorithms
 from tests.contract import test_custom_algorithms as contract
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.choices import ADVANTAGES, AGGREGATIONS, BY_CRITIC, KL_ESTIMATORS, LOSSES, RUNNING
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.algorithms.reject_rules import reject_rule
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs/algorithms.md").read_text()
@@ -133,7 +133,10 @@ def test_a_metric_or_function_that_is_named_exists() -> None:
     metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy|critic)/[\w/]+", quote)}
     assert len(metrics) > 10
     assert not {metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")}
-    modules = [importlib.import_module(f"learner.algorithms.{module.name}") for module in pkgutil.iter_modules(learner.algorithms.__path__)]
+    modules = [
+        importlib.import_module(f"tidemill.learner.algorithms.{module.name}")
+        for module in pkgutil.iter_modules(tidemill.learner.algorithms.__path__)
+    ]
     unwired = next(table for table in tables() if table[0][0] == "function")
     functions = {quote for row in unwired[1:] for quote in re.findall(r"`(\w+)`", row[0])} - {"valid_N", "members"}
     assert len(functions) >= 2

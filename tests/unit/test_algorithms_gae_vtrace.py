@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.advantages import returns_to_go
-from learner.algorithms.gae_vtrace import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
+from tidemill.learner.algorithms.advantages import returns_to_go
+from tidemill.learner.algorithms.gae_vtrace import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.choices import KL_ESTIMATORS
-from learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, counted_samples, kl_T, next_coefficient
+from tidemill.learner.algorithms.choices import KL_ESTIMATORS
+from tidemill.learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, counted_samples, kl_T, next_coefficient
 
 LEVELS = ("sequence", "token")
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Coupled, Objective, Tokens
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens
 
 LOW, HIGH = 3e-4, 4e-4
 CONFIG = AlgorithmConfig(correction="luspo", weight="none", weight_high=0.0)

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.importance_weights import bounded, geometric_means
-from learner.algorithms.objective import Objective, RewardParts, Tokens
 from tests.examples import examples
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.importance_weights import bounded, geometric_means
+from tidemill.learner.algorithms.objective import Objective, RewardParts, Tokens
 
 N, EACH = 4, 6
 

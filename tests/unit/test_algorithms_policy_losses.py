@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
-from learner.algorithms.policy_losses import (
+from tests.enumerated import MASK_T, PLACE, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
+from tests.examples import examples
+from tidemill.learner.algorithms.aggregation import Denominators, aggregate
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Coupled, Objective, Tokens, sequence_weight_sums
+from tidemill.learner.algorithms.policy_losses import (
     Clip,
     PolicyLoss,
     cispo,
@@ -33,8 +35,6 @@ from learner.algorithms.policy_losses import (
     topr,
     vespo,
 )
-from tests.enumerated import MASK_T, PLACE, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
-from tests.examples import examples
 
 PI = Policy(Policy.random(1).logits_PV.requires_grad_())
 MU = Policy.random(2, like=PI, spread=0.5)

@@ -9,13 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Objective
-from learner.algorithms.policy_losses import reinforce
-from learner.algorithms.running_baseline import MOST_ROLES, over_baselines, roles_of
-from learner.settings.config import LearnerConfig
 from tests.enumerated import MASK_T, RESPONSES, Policy, expected, gradient, per_token
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Objective
+from tidemill.learner.algorithms.policy_losses import reinforce
+from tidemill.learner.algorithms.running_baseline import MOST_ROLES, over_baselines, roles_of
+from tidemill.learner.settings.config import LearnerConfig
 
 Sample = tuple[str, float]
 """(role, reward)."""

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
-from learner.algorithms.token_choice import draws, last_draw, top_cut
 from tests.examples import examples
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import Coupled, Objective, TokenLoss, Tokens
+from tidemill.learner.algorithms.token_choice import draws, last_draw, top_cut
 
 N, EACH = 5, 8
 

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Objective, Tokens
-from learner.algorithms.policy_losses import reinforce
-from learner.settings.config import LearnerConfig
 from tests.enumerated import MASK_T, RESPONSES, SAMPLE_T, Policy, expected, gradient, per_token
 from tests.examples import examples
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.policy_losses import reinforce
+from tidemill.learner.settings.config import LearnerConfig
 
 OWNERS = [0, 0, 1, 2, 2, 2]
 """Sample of each sequence."""

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from actors.allowed import GUARDED, checked, refuse_foreign
-from actors.config import ActorConfig, EngineConfig, GatewayConfig, ScorersConfig, SglangConfig
-from actors.errors import NotAllowed
-from launch.run.access import allowed
-from launch.settings.config_loader import changes, from_map, load, to_map
-from launch.settings.run_config import RunConfig
+from tidemill.actors.allowed import GUARDED, checked, refuse_foreign
+from tidemill.actors.config import ActorConfig, EngineConfig, GatewayConfig, ScorersConfig, SglangConfig
+from tidemill.actors.errors import NotAllowed
+from tidemill.launch.run.access import allowed
+from tidemill.launch.settings.config_loader import changes, from_map, load, to_map
+from tidemill.launch.settings.run_config import RunConfig
 
 OPEN = {
     "actor.engines": "addresses it asks",

@@ -6,8 +6,8 @@ import pytest
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from bus.client.outbox import STREAM_FULL, PublishAck, _read
-from bus.errors import BusUnavailable, Refused
+from tidemill.bus.client.outbox import STREAM_FULL, PublishAck, _read
+from tidemill.bus.errors import BusUnavailable, Refused
 
 
 def answer(**fields: object) -> Msg:

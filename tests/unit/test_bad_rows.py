@@ -9,21 +9,21 @@ from typing import Any
 
 import pytest
 
-from bus.errors import WireError
-from bus.wire.messages import Prompt, Sampling, Task
-from launch.checks.findings import Report
-from launch.checks.reading import Reading
-from launch.checks.run import Purpose, check
-from launch.cli import main as cli
-from launch.settings.config_loader import SettingsError, load
-from learner.data.bad_rows import MOST_LOGGED, BadRows
-from learner.data.planned_rows import PlannedRows
-from learner.data.prompts import PromptFile, RowRules, RowTokens
-from learner.data.source import Source
-from learner.errors import ConfigRefused, PromptError
-from learner.evaluation.prompts import EvalPrompts
-from rewards.message_template import MessageTemplate
 from tests.check_kit import write_model, write_prompts, write_run
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Prompt, Sampling, Task
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.reading import Reading
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli import main as cli
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.learner.data.bad_rows import MOST_LOGGED, BadRows
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.prompts import PromptFile, RowRules, RowTokens
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import ConfigRefused, PromptError
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.rewards.message_template import MessageTemplate
 
 TEMPLATE = MessageTemplate(
     "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ m.role) }}{% endif %}"
@@ -147,7 +147,7 @@ def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_others(tmp_path: Pa
 
 
 def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("learner.data.formats.LINE_BYTES", 64)
+    monkeypatch.setattr("tidemill.learner.data.formats.LINE_BYTES", 64)
     prompts = opened(write(tmp_path / "p.jsonl", [GOOD[0], row("x" * 200), GOOD[1]]), shuffle=False)
     assert drawn(prompts, 2) == [(0, 0, 0), (0, 2, 2)]
     assert "p.jsonl:2: want a line of at most 64 bytes" in prompts.trouble
@@ -216,13 +216,13 @@ def test_a_check_names_bad_rows_and_how_much_it_read(tmp_path: Path, bad: Any, r
 
 def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "", *GOOD])
-    monkeypatch.setattr("launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 5)
+    monkeypatch.setattr("tidemill.launch.checks.reading.READ_S", 0)
+    monkeypatch.setattr("tidemill.launch.checks.reading.SURE_ROWS", 5)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read of 20 (25 %) (tidemill data check reads all)" in said
     (said,) = check(load(file, [f"data.path={tmp_path}/prompts.jsonl@[0:10]"]), Purpose()).on("data")
     assert "the first 5 prompts read of 10 (50 %)" in said
-    monkeypatch.setattr("learner.data.formats.COUNTED_BYTES", 1)
+    monkeypatch.setattr("tidemill.learner.data.formats.COUNTED_BYTES", 1)
     (said,) = check(load(file), Purpose()).on("data")
     assert "the first 5 prompts read (tidemill data check reads all)" in said
 
@@ -231,8 +231,8 @@ def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: py
     file = run_with(tmp_path, [*GOOD, "no JSON"])
     assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
     reading = Reading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
-    monkeypatch.setattr("launch.checks.reading.READ_S", 0)
-    monkeypatch.setattr("launch.checks.reading.SURE_ROWS", 4)
+    monkeypatch.setattr("tidemill.launch.checks.reading.READ_S", 0)
+    monkeypatch.setattr("tidemill.launch.checks.reading.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
     reading = Reading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())

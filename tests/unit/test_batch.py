@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Plan, Sample, Status
-from learner.data.batch import MicroBatch, StepBatch
-from learner.data.batch_frames import decode, encode, encode_metadata
-from learner.data.batching import build_batches
-from learner.data.packing import assign
-from learner.errors import FeedError
-from learner.feed.feed_messages import unpack
-from learner.feed.outcomes import lags_of
-from learner.ranks.rollout_only import figures
 from tests.data_kit import sample, task
+from tidemill.bus.wire.messages import Plan, Sample, Status
+from tidemill.learner.data.batch import MicroBatch, StepBatch
+from tidemill.learner.data.batch_frames import decode, encode, encode_metadata
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.packing import assign
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.feed.outcomes import lags_of
+from tidemill.learner.ranks.rollout_only import figures
 
 
 def plan_of(

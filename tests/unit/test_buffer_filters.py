@@ -8,16 +8,24 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Plan, Settle, Status
-from learner.data.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, buffer_group, decisions_in, decisions_of
-from learner.data.filter_settings import read_filters
-from learner.data.filters import Decision
-from learner.data.groups import Verdict
-from learner.data.waits import Waits
-from learner.feed.filtering import Filtering, OpenFilter
-from rewards.errors import RewardFailed
 from tests.data_kit import sample, task
 from tests.unit.test_datasource import Pond
+from tidemill.bus.wire.messages import Plan, Settle, Status
+from tidemill.learner.data.buffer_filters import (
+    BUFFER_FILTER,
+    BufferGroup,
+    BufferSample,
+    FilterBuffer,
+    buffer_group,
+    decisions_in,
+    decisions_of,
+)
+from tidemill.learner.data.filter_settings import read_filters
+from tidemill.learner.data.filters import Decision
+from tidemill.learner.data.groups import Verdict
+from tidemill.learner.data.waits import Waits
+from tidemill.learner.feed.filtering import Filtering, OpenFilter
+from tidemill.rewards.errors import RewardFailed
 
 CHOOSING: dict[str, Any] = {"filters": "f", "buffer_filters": True}
 

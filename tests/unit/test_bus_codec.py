@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from bus.errors import UnknownSchema, WireError
-from bus.wire import codec
-from bus.wire.messages import (
+from tests.bus_kit import make_sample, make_task
+from tests.examples import examples
+from tidemill.bus.errors import UnknownSchema, WireError
+from tidemill.bus.wire import codec
+from tidemill.bus.wire.messages import (
     Dead,
     Done,
     Evaluated,
@@ -33,9 +35,7 @@ from bus.wire.messages import (
     Task,
     Timings,
 )
-from bus.wire.turn_records import TurnKind, TurnRecord
-from tests.bus_kit import make_sample, make_task
-from tests.examples import examples
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 FLOATS = st.floats(allow_nan=False)

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.errors import UnknownSchema, WireError
-from bus.streams.samples import header_fields, headers_of
-from bus.wire import codec, subjects
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Dead, Kind, Plan, Sample, SequenceSize, Span, Turns
 from tests.bus_kit import make_episode, make_sample, make_task, make_turns
 from tests.examples import examples
+from tidemill.bus.errors import UnknownSchema, WireError
+from tidemill.bus.streams.samples import header_fields, headers_of
+from tidemill.bus.wire import codec, subjects
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Dead, Kind, Plan, Sample, SequenceSize, Span, Turns
 
 NAN = math.nan
 

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.errors import WireError
-from bus.wire.invariants import MAX_REWARD, MAX_SECONDS, MIN_LOG_PROB, check_partial, check_sample
-from bus.wire.messages import Span, Timings
 from tests.bus_kit import make_partial, make_sample
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.invariants import MAX_REWARD, MAX_SECONDS, MIN_LOG_PROB, check_partial, check_sample
+from tidemill.bus.wire.messages import Span, Timings
 
 
 def with_value(array: Any, where: int, value: float) -> Any:

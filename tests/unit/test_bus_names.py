@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.client.jetstream import parse_headers, unix_time
-from bus.client.outbox import answered
-from bus.errors import BusUnavailable, WireError
-from bus.streams.samples import header_fields, headers_of
-from bus.wire import parts, subjects
-from bus.wire.messages import Span
 from tests.bus_kit import join, make_sample
+from tidemill.bus.client.jetstream import parse_headers, unix_time
+from tidemill.bus.client.outbox import answered
+from tidemill.bus.errors import BusUnavailable, WireError
+from tidemill.bus.streams.samples import header_fields, headers_of
+from tidemill.bus.wire import parts, subjects
+from tidemill.bus.wire.messages import Span
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ("weightstore", "rewards", "actors", "learner", "launch")
@@ -164,13 +164,13 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
 @pytest.mark.parametrize(
     ("module", "banned"),
     [
-        ("bus.wire.messages", ("nats", "torch")),
-        ("bus.config", ("nats", "torch", "numpy", "msgpack")),
-        ("bus.errors", ("nats", "torch", "numpy", "msgpack")),
-        ("bus.wire.codec", ("nats", "torch")),
-        ("bus.streams.bus", ("torch",)),
-        ("bus.liveness.heartbeats", ("torch",)),
-        ("bus.server.nats_server", ("nats", "torch")),
+        ("tidemill.bus.wire.messages", ("nats", "torch")),
+        ("tidemill.bus.config", ("nats", "torch", "numpy", "msgpack")),
+        ("tidemill.bus.errors", ("nats", "torch", "numpy", "msgpack")),
+        ("tidemill.bus.wire.codec", ("nats", "torch")),
+        ("tidemill.bus.streams.bus", ("torch",)),
+        ("tidemill.bus.liveness.heartbeats", ("torch",)),
+        ("tidemill.bus.server.nats_server", ("nats", "torch")),
     ],
 )
 def test_what_an_import_brings_along(module: str, banned: tuple[str, ...]) -> None:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.client.refusals import Refusals
-from bus.errors import UnreadableRow, WireError
-from bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
+from tidemill.bus.client.refusals import Refusals
+from tidemill.bus.errors import UnreadableRow, WireError
+from tidemill.bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
 
 LIVE = json.loads(
     json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))

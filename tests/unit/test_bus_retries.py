@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bus.client.connection import Connection, before_retry, retry
-from bus.errors import BusFull, BusUnavailable, NotFound
+from tidemill.bus.client.connection import Connection, before_retry, retry
+from tidemill.bus.errors import BusFull, BusUnavailable, NotFound
 
 
 class FakeConnection(Connection):

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.chat_messages import chat_messages
 from tests.chat_kit import Conversation, conversations
 from tests.examples import examples
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_messages
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 3}}}
 

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from learner.data.responses import RecordedRow, Recordings, Response
-from learner.errors import PromptError
-from rewards.message_template import MessageTemplate
 from tests.examples import examples
+from tidemill.learner.data.responses import RecordedRow, Recordings, Response
+from tidemill.learner.errors import PromptError
+from tidemill.rewards.message_template import MessageTemplate
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 END = 2

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main as cli
 from tests.check_kit import write_model, write_prompts, write_run
+from tidemill.launch.cli import main as cli
 
 
 def test_all_bad_rows_are_named_up_to_a_bound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

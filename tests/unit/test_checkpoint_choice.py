@@ -4,8 +4,8 @@ from itertools import combinations
 
 import pytest
 
-from learner.checkpoints.choice import Choice, Held, choose, short_of_copies, targets
-from learner.checkpoints.manifest import METADATA, FileEntry
+from tidemill.learner.checkpoints.choice import Choice, Held, choose, short_of_copies, targets
+from tidemill.learner.checkpoints.manifest import METADATA, FileEntry
 
 NEWEST, BEFORE = "step-4-epoch-1", "step-2-epoch-1"
 

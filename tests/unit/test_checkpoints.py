@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from learner.checkpoints import disk
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.disk import Checkpoint
-from learner.checkpoints.manifest import BLOCK_BYTES, Manifest
-from learner.errors import CheckpointCorrupt
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.disk import Checkpoint
+from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, Manifest
+from tidemill.learner.errors import CheckpointCorrupt
 
 
 def write(root: Path, step: int, epoch: int = 1) -> Path:

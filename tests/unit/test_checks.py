@@ -19,24 +19,24 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Sampling, Task
-from launch.checks import machine, teachers
-from launch.checks.findings import CheckFailed, Finding, Report
-from launch.checks.reading import SURE_ROWS
-from launch.checks.resume import model_identity
-from launch.checks.run import Purpose, check
-from launch.cli import main as cli
-from launch.settings.config_loader import load, to_map
-from launch.settings.prepare import prepare
-from launch.settings.run_config import CONFIG_FILE
-from learner.checkpoints import disk
-from learner.data.datasource import DataSource
-from learner.data.planned_rows import PlannedRows
-from learner.data.plans import plan_bytes
-from learner.data.prompts import PromptFile
-from learner.data.rules import DataRules
 from tests.check_kit import VALUES, write_model, write_prompts, write_run
 from tests.examples import examples
+from tidemill.bus.wire.messages import Sampling, Task
+from tidemill.launch.checks import machine, teachers
+from tidemill.launch.checks.findings import CheckFailed, Finding, Report
+from tidemill.launch.checks.reading import SURE_ROWS
+from tidemill.launch.checks.resume import model_identity
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli import main as cli
+from tidemill.launch.settings.config_loader import load, to_map
+from tidemill.launch.settings.prepare import prepare
+from tidemill.launch.settings.run_config import CONFIG_FILE
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.planned_rows import PlannedRows
+from tidemill.learner.data.plans import plan_bytes
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.rules import DataRules
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS = (
@@ -93,7 +93,7 @@ def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.
 
 def test_all_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """State of policy and critic, a reference that moves, in two checkpoints and the one being written; models of earlier steps."""
-    monkeypatch.setattr("launch.checks.machine._gb", str)
+    monkeypatch.setattr("tidemill.launch.checks.machine._gb", str)
 
     def need(*settings: str) -> int:
         """Return the bytes of checkpoints and models."""
@@ -202,7 +202,7 @@ def test_a_renderer_needs_its_packages(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize("setting", ["learner.device", "engine.device"])
 def test_cuda_is_refused_where_there_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setattr("launch.checks.devices.GPU", tmp_path / "nvidiactl")
+    monkeypatch.setattr("tidemill.launch.checks.devices.GPU", tmp_path / "nvidiactl")
     (error,) = texts(checked(tmp_path, f"{setting}=cuda").errors)
     assert f"{setting}: want auto or cpu: this machine has no GPU, got cuda" in error
     (tmp_path / "nvidiactl").touch()  # nvidia-smi is missing, and torch may find a GPU
@@ -645,7 +645,7 @@ def _checked(directory: Path, prompts: int) -> tuple[float, str]:
     file = write_run(directory)
     write_prompts(directory / "prompts.jsonl", *[{"prompt": f"what is one plus {'two ' * 40}", "label": "3"}] * prompts)
     code = (
-        "import sys\nfrom launch.cli.main import main\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\n"
         f"assert main(['check', {str(file)!r}]) == 0\n"
         "heavy = {'torch', 'transformers', 'megatron', 'nats', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import main as cli
 from tests.check_kit import processes_started, write_model, write_prompts, write_run
+from tidemill.launch.cli import main as cli
 
 ANSWER_S = 2.0
 """CPU seconds."""
@@ -296,7 +296,7 @@ def test_a_mistake_is_answered_at_once(
 @pytest.mark.parametrize("settings", [("data.prompt_key=nope",), ("model.path=/nope", "actor.reward=nosuch")])
 def test_a_shell_gets_the_answer_too(tmp_path: Path, settings: tuple[str, ...]) -> None:
     file = write_run(tmp_path)
-    command = [sys.executable, "-m", "launch", "up", str(file), *[word for setting in settings for word in ("--set", setting)]]
+    command = [sys.executable, "-m", "tidemill", "up", str(file), *[word for setting in settings for word in ("--set", setting)]]
     used_s = math.inf
     for _ in range(TRIES):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.sources import misfit, misfit_class
-from launch.cli.main import main
-from launch.settings import reference
+from tidemill.launch.checks.sources import misfit, misfit_class
+from tidemill.launch.cli.main import main
+from tidemill.launch.settings import reference
 
 MINE = """
 import functools

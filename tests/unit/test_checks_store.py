@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from fsspec.registry import known_implementations
 
-from launch.checks.findings import Report
-from launch.checks.run import Purpose, check
-from launch.checks.store import check_store
-from launch.settings.config_loader import SettingsError, load
 from tests import flaky_store
 from tests.check_kit import write_run
 from tests.flaky_store import URL, FlakyFileSystem
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.checks.store import check_store
+from tidemill.launch.settings.config_loader import SettingsError, load
 
 flaky = flaky_store.flaky
 

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import pytest
 
-from bus.system.coroutines import beside, first_error, first_of, heard, to_the_end
+from tidemill.bus.system.coroutines import beside, first_error, first_of, heard, to_the_end
 
 
 async def test_the_first_end_cancels_the_others_and_is_reported() -> None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from actors.errors import BadRequest
-from actors.serving.authority import Authority
-from actors.serving.sglang.tensors import SharedBucket
-from weightstore.errors import BadManifest
-from weightstore.format.manifest import TensorSpec
-from weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
-from weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered
-from weightstore.transport.pinning import Pinning
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.serving.authority import Authority
+from tidemill.actors.serving.sglang.tensors import SharedBucket
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.manifest import TensorSpec
+from tidemill.weightstore.transport.cuda_handles import SharedBlocks, arguments, block_of
+from tidemill.weightstore.transport.handles import PAGE, HostMemory, Mapped, Offered
+from tidemill.weightstore.transport.pinning import Pinning
 
 SPECS = [TensorSpec(name="a", shape=(2, 3), dtype="float32"), TensorSpec(name="b", shape=(4,), dtype="bfloat16")]
 HANDLE = {

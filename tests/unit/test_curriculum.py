@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
-from learner.data.prompts import PromptFile
-from learner.feed.new_task import next_prompt
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.feed.new_task import next_prompt
 
 
 def made(**changes: Any) -> Curriculum:

@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.codec import encode_record
-from bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
-from learner.data.arrivals import Arrival, Disposition
-from learner.data.datasource import EARLY_SAMPLES, DataSource
-from learner.data.groups import BufferedSample, Group, Verdict
-from learner.data.plans import plan_bytes, settle_bytes
-from learner.data.rules import DataRules
-from learner.data.selection import that_fit
-from learner.data.waits import Waits
-from learner.errors import ConfigRefused, ReplayMismatch
-from learner.settings.config import StalenessConfig
 from tests.data_kit import RUN, eval_task, rules, sample, task
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import encode_record
+from tidemill.bus.wire.messages import Dead, Plan, Requeue, Settle, Status, Task
+from tidemill.learner.data.arrivals import Arrival, Disposition
+from tidemill.learner.data.datasource import EARLY_SAMPLES, DataSource
+from tidemill.learner.data.groups import BufferedSample, Group, Verdict
+from tidemill.learner.data.plans import plan_bytes, settle_bytes
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.selection import that_fit
+from tidemill.learner.data.waits import Waits
+from tidemill.learner.errors import ConfigRefused, ReplayMismatch
+from tidemill.learner.settings.config import StalenessConfig
 
 
 class Pond:

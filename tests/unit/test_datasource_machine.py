@@ -10,16 +10,16 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from bus.errors import WireError
-from bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
-from learner.data.arrivals import Disposition
-from learner.data.batching import trainable_lags
-from learner.data.datasource import DataSource
-from learner.data.groups import Verdict
-from learner.data.rules import DataRules
-from learner.data.waits import Waits
 from tests.data_kit import rules, sample, task
 from tests.examples import examples
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.messages import Dead, Kind, Plan, Requeue, Sample, Settle, Status, Task
+from tidemill.learner.data.arrivals import Disposition
+from tidemill.learner.data.batching import trainable_lags
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.groups import Verdict
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.waits import Waits
 
 NUM_PROMPTS = 5
 REACHED: Counter[str] = Counter()

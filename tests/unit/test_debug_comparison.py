@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.cli.main import main
-from learner.debug.comparison import compare_modules, compare_train
-from learner.debug.module_file import ModuleDump, read_modules, write_modules
-from learner.debug.train_file import RECORD, TRAIN, read_train, record_path, train_dump, write
-from learner.errors import DebugFileRefused
+from tidemill.launch.cli.main import main
+from tidemill.learner.debug.comparison import compare_modules, compare_train
+from tidemill.learner.debug.module_file import ModuleDump, read_modules, write_modules
+from tidemill.learner.debug.train_file import RECORD, TRAIN, read_train, record_path, train_dump, write
+from tidemill.learner.errors import DebugFileRefused
 
 ORDER = ("embedding", "layers.0.attention.qkv", "layers.0.mlp", "layers.0", "layers.1.attention.core", "log_probs")
 PROMPTS = [[1, 2, 3], [4, 5]]
@@ -139,7 +139,7 @@ def test_the_command_finds_the_record_of_a_dump(tmp_path: Path, capsys: pytest.C
 
 
 def _raw(path: Path) -> Any:
-    from learner.debug.train_file import read
+    from tidemill.learner.debug.train_file import read
 
     return read(path)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from launch.cli.debug_engine import Engine
+from tidemill.launch.cli.debug_engine import Engine
 
 
 @contextmanager

@@ -6,11 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.wire.messages import Sample
-from learner.debug.excerpt import PROMPT_CHARACTERS, RESPONSE_CHARACTERS, excerpt
 from tests.bus_kit import make_episode
 from tests.learner_steps import make_batches, make_samples
 from tests.tiny_models import tiny_tokenizer
+from tidemill.bus.wire.messages import Sample
+from tidemill.learner.debug.excerpt import PROMPT_CHARACTERS, RESPONSE_CHARACTERS, excerpt
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from learner.debug.excerpt import Excerpt
-from learner.debug.report import Facts, Line, report
+from tidemill.learner.debug.excerpt import Excerpt
+from tidemill.learner.debug.report import Facts, Line, report
 
 GOOD = {
     "train/entropy": 0.4,

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.wire.codec import encode_record, encode_sample
-from learner.data.batch import StepBatch
-from learner.data.batching import build_batches
-from learner.data.plans import GENESIS
-from learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, read_header, save_rollout
-from learner.errors import DebugFileRefused
 from tests.debug_kit import rollout
+from tidemill.bus.wire.codec import encode_record, encode_sample
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.plans import GENESIS
+from tidemill.learner.debug.rollout_file import Packing, Rollout, load_rollout, planned_again, read_header, save_rollout
+from tidemill.learner.errors import DebugFileRefused
 
 
 def test_a_file_holds_plan_samples_and_limits(tmp_path: Path) -> None:

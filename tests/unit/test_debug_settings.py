@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from launch.checks.debug import check_debug
-from launch.checks.findings import Report
-from launch.settings.config_loader import SettingsError, from_map
-from learner.debug.config import DebugConfig, DumpModulesConfig
-from learner.debug.prompts import read_prompts
-from learner.debug.rollout_file import Rollout, save_rollout
-from learner.errors import DebugFileRefused
 from tests.debug_kit import rollout
+from tidemill.launch.checks.debug import check_debug
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.settings.config_loader import SettingsError, from_map
+from tidemill.learner.debug.config import DebugConfig, DumpModulesConfig
+from tidemill.learner.debug.prompts import read_prompts
+from tidemill.learner.debug.rollout_file import Rollout, save_rollout
+from tidemill.learner.errors import DebugFileRefused
 
 
 @pytest.mark.parametrize(

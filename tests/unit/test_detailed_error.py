@@ -5,8 +5,8 @@ import pickle
 
 import pytest
 
-from bus import errors
-from bus.errors import DetailedError
+from tidemill.bus import errors
+from tidemill.bus.errors import DetailedError
 
 _EVERY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DetailedError) and kind.template]
 

@@ -13,30 +13,30 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from actors.config import EngineConfig, SglangConfig
-from bus.wire.rows import Capabilities
-from launch.checks.devices import PLACEMENT
-from launch.checks.findings import Report
-from launch.checks.model import size_here
-from launch.checks.run import Purpose, check
-from launch.cli import main as cli
-from launch.devices import nccl, wanted
-from launch.devices.errors import Refused
-from launch.devices.nccl import nccl_of
-from launch.devices.placement import place
-from launch.devices.shapes import EnginePlace, Node, RankPlace
-from launch.devices.visible import this_node
-from launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
-from launch.run import learner_nodes
-from launch.run.learner_roles import place_ranks
-from launch.run.roles import refuse_small_devices, take_devices
-from launch.settings.config_loader import SettingsError, load
-from launch.settings.run_config import ModelConfig, RunConfig
-from learner.settings.config import LearnerConfig
 from tests.check_kit import VALUES, write_model, write_run
 from tests.gpu_kit import environment, fake_nvidia_smi, row, uuid_of
 from tests.tiny_models import EXPERTS
-from weightstore.config import WeightsConfig
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.bus.wire.rows import Capabilities
+from tidemill.launch.checks.devices import PLACEMENT
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.model import size_here
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli import main as cli
+from tidemill.launch.devices import nccl, wanted
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.nccl import nccl_of
+from tidemill.launch.devices.placement import place
+from tidemill.launch.devices.shapes import EnginePlace, Node, RankPlace
+from tidemill.launch.devices.visible import this_node
+from tidemill.launch.devices.wanted import ModelSize, devices_of, engine_variables, rank_variables, want_of
+from tidemill.launch.run import learner_nodes
+from tidemill.launch.run.learner_roles import place_ranks
+from tidemill.launch.run.roles import refuse_small_devices, take_devices
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.launch.settings.run_config import ModelConfig, RunConfig
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.weightstore.config import WeightsConfig
 
 GB = 1_000_000_000
 

@@ -8,13 +8,13 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE, Unigram, WordLevel
 
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.sglang.server_process import command_line, end_of_turn
-from launch.checks.end_tokens import check_end_tokens
-from launch.checks.findings import Report
-from launch.run.learner_roles import eos_ids
-from rewards.end_tokens import EndTokens
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.sglang.server_process import command_line, end_of_turn
+from tidemill.launch.checks.end_tokens import check_end_tokens
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.run.learner_roles import eos_ids
+from tidemill.rewards.end_tokens import EndTokens
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 LLAMA3 = "{% for m in messages %}<|start|>{{ m.role }}<|end|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"

@@ -9,14 +9,14 @@ import psutil
 import pytest
 from aiohttp import web
 
-from actors.engines import engine_client
-from actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
-from actors.serving.sglang import api
-from bus.errors import Fenced
-from bus.http.client import ApiClient, CallFailed, Failure, refusal
-from weightstore.errors import ReceiverFailed
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.http_receiver import HttpReceiver, _NotSupported
+from tidemill.actors.engines import engine_client
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from tidemill.actors.serving.sglang import api
+from tidemill.bus.errors import Fenced
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure, refusal
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.http_receiver import HttpReceiver, _NotSupported
 
 WHY = {"error": {"message": "why", "code": 400}}
 URL, PATH = "http://x", "/begin_weight_update"

@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from actors.engines.batching import RequestBatcher
-from actors.engines.engine_client import _whole
-from actors.engines.port import Generation
-from actors.openai import openai_api
-from bus.wire.messages import Sampling, Span
+from tidemill.actors.engines.batching import RequestBatcher
+from tidemill.actors.engines.engine_client import _whole
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.openai import openai_api
+from tidemill.bus.wire.messages import Sampling, Span
 
 NOT_BEGUN = {
     "text": "",

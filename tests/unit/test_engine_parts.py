@@ -6,16 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.engines.engine_client import _generation
-from actors.errors import EngineFailed
-from actors.request import SamplingParams
-from actors.serving.builtin.progress import Progress
-from actors.serving.builtin.response import response_json
-from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
-from actors.serving.builtin.shape import ModelShape
-from actors.text.text import StopStrings, Text
-from bus.wire.messages import Span
 from tests.tiny_models import SERVED, tiny_config, tiny_model, write_tiny_tokenizer
+from tidemill.actors.engines.engine_client import _generation
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.request import SamplingParams
+from tidemill.actors.serving.builtin.progress import Progress
+from tidemill.actors.serving.builtin.response import response_json
+from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.text.text import StopStrings, Text
+from tidemill.bus.wire.messages import Span
 
 
 def new_sequence(**params: object) -> Sequence:

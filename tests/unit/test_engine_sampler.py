@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import BadRequest
-from actors.request import Limits, SamplingParams, parse_generate, seeds
-from actors.serving.builtin.sampler import Sampler, uniforms
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.request import Limits, SamplingParams, parse_generate, seeds
+from tidemill.actors.serving.builtin.sampler import Sampler, uniforms
 
 CPU = torch.device("cpu")
 LIMITS = Limits(vocab_size=100, max_context=64, encode=None)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.algorithms.entropy_bonus import EntropyBonus
+from tidemill.learner.algorithms.entropy_bonus import EntropyBonus
 
 ENTROPIES = st.lists(st.one_of(st.floats(0, 3), st.just(math.nan), st.just(math.inf)), max_size=60)
 

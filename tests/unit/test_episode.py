@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.episodes.clock import Clock
-from actors.episodes.episode import Episode, Spent
-from actors.episodes.recorder import Output, Recorder
-from actors.episodes.transcript import bounded, messages_of
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Span
 from tests.episode_kit import task
+from tidemill.actors.episodes.clock import Clock
+from tidemill.actors.episodes.episode import Episode, Spent
+from tidemill.actors.episodes.recorder import Output, Recorder
+from tidemill.actors.episodes.transcript import bounded, messages_of
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Span
 
 
 def output(*tokens: int, id: str = "") -> Output:

@@ -13,28 +13,28 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bus.wire.codec import check_sample
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
-from learner.algorithms.advantages import ADVANTAGES
-from learner.algorithms.aggregation import Denominators, aggregate
-from learner.algorithms.choices import AGGREGATIONS, OF_TURNS
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.credit import turn_advantages, turn_returns
-from learner.algorithms.objective import Objective, Tokens
-from learner.algorithms.objective import Turns as StepTurns
-from learner.data.batch import StepBatch
-from learner.data.batch_frames import decode, encode
-from learner.data.batching import build_batches
-from learner.data.datasource import DataSource
-from learner.data.groups import mismatch
-from learner.data.plans import GENESIS, chain_of
-from learner.errors import FeedError
-from learner.feed.feed_messages import unpack
-from learner.settings.config import LearnerConfig
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
+from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
+from tidemill.learner.algorithms.advantages import ADVANTAGES
+from tidemill.learner.algorithms.aggregation import Denominators, aggregate
+from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.credit import turn_advantages, turn_returns
+from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.algorithms.objective import Turns as StepTurns
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.batch_frames import decode, encode
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.groups import mismatch
+from tidemill.learner.data.plans import GENESIS, chain_of
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.feed_messages import unpack
+from tidemill.learner.settings.config import LearnerConfig
 
 Turn = tuple[list[int], list[float], int]
 """Sampled ids, their log-probs, version."""

@@ -6,13 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.wire.messages import Plan, Sample, Span, Timings, Turns
-from launch.cli.status import episodes_in_words
-from learner.algorithms.alarms import AlarmConfig, Context
-from learner.feed.episode_age import SHARE, EpisodeAge
-from learner.feed.episode_metrics import episode_metrics
 from tests.bus_kit import make_episode, make_sample, make_turns
 from tests.metric_names import undocumented
+from tidemill.bus.wire.messages import Plan, Sample, Span, Timings, Turns
+from tidemill.launch.cli.status import episodes_in_words
+from tidemill.learner.algorithms.alarms import AlarmConfig, Context
+from tidemill.learner.feed.episode_age import SHARE, EpisodeAge
+from tidemill.learner.feed.episode_metrics import episode_metrics
 
 
 def test_single_turns_have_none() -> None:

@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.wire.messages import Kind, Sample, Status, Task
-from learner.data.config import DataConfig
-from learner.evaluation.best import BestScore
-from learner.evaluation.config import EvalConfig, EvalSet
-from learner.evaluation.rounds import MARK, Result, Rounds, SetSize
-from learner.evaluation.scores import Response, bootstrap, pass_at, powers, scores
-from learner.feed.best_checkpoint import versions_of
 from tests import data_kit
 from tests.metric_names import undocumented
+from tidemill.bus.wire.messages import Kind, Sample, Status, Task
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.evaluation.best import BestScore
+from tidemill.learner.evaluation.config import EvalConfig, EvalSet
+from tidemill.learner.evaluation.rounds import MARK, Result, Rounds, SetSize
+from tidemill.learner.evaluation.scores import Response, bootstrap, pass_at, powers, scores
+from tidemill.learner.feed.best_checkpoint import versions_of
 
 
 def size(name: str, rows: int, samples: int) -> SetSize:

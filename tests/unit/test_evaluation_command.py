@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.findings import Report
-from launch.checks.run import Purpose, check
-from launch.cli import main as cli
-from launch.run.evaluate import _plan
-from launch.settings.config_loader import load
 from tests.check_kit import write_model, write_prompts, write_run
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.cli import main as cli
+from tidemill.launch.run.evaluate import _plan
+from tidemill.launch.settings.config_loader import load
 
 LONG = " ".join(["one"] * 300)
 

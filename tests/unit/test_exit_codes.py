@@ -4,10 +4,10 @@ import logging
 
 import pytest
 
-from bus import exit_codes
-from bus.errors import BusError, Fenced, StreamReplaced
-from learner.errors import ConfigRefused, FeederFailed, PromptError
-from rewards.errors import UnknownReward
+from tidemill.bus import exit_codes
+from tidemill.bus.errors import BusError, Fenced, StreamReplaced
+from tidemill.learner.errors import ConfigRefused, FeederFailed, PromptError
+from tidemill.rewards.errors import UnknownReward
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bus import exit_codes
-from launch.cli import main as cli
-from launch.settings import extras
+from tidemill.bus import exit_codes
+from tidemill.launch.cli import main as cli
+from tidemill.launch.settings import extras
 
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -18,9 +18,18 @@ IMPORT_NAMES = {"pyzmq": "zmq", "megatron-core": "megatron", "math-verify": "mat
 """Distributions with modules of another name."""
 NOT_IN_BASE = sorted({package for packages in extras.EXTRAS.values() for package in packages})
 
-BASE_PACKAGES = ("bus", "rewards", "launch", "actors.rollout", "actors.engines", "actors.text", "actors.openai", "actors.router")
+BASE_PACKAGES = (
+    "bus",
+    "rewards",
+    "launch",
+    "tidemill.actors.rollout",
+    "tidemill.actors.engines",
+    "tidemill.actors.text",
+    "tidemill.actors.openai",
+    "tidemill.actors.router",
+)
 
-OF_LEARNER = {"launch.run.learner_nodes"}
+OF_LEARNER = {"tidemill.launch.run.learner_nodes"}
 """Imported by `tidemill learner` alone, which wants its extra."""
 
 
@@ -42,7 +51,12 @@ def test_all_names_every_role_and_the_tests_install_all() -> None:
 def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
     """A fresh interpreter in which every package of every extra is blocked."""
     modules = _base_modules()
-    assert {"actors.rollout.actor_process", "bus.streams.bus", "launch.samples.tail", "rewards.registry"} <= set(modules)
+    assert {
+        "tidemill.actors.rollout.actor_process",
+        "tidemill.bus.streams.bus",
+        "tidemill.launch.samples.tail",
+        "tidemill.rewards.registry",
+    } <= set(modules)
     code = (
         f"import importlib, sys\nsys.modules.update(dict.fromkeys({NOT_IN_BASE!r}))\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"

@@ -2,10 +2,10 @@
 
 import pytest
 
-from bus import exit_codes
-from bus.wire.messages import Dead
-from learner.errors import TasksFail
-from learner.feed.failing_tasks import FailingTasks
+from tidemill.bus import exit_codes
+from tidemill.bus.wire.messages import Dead
+from tidemill.learner.errors import TasksFail
+from tidemill.learner.feed.failing_tasks import FailingTasks
 
 
 class Clock:

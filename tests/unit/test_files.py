@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.system.files import write_whole
+from tidemill.bus.system.files import write_whole
 
 
 def test_a_file_is_replaced_and_its_directory_made(tmp_path: Path) -> None:

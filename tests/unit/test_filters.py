@@ -12,19 +12,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.codec import decode_record, encode_record
-from bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
-from learner.data.batching import build_batches
-from learner.data.filter_settings import BUILT_IN, identity_of, read_filters
-from learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
-from learner.data.groups import Verdict
-from learner.data.plans import chain_of
-from learner.data.waits import Waits
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.registry import bind
 from tests.data_kit import rules, sample, task
 from tests.unit.test_datasource import Pond
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import decode_record, encode_record
+from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.data.filter_settings import BUILT_IN, identity_of, read_filters
+from tidemill.learner.data.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
+from tidemill.learner.data.groups import Verdict
+from tidemill.learner.data.plans import chain_of
+from tidemill.learner.data.waits import Waits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.registry import bind
 
 
 def one(index: int = 0, reward: float = 0.0, **values: Any) -> FilterSample:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from learner.megatron.flops import StepFlops
+from tidemill.learner.megatron.flops import StepFlops
 
 QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936}
 SHAPES = {

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.system import foreign
-from bus.system.foreign import described, errors_as, repr_of, settle, text_of
-from rewards.errors import RewardFailed
-from rewards.registry import REWARD, Bound
+from tidemill.bus.system import foreign
+from tidemill.bus.system.foreign import described, errors_as, repr_of, settle, text_of
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.registry import REWARD, Bound
 
 
 class Ours(Exception):
@@ -65,7 +65,7 @@ RAISES = "def g():\n    raise KeyError\n"
     [
         ({"mine.py": "def f(r):\n    raise KeyError('a')\n"}, " (mine.py, line 2)"),
         ({"mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (mine.py, line 3)"),
-        ({"mine.py": "import bus.config\ndef f(r):\n    bus.config.BusConfig(port=0)\n"}, " (mine.py, line 3)"),
+        ({"mine.py": "import tidemill.bus.config\ndef f(r):\n    tidemill.bus.config.BusConfig(port=0)\n"}, " (mine.py, line 3)"),
         ({"mine.py": "import other\ndef f(r):\n    other.g()\n", "site/other.py": RAISES}, " (mine.py, line 3)"),
         ({"site/mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (site/mine.py, line 3)"),
         ({"site/mine.py": "import deep\ndef f(r):\n    deep.g()\n", "site/deep.py": RAISES}, " (site/mine.py, line 3)"),

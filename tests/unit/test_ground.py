@@ -20,8 +20,22 @@ def test_all_packages_come_from_one_root() -> None:
 
 def test_light_modules_load_nothing_heavy() -> None:
     """Importing a config, a port, bus or launch loads neither torch, Megatron, SGLang nor a NATS client."""
-    light = ["bus.config", "weightstore.config", "actors.config", "learner.settings.config", "launch.settings.run_config"]
-    light += ["bus", "bus.wire.messages", "launch", "launch.cli.main", "actors.engines.port", "weightstore.transport.port", "rewards.port"]
+    light = [
+        "tidemill.bus.config",
+        "tidemill.weightstore.config",
+        "tidemill.actors.config",
+        "tidemill.learner.settings.config",
+        "tidemill.launch.settings.run_config",
+    ]
+    light += [
+        "bus",
+        "tidemill.bus.wire.messages",
+        "launch",
+        "tidemill.launch.cli.main",
+        "tidemill.actors.engines.port",
+        "tidemill.weightstore.transport.port",
+        "tidemill.rewards.port",
+    ]
     code = (
         f"import importlib, sys\nfor n in {light!r}: importlib.import_module(n)\n"
         "heavy = {'torch', 'megatron', 'sglang', 'nats', 'transformers', 'aiohttp'} & set(sys.modules)\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.run.growing_file import GrowingFile
 from tests.small_disk import small_disk
+from tidemill.launch.run.growing_file import GrowingFile
 
 
 def test_lines_wait_while_the_disk_is_full_and_stand_in_order_afterwards(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from actors.text import harmony_vocabulary
-from actors.text.harmony_vocabulary import NAME, VARIABLE, HarmonyVocabulary
+from tidemill.actors.text import harmony_vocabulary
+from tidemill.actors.text.harmony_vocabulary import NAME, VARIABLE, HarmonyVocabulary
 
 
 def write_tokenizer(directory: Path) -> Tokenizer:

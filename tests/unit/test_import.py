@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.streams.history import StoredSample
-from bus.wire.codec import encode_sample
-from bus.wire.messages import Sample, Sampling, SequenceSize, Status
-from launch.cli.main import main
-from launch.samples.recording import Origin, Recorder
-from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile
-from learner.data.responses import Recordings
 from tests import data_kit
+from tidemill.bus.streams.history import StoredSample
+from tidemill.bus.wire.codec import encode_sample
+from tidemill.bus.wire.messages import Sample, Sampling, SequenceSize, Status
+from tidemill.launch.cli.main import main
+from tidemill.launch.samples.recording import Origin, Recorder
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.prompts import PromptFile
+from tidemill.learner.data.responses import Recordings
 
 WARM = Sampling(temperature=0.7, max_new_tokens=8)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from launch.run import interfaces
-from launch.run.interfaces import interface_of
+from tidemill.launch.run import interfaces
+from tidemill.launch.run.interfaces import interface_of
 
 PACKET = 17
 """AF_PACKET: entries with the hardware address of an interface."""

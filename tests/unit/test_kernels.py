@@ -14,10 +14,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from learner.errors import ConfigRefused
-from learner.megatron.layers import attention as layers
-from learner.megatron.layers import kernels
-from learner.megatron.layers.attention import (
+from tests.cuda_kernels import RaisingOnCuda
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.layers import attention as layers
+from tidemill.learner.megatron.layers import kernels
+from tidemill.learner.megatron.layers.attention import (
     CORE_ATTENTION,
     CudnnCoreAttention,
     PackedRow,
@@ -27,7 +28,7 @@ from learner.megatron.layers.attention import (
     packed_row,
     padded_length,
 )
-from learner.megatron.layers.kernels import (
+from tidemill.learner.megatron.layers.kernels import (
     CUDNN,
     LONG_SEQUENCE,
     SDPA,
@@ -42,8 +43,7 @@ from learner.megatron.layers.kernels import (
     chosen,
     varlen_operator,
 )
-from learner.settings.config import LearnerConfig
-from tests.cuda_kernels import RaisingOnCuda
+from tidemill.learner.settings.config import LearnerConfig
 
 HOPPER = Site(
     device="cuda",

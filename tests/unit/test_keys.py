@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from bus.errors import BusUnavailable
-from bus.liveness import keys
-from bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.liveness import keys
+from tidemill.bus.liveness.keys import Keys, RunKeys
 
 KEYS = Keys.of("s3cret")
 

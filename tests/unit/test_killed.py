@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.system import killed
+from tidemill.bus.system import killed
 
 V2, V1 = "0::/job\n", "4:memory:/job\n0::/\n"
 EVENTS, CONTROL, VMSTAT = "sys/fs/cgroup/{}memory.events", "sys/fs/cgroup/memory/{}memory.oom_control", "proc/vmstat"

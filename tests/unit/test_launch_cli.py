@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli import commands, run_commands
-from launch.cli.inputs import reached_at
-from launch.cli.main import INNER, _function, _parser, main
+from tidemill.launch.cli import commands, run_commands
+from tidemill.launch.cli.inputs import reached_at
+from tidemill.launch.cli.main import INNER, _function, _parser, main
 
 ROOT = Path(__file__).resolve().parents[2]
 FAST = 0.5
@@ -21,7 +21,7 @@ FAST = 0.5
 
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "launch", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
 def processor_s() -> float:
@@ -78,7 +78,7 @@ def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str
 )
 def test_the_command_line_loads_no_heavy_package(arguments: list[str]) -> None:
     code = (
-        "import sys\nfrom launch.cli.main import main\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'transformers', 'nats', 'numpy.linalg', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy"
@@ -117,7 +117,7 @@ def test_modules_are_found_in_the_directory_a_command_is_started_in(tmp_path: Pa
     """The installed command's own directory is that of the environment."""
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "tidemill").write_text(
-        "import sys\nfrom launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
+        "import sys\nfrom tidemill.launch.cli.main import main\ncode = main(['config', sys.argv[1]])\nimport own_module_here\nsys.exit(code)\n"
     )
     (tmp_path / "work").mkdir()
     (tmp_path / "work" / "own_module_here.py").write_text("")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.run.desired import ALL, DesiredRoles, LiveHost, parse
+from tidemill.launch.run.desired import ALL, DesiredRoles, LiveHost, parse
 
 A, B, C, UP = LiveHost("a"), LiveHost("b", "gpu"), LiveHost("c", "gpu"), LiveHost("up")
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from launch.cli.main import main
-from launch.run.up import CONFIG_FILE, LOCK_FILE, CannotBegin, directory_of_one
+from tidemill.launch.cli.main import main
+from tidemill.launch.run.up import CONFIG_FILE, LOCK_FILE, CannotBegin, directory_of_one
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLDS_IT = """
 import sys, pathlib
-from launch.run.up import directory_of_one
+from tidemill.launch.run.up import directory_of_one
 with directory_of_one(pathlib.Path(sys.argv[1]), resume=False, fresh=False):
     print("held", flush=True)
     sys.stdin.read()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from actors.serving.sglang.server_process import server_arguments
-from launch.settings.config_loader import SettingsError, from_map, load, render, to_map
-from launch.settings.run_config import RunConfig
+from tidemill.actors.serving.sglang.server_process import server_arguments
+from tidemill.launch.settings.config_loader import SettingsError, from_map, load, render, to_map
+from tidemill.launch.settings.run_config import RunConfig
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "launch/configs").glob("*.yaml"))
 

@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from bus.wire.messages import Done, Evaluated
-from bus.wire.rows import LiveRow
-from launch.run import view
-from launch.run.curves import draw, reward_limits, scores_of, smooth
-from launch.run.evaluated import lines_of
-from launch.run.view import evaluations, picture, plot, show_plain, waits
-from launch.run.watch import SILENT_S, RunWatch
 from tests import data_kit
 from tests.small_disk import small_disk
+from tidemill.bus.wire.messages import Done, Evaluated
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.launch.run import view
+from tidemill.launch.run.curves import draw, reward_limits, scores_of, smooth
+from tidemill.launch.run.evaluated import lines_of
+from tidemill.launch.run.view import evaluations, picture, plot, show_plain, waits
+from tidemill.launch.run.watch import SILENT_S, RunWatch
 
 
 class NoBus:
@@ -259,7 +259,7 @@ async def test_a_bus_that_does_not_answer_is_shown_with_the_time(monkeypatch: py
 
 
 async def test_the_beginning_and_the_end_of_a_silence_of_the_bus_are_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("launch.run.watch.LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr("tidemill.launch.run.watch.LOOK_EVERY_S", 0.01)
     watch = watch_of([0.5], steps=9)
     watching = asyncio.create_task(watch._await_answers())
     for answered_s, text in ((-7.0, "the bus has not answered for 7 s"), (0.0, "the bus answers again (")):

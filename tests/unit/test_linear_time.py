@@ -12,17 +12,17 @@ from functools import partial
 
 import pytest
 
-from actors.episodes.programs.multi_turn import MultiTurn
-from actors.text import tool_calls
-from bus.wire.messages import Status
-from rewards.code.tests_passed import cases_in, program_in, same_output
-from rewards.errors import RewardFailed
-from rewards.ifeval import follows
-from rewards.math_answer import find_answer, format_share, last_boxed, same_answer
-from rewards.port import RewardRequest
-from rewards.registry import bind
 from tests.unit.test_rewards_any_input import HERE, ROWS
 from tests.unit.test_rewards_house import LANGUAGE, OPTIONS
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn
+from tidemill.actors.text import tool_calls
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.ifeval import follows
+from tidemill.rewards.math_answer import find_answer, format_share, last_boxed, same_answer
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind
 
 SHORT, TIMES, MOST_RATIO = 4_000, 4, 9.0
 FLOOR_S = 0.05

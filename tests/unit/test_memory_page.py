@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import Row, memory_rows
-from launch.settings.config_loader import load
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.devices.memory_table import Row, memory_rows
+from tidemill.launch.settings.config_loader import load
 
 PAGE = Path(__file__).resolve().parents[2] / "docs/devices.md"
 QWEN3 = {

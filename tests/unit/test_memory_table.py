@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from actors.serving.builtin.shape import ModelShape
-from launch.cli.main import main
-from launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
-from launch.devices.shapes import Device, Node
-from launch.devices.wanted import ModelSize, want_of
-from launch.settings.config_loader import load
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.cli.main import main
+from tidemill.launch.devices.memory_table import SENDER, Row, memory_rows, parameters, rank_parameters
+from tidemill.launch.devices.shapes import Device, Node
+from tidemill.launch.devices.wanted import ModelSize, want_of
+from tidemill.launch.settings.config_loader import load
 
 QWEN3_8B = {
     "model_type": "qwen3",

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from learner.errors import ConfigRefused
-from learner.layout.parallel import Parallel
-from learner.megatron.bridges.files import INDEX, ModelFiles
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.bridges.files import INDEX, ModelFiles
 
 A, B = torch.arange(6.0).view(2, 3), torch.ones(4, dtype=torch.bfloat16)
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.routed_experts import sparse_layers
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import load
-from learner.layout.sizes import FAMILIES, refusals
-from learner.megatron.flops import StepFlops
-from learner.settings.config import LearnerConfig
 from tests.check_kit import write_run
 from tests.tiny_models import DENSE, EXPERTS, tiny_config
+from tidemill.bus.wire.routed_experts import sparse_layers
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.layout.sizes import FAMILIES, refusals
+from tidemill.learner.megatron.flops import StepFlops
+from tidemill.learner.settings.config import LearnerConfig
 
 YARN = {"rope_type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -2,9 +2,9 @@
 
 import pytest
 
-from launch.run.learner_nodes import network_variables
-from launch.run.node_rank import NodePlace, node_place
-from launch.settings.config_loader import SettingsError
+from tidemill.launch.run.learner_nodes import network_variables
+from tidemill.launch.run.node_rank import NodePlace, node_place
+from tidemill.launch.settings.config_loader import SettingsError
 
 TORCHRUN = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 SLURM = {"SLURM_NODEID": "1", "SLURM_NNODES": "2", "SLURM_LOCALID": "0"}

@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus.errors import WireError
-from bus.wire.json_object import JsonObject
-from bus.wire.rows import read_row
-from learner.feed.feed_keys import FeedKeys
-from learner.nodes.agreement import refuse_public, refuse_unlike
-from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import Attempt, NodeRow, Phase, State, attempt_of, cut, node_of, row_value
-from learner.nodes.silence import GRACE_S, Silences
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import read_row
+from tidemill.learner.feed.feed_keys import FeedKeys
+from tidemill.learner.nodes.agreement import refuse_public, refuse_unlike
+from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State, attempt_of, cut, node_of, row_value
+from tidemill.learner.nodes.silence import GRACE_S, Silences
 
 KEY = FeedKeys.new().feeder_public
 ROW = NodeRow(

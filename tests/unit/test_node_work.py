@@ -5,16 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from bus.client.addresses import HERE
-from launch.devices.shapes import Node
-from launch.devices.wanted import want_of
-from launch.run import learner_nodes
-from launch.run.learner_nodes import NodeWork
-from launch.run.node_rank import NodePlace
-from launch.settings.config_loader import from_map
-from launch.settings.run_config import RunConfig
-from learner.nodes.errors import NodeRefused
-from learner.nodes.node_rows import NodeRow
+from tidemill.bus.client.addresses import HERE
+from tidemill.launch.devices.shapes import Node
+from tidemill.launch.devices.wanted import want_of
+from tidemill.launch.run import learner_nodes
+from tidemill.launch.run.learner_nodes import NodeWork
+from tidemill.launch.run.node_rank import NodePlace
+from tidemill.launch.settings.config_loader import from_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.nodes.errors import NodeRefused
+from tidemill.learner.nodes.node_rows import NodeRow
 
 
 def config(directory: Path, **learner: object) -> RunConfig:

@@ -10,17 +10,17 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import known_implementations
 
-from learner.checkpoints import disk, fetch
-from learner.checkpoints import manifest as manifests
-from learner.checkpoints.manifest import MANIFEST, METADATA
-from learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
-from learner.checkpoints.peers import CheckpointFiles, PeerClient
-from learner.checkpoints.stored import survey
-from learner.checkpoints.uploads import Silence, in_daemon
-from learner.errors import CheckpointCorrupt, StoreFailed
-from learner.settings.checkpoint_store import CheckpointConfig, masked
 from tests import flaky_store
 from tests.flaky_store import URL, FlakyFileSystem
+from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import manifest as manifests
+from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA
+from tidemill.learner.checkpoints.object_store import OWNER, ObjectStore, missing_package
+from tidemill.learner.checkpoints.peers import CheckpointFiles, PeerClient
+from tidemill.learner.checkpoints.stored import survey
+from tidemill.learner.checkpoints.uploads import Silence, in_daemon
+from tidemill.learner.errors import CheckpointCorrupt, StoreFailed
+from tidemill.learner.settings.checkpoint_store import CheckpointConfig, masked
 
 flaky = flaky_store.flaky
 NAME = "step-4-epoch-1"
@@ -219,7 +219,7 @@ def test_a_process_does_not_wait_for_a_store_that_hangs() -> None:
     """The interpreter joins all threads but daemons, and those of asyncio's executor, when it ends."""
     program = """
 import asyncio, threading
-from learner.checkpoints.uploads import Silence, in_daemon
+from tidemill.learner.checkpoints.uploads import Silence, in_daemon
 
 async def note(seconds):
     raise TimeoutError(f"silent for {seconds:.2f} s")

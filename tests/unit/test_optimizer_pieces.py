@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 
-from learner.layout.parallel import Parallel, Replicas, choose_replicas
-from learner.megatron.offload import cut
-from learner.megatron.optimizer_pieces import Piece, rectangles, sharded_pieces
-from learner.settings.config import LearnerConfig
+from tidemill.learner.layout.parallel import Parallel, Replicas, choose_replicas
+from tidemill.learner.megatron.offload import cut
+from tidemill.learner.megatron.optimizer_pieces import Piece, rectangles, sharded_pieces
+from tidemill.learner.settings.config import LearnerConfig
 
 
 @given(st.integers(1, 7), st.data())

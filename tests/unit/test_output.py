@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bus.system.output import Unwritable, _File, lossy
+from tidemill.bus.system.output import Unwritable, _File, lossy
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,7 @@ FULL = "standard output cannot be written: No space left on device"
     ],
 )
 def test_a_command_ends_with_its_exit_code_wherever_its_output_goes(words: str, redirections: str, code: int, complaint: str) -> None:
-    line = f"'{sys.executable}' -m launch {words} {redirections}; exit ${{PIPESTATUS[0]}}"
+    line = f"'{sys.executable}' -m tidemill {words} {redirections}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert complaint in done.stderr and "Traceback" not in done.stderr and "Exception ignored" not in done.stderr

@@ -2,8 +2,8 @@
 
 import pytest
 
-from bus import exit_codes
-from learner.algorithms.own_functions import FunctionRefused, asked_for, imported
+from tidemill.bus import exit_codes
+from tidemill.learner.algorithms.own_functions import FunctionRefused, asked_for, imported
 
 
 async def later(a: int) -> int:

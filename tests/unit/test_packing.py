@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.data.packing import assign
+from tidemill.learner.data.packing import assign
 
 LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cli.main import _parser
-from launch.settings import reference
-from launch.settings.config_loader import SettingsError, from_map, load
+from tidemill.launch.cli.main import _parser
+from tidemill.launch.settings import reference
+from tidemill.launch.settings.config_loader import SettingsError, from_map, load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md"] + [

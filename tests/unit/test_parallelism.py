@@ -2,15 +2,15 @@
 
 import pytest
 
-from actors.serving.builtin.shape import ModelShape
-from launch.devices.memory_table import parameters, rank_parameters
-from launch.devices.shapes import Node
-from launch.devices.trained import stages_of
-from launch.devices.wanted import want_of
-from launch.settings.config_loader import load
-from learner.layout.sizes import refusals, stage_layers
-from learner.settings.config import LearnerConfig
 from tests.unit.test_memory_table import QWEN3_8B, SHAPE
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.launch.devices.memory_table import parameters, rank_parameters
+from tidemill.launch.devices.shapes import Node
+from tidemill.launch.devices.trained import stages_of
+from tidemill.launch.devices.wanted import want_of
+from tidemill.launch.settings.config_loader import load
+from tidemill.learner.layout.sizes import refusals, stage_layers
+from tidemill.learner.settings.config import LearnerConfig
 
 ALL = LearnerConfig(data_parallel=3, tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=3, context_parallel=5)
 

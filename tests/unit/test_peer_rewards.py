@@ -5,12 +5,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bus.wire.messages import Status
-from rewards.children.limits import Limits
-from rewards.errors import RewardFailed, UnknownReward
-from rewards.port import RewardRequest
-from rewards.registry import load
-from rewards.scorers.single import opened
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
+from tidemill.rewards.scorers.single import opened
 
 HERE = "tests.peer_rewards"
 REQUEST = RewardRequest(

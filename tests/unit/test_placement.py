@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bus import exit_codes
-from launch.devices.errors import Refused
-from launch.devices.fitness import USABLE, senders
-from launch.devices.placement import engine_place, place
-from launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
+from tidemill.bus import exit_codes
+from tidemill.launch.devices.errors import Refused
+from tidemill.launch.devices.fitness import USABLE, senders
+from tidemill.launch.devices.placement import engine_place, place
+from tidemill.launch.devices.shapes import Device, Node, Others, Placed, RankPlace, Want, described
 
 GB = 1_000_000_000
 

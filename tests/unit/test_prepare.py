@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.settings.datasets import gsm8k_prompts, prompts, solve
-from launch.settings.prepare import Prepared, PreparedOtherwise, prepare
-from launch.settings.prepare_config import TASKS, PrepareConfig
-from launch.settings.tiny_model import CHARACTERS, bpe_tokenizer, character_tokenizer
+from tidemill.launch.settings.datasets import gsm8k_prompts, prompts, solve
+from tidemill.launch.settings.prepare import Prepared, PreparedOtherwise, prepare
+from tidemill.launch.settings.prepare_config import TASKS, PrepareConfig
+from tidemill.launch.settings.tiny_model import CHARACTERS, bpe_tokenizer, character_tokenizer
 
 SMALL = PrepareConfig(count=20, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16)
 
@@ -76,7 +76,7 @@ def test_gsm8k_is_shipped_whole_and_with_its_licence() -> None:
     assert rows[0]["label"] == "72"
     assert len(list(prompts(PrepareConfig(kind="gsm8k", count=0, split="test")))) == 1319
     assert len(list(prompts(PrepareConfig(kind="gsm8k", count=5)))) == 5
-    import launch
+    from tidemill import launch
 
     directory = Path(launch.__file__).parent / "data" / "gsm8k"
     assert "MIT License" in (directory / "LICENSE").read_text()

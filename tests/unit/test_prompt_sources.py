@@ -12,11 +12,11 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.wire.messages import Prompt
-from learner.data.config import DataConfig
-from learner.data.prompts import PromptFile, Row, RowRules, scan_rows
-from learner.data.source import Source
-from learner.errors import PromptError
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.prompts import PromptFile, Row, RowRules, scan_rows
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

@@ -11,10 +11,10 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.wire.messages import Prompt
-from learner.data.prompts import PromptFile, RowRules, sampler_seed, value_at
-from learner.data.source import Source
-from learner.errors import PromptError
+from tidemill.bus.wire.messages import Prompt
+from tidemill.learner.data.prompts import PromptFile, RowRules, sampler_seed, value_at
+from tidemill.learner.data.source import Source
+from tidemill.learner.errors import PromptError
 
 
 def letters(prompt: Prompt) -> Sequence[int]:

@@ -5,18 +5,18 @@ from typing import Any, cast
 
 import pytest
 
-from bus.client.addresses import HERE
-from bus.liveness.heartbeats import LiveView
-from bus.wire.rows import Capabilities, LiveRow
-from weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
-from weightstore.push.eviction import PushGroups
-from weightstore.push.handle_receiver import HandleReceivers
-from weightstore.push.push_group import GroupRules
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import HostMemory, shared_memory_domain
-from weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
-from weightstore.transport.port import WeightReceiver
-from weightstore.transport.staging import staging_memory
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.wire.rows import Capabilities, LiveRow
+from tidemill.weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
+from tidemill.weightstore.push.eviction import PushGroups
+from tidemill.weightstore.push.handle_receiver import HandleReceivers
+from tidemill.weightstore.push.push_group import GroupRules
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import HostMemory, shared_memory_domain
+from tidemill.weightstore.transport.nccl import DeviceEnd, nccl_differs, no_cuda_handles, no_nccl, own_end
+from tidemill.weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.staging import staging_memory
 
 OWN = DeviceEnd("AAAA-0", "2.29.7")
 """A device as torch states it: without the prefix of nvidia-smi."""

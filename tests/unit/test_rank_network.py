@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.ranks.network import loopback_variables
+from tidemill.learner.ranks.network import loopback_variables
 
 LO = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from bus.client.addresses import Reach, Route, bare, in_url, reach, route_to
+from tidemill.bus.client.addresses import Reach, Route, bare, in_url, reach, route_to
 
 HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route("10.0.0.7", False)
 
@@ -124,7 +124,7 @@ class Probe:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
-    monkeypatch.setattr("bus.client.reach.socket", found)
+    monkeypatch.setattr("tidemill.bus.client.reach.socket", found)
     return found
 
 

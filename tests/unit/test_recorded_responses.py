@@ -10,26 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.allowed import refuse_foreign
-from actors.rollout_settings import RolloutConfig, RolloutPrograms
-from bus.config import BusConfig
-from bus.errors import WireError
-from bus.wire.codec import check_sample, decode_sample, encode_sample
-from bus.wire.messages import Plan, Prompt, Sampling
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import SettingsError, load
-from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
-from learner.data.datasource import DataSource
-from learner.data.prompts import PromptFile, RowRules
-from learner.data.responses import RecordedRow, Recordings, in_conversation
-from learner.data.staleness_admission import TaskDemand
-from learner.errors import PromptError
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.new_task import task_of
-from learner.feed.recorded import samples_of
 from tests import data_kit
 from tests.check_kit import TEMPLATE, write_prompts, write_run
+from tidemill.actors.allowed import refuse_foreign
+from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
+from tidemill.bus.wire.messages import Plan, Prompt, Sampling
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.prompts import PromptFile, RowRules
+from tidemill.learner.data.responses import RecordedRow, Recordings, in_conversation
+from tidemill.learner.data.staleness_admission import TaskDemand
+from tidemill.learner.errors import PromptError
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.new_task import task_of
+from tidemill.learner.feed.recorded import samples_of
 
 BEGIN, END = 1, 2
 """Token ids around a turn of the chat template below; END is the model's end token."""

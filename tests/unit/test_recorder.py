@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.episodes.recorder import Output, Recorder, Sequences
-from bus.wire.invariants import check_sample
-from bus.wire.messages import Sample, Span
 from tests.bus_kit import make_sample
 from tests.examples import examples
+from tidemill.actors.episodes.recorder import Output, Recorder, Sequences
+from tidemill.bus.wire.invariants import check_sample
+from tidemill.bus.wire.messages import Sample, Span
 
 UNKNOWN = int(np.iinfo(np.uint16).max)
 """Id of unknown experts."""

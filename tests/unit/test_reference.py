@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from launch.cli import main as cli
-from launch.settings import reference
-from launch.settings.config_loader import SettingsError, from_map, to_map
-from launch.settings.run_config import RunConfig
 from tests.schema_kit import errors
+from tidemill.launch.cli import main as cli
+from tidemill.launch.settings import reference
+from tidemill.launch.settings.config_loader import SettingsError, from_map, to_map
+from tidemill.launch.settings.run_config import RunConfig
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/configuration.md"

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
-from actors.errors import BadRequest, NoRenderer
-from actors.openai.openai_api import parse
-from actors.router.chats import AskedChat, RenderedChats
-from actors.text.rendering import Renderer
-from actors.text.text import Text
 from tests.examples import examples
 from tests.tiny_models import EOS, OF_RENDERERS, write_tiny_tokenizer
+from tidemill.actors.errors import BadRequest, NoRenderer
+from tidemill.actors.openai.openai_api import parse
+from tidemill.actors.router.chats import AskedChat, RenderedChats
+from tidemill.actors.text.rendering import Renderer
+from tidemill.actors.text.text import Text
 
 for package in ("renderers", "httpx"):
     pytest.importorskip(package, reason="pip install 'tidemill[renderers]' (make setup installs it)")

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from learner.nodes.node_rows import Attempt, NodeRow, Phase, State
-from learner.nodes.rendezvous import Action, Drain, End, Form, Leave, Record, Renew, Seen, Start, Wait, decide
+from tidemill.learner.nodes.node_rows import Attempt, NodeRow, Phase, State
+from tidemill.learner.nodes.rendezvous import Action, Drain, End, Form, Leave, Record, Renew, Seen, Start, Wait, decide
 
 KEY = "k" * 40
 SILENCE_S = 30.0

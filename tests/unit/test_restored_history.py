@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from actors.episodes.calls import Called, answer_of
-from actors.episodes.gateway import remember_restored
-from actors.episodes.recorder import Recorder
-from actors.episodes.turn_log import StoredTurn
-from actors.router.token_history import ModelText, TokenHistory
-from actors.router.tree import Piece
-from bus.wire.messages import Span
-from bus.wire.turn_records import TurnKind, TurnRecord
 from tests.actor_kit import PROMPT, model_dir
+from tidemill.actors.episodes.calls import Called, answer_of
+from tidemill.actors.episodes.gateway import remember_restored
+from tidemill.actors.episodes.recorder import Recorder
+from tidemill.actors.episodes.turn_log import StoredTurn
+from tidemill.actors.router.token_history import ModelText, TokenHistory
+from tidemill.actors.router.tree import Piece
+from tidemill.bus.wire.messages import Span
+from tidemill.bus.wire.turn_records import TurnKind, TurnRecord
 
 MOST = 1 << 20
 

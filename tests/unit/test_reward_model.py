@@ -8,11 +8,11 @@ from aiohttp import web
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.http.reward_model import RewardModel
-from rewards.registry import bind
 from tests.tiny_models import tiny_tokenizer, write_tiny_tokenizer
 from tests.unit.test_rewards_http import answering, asking, request
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.http.reward_model import RewardModel
+from tidemill.rewards.registry import bind
 
 
 def outputs(*numbers: object) -> web.Response:

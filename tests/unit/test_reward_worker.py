@@ -4,9 +4,9 @@ import asyncio
 import socket
 from typing import Any
 
-from rewards.children import frames, worker
-from rewards.children.limits import Limits
-from rewards.registry import REWARD, Bound
+from tidemill.rewards.children import frames, worker
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.registry import REWARD, Bound
 
 
 async def _never(request: Any) -> float:

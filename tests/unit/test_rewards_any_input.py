@@ -21,18 +21,18 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Status
-from rewards import group, ifbench
-from rewards.children.limits import Limits
-from rewards.code.tests_passed import cases_in, program_in, same_output, same_value
-from rewards.errors import RewardFailed
-from rewards.ifeval import INSTRUCTIONS, follows
-from rewards.port import RewardRequest
-from rewards.registry import ASKING, TABLE, bind, checked
-from rewards.scorers.single import opened
 from tests.examples import examples
 from tests.unit.test_rewards_house import IFEVAL, LANGUAGE, OPTIONS
 from tests.unit.test_rewards_ifbench import CASES
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards import group, ifbench
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.code.tests_passed import cases_in, program_in, same_output, same_value
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.ifeval import INSTRUCTIONS, follows
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import ASKING, TABLE, bind, checked
+from tidemill.rewards.scorers.single import opened
 
 IN_CHILDREN = {"math_verify", "regex"}
 """Rewards without a bound of their own: a formula or a pattern may take any time."""

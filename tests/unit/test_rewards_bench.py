@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from rewards import group
-from rewards.registry import ASKING, TABLE, bind
 from tests.bench import plain_rewards, rewards
+from tidemill.rewards import group
+from tidemill.rewards.registry import ASKING, TABLE, bind
 
 LEAST = 0.9
 """Share of equal results of a row and its reference; what differs is in ``docs/rewards.md``."""

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rewards.code.tests_passed import Case, cases_in, program_in, same_output, same_value
-from rewards.errors import RewardFailed
+from tidemill.rewards.code.tests_passed import Case, cases_in, program_in, same_output, same_value
+from tidemill.rewards.errors import RewardFailed
 
 
 @pytest.mark.parametrize(

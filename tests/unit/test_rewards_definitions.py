@@ -15,18 +15,18 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from bus.wire.messages import Status, score_of
-from rewards.digits import digits
-from rewards.exact import exact
-from rewards.format_tags import format_tags
-from rewards.group import GroupRequest, relative_length
-from rewards.length import length
-from rewards.math_answer import math_answer
-from rewards.port import RewardRequest
-from rewards.regex import regex
-from rewards.symbolic import math_verify
 from tests.bench import plain_rewards as plain
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
+from tidemill.bus.wire.messages import Status, score_of
+from tidemill.rewards.digits import digits
+from tidemill.rewards.exact import exact
+from tidemill.rewards.format_tags import format_tags
+from tidemill.rewards.group import GroupRequest, relative_length
+from tidemill.rewards.length import length
+from tidemill.rewards.math_answer import math_answer
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.regex import regex
+from tidemill.rewards.symbolic import math_verify
 
 LEAST = 60
 

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bus.wire.messages import Status
-from rewards.digits import digits
-from rewards.exact import exact
-from rewards.port import RewardRequest
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.digits import digits
+from tidemill.rewards.exact import exact
+from tidemill.rewards.port import RewardRequest
 
 
 def request(response: str, label: object, status: Status = Status.COMPLETED) -> RewardRequest:

@@ -11,24 +11,24 @@ from typing import Any
 
 import pytest
 
-import launch
-from bus.wire.messages import Status
-from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler
-from rewards.errors import RewardFailed
-from rewards.format_tags import format_tags
-from rewards.gpqa import gpqa
-from rewards.gsm8k import gsm8k
-from rewards.ifeval import INSTRUCTIONS, follows, ifeval
-from rewards.math_boxed import math
-from rewards.math_equality import same_math
-from rewards.overlong import overlong
-from rewards.part_settings import BY_ROLLOUT
-from rewards.port import RewardRequest
-from rewards.regex import regex
-from rewards.registry import TABLE, UNBOUNDED, bind
-from rewards.repetition import repetition
-from rewards.token_f1 import f1
+from tidemill import launch
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.dapo import dapo
+from tidemill.rewards.deepscaler import deepscaler
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.format_tags import format_tags
+from tidemill.rewards.gpqa import gpqa
+from tidemill.rewards.gsm8k import gsm8k
+from tidemill.rewards.ifeval import INSTRUCTIONS, follows, ifeval
+from tidemill.rewards.math_boxed import math
+from tidemill.rewards.math_equality import same_math
+from tidemill.rewards.overlong import overlong
+from tidemill.rewards.part_settings import BY_ROLLOUT
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.regex import regex
+from tidemill.rewards.registry import TABLE, UNBOUNDED, bind
+from tidemill.rewards.repetition import repetition
+from tidemill.rewards.token_f1 import f1
 
 
 def request(response: str, label: Any = None, *, length: int = 0, **metadata: Any) -> RewardRequest:
@@ -269,7 +269,7 @@ def test_a_language_is_detected_the_same_each_time_or_refused_with_the_cure() ->
 
 def test_without_the_library_of_languages_the_cure_is_named() -> None:
     """A fresh interpreter in which it is blocked."""
-    code = "import sys; sys.modules['langdetect'] = None\nfrom rewards.ifeval import follows\n"
+    code = "import sys; sys.modules['langdetect'] = None\nfrom tidemill.rewards.ifeval import follows\n"
     code += "follows('language:response_language', {'language': 'de'}, 'Das')"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "RewardFailed" in ended.stderr and "pip install 'tidemill[language]'" in ended.stderr, ended.stderr

@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from aiohttp import ClientSession, web
 
-from actors.scoring.server import RewardServer, request_in, serving
-from bus.wire.messages import Status
-from rewards.children.limits import Limits
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.http import calls
-from rewards.http.judge import Judge, fill
-from rewards.http.remote import Remote
-from rewards.port import RewardRequest
-from rewards.registry import bind, load
-from rewards.scorers.single import opened
+from tidemill.actors.scoring.server import RewardServer, request_in, serving
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.http import calls
+from tidemill.rewards.http.judge import Judge, fill
+from tidemill.rewards.http.remote import Remote
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind, load
+from tidemill.rewards.scorers.single import opened
 
 Answer = Callable[[int, Any], web.StreamResponse]
 

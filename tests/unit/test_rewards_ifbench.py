@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rewards.errors import RewardFailed
-from rewards.ifbench import CAPITALS, INSTRUCTIONS, sentences
-from rewards.ifeval import follows
 from tests.examples import examples
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.ifbench import CAPITALS, INSTRUCTIONS, sentences
+from tidemill.rewards.ifeval import follows
 
 PALINDROMES = "level radar civic refer kayak rotor madam tenet stats Racecar!"
 QUESTIONS = "".join(f"Question {n}. {'Who is it' * n}?\nA. a\nB. b\nC. c\nD. d\nE. e\n" for n in range(1, 5))

@@ -8,12 +8,12 @@ from typing import Any
 import psutil
 import pytest
 
-from bus.wire.messages import Status
-from rewards.children.limits import Limits
-from rewards.ifeval import INSTRUCTIONS, follows
-from rewards.port import RewardRequest
-from rewards.registry import UNBOUNDED
-from rewards.scorers.single import opened
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.ifeval import INSTRUCTIONS, follows
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import UNBOUNDED
+from tidemill.rewards.scorers.single import opened
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifeval_reference.json").read_text(encoding="utf-8"))
 OF_CASE = ("change_case:english_capital", "change_case:english_lowercase")

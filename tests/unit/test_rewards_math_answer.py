@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import launch
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
-from rewards.port import RewardRequest
+from tidemill import launch
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
+from tidemill.rewards.port import RewardRequest
 
 
 def score(response: str, label: object, **options: float) -> dict[str, float]:

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler
-from rewards.gsm8k import gsm8k
-from rewards.math_answer import math_answer, to_number
-from rewards.math_boxed import math
-from rewards.port import RewardRequest
-from rewards.symbolic import math_verify
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.dapo import dapo
+from tidemill.rewards.deepscaler import deepscaler
+from tidemill.rewards.gsm8k import gsm8k
+from tidemill.rewards.math_answer import math_answer, to_number
+from tidemill.rewards.math_boxed import math
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.symbolic import math_verify
 
 WHOLE = ("18", "7", "9", "4", "-3", "120")
 LARGE = ("1234", "10236", "1000000", "-4321")

@@ -5,14 +5,14 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.children.limits import Limits
-from rewards.errors import BadRewardOption, RewardFailed
-from rewards.math_boxed import math
-from rewards.port import RewardRequest
-from rewards.registry import bind, is_unbounded
-from rewards.scorers.single import opened
 from tests.unit.test_rewards_house import DIFFERENT, SAME, pairs
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import BadRewardOption, RewardFailed
+from tidemill.rewards.math_boxed import math
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import bind, is_unbounded
+from tidemill.rewards.scorers.single import opened
 
 
 def asked(response: str, label: Any) -> RewardRequest:

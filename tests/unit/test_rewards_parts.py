@@ -6,19 +6,19 @@ from typing import Any
 
 import pytest
 
-from actors.allowed import refuse_foreign
-from actors.config import ActorConfig
-from actors.errors import NotAllowed
-from bus.wire.messages import Status
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import load
-from launch.settings.run_config import RunConfig
-from rewards.children.limits import Limits
-from rewards.errors import RewardFailed
-from rewards.part_settings import read_parts
-from rewards.port import RewardRequest
-from rewards.scorers.parts import opened_parts
 from tests.check_kit import write_prompts, write_run
+from tidemill.actors.allowed import refuse_foreign
+from tidemill.actors.config import ActorConfig
+from tidemill.actors.errors import NotAllowed
+from tidemill.bus.wire.messages import Status
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.rewards.children.limits import Limits
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.part_settings import read_parts
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.scorers.parts import opened_parts
 
 TWO = {
     "right": {"reward": "math_answer", "weight": 2, "options": {"format_weight": 0.0}},
@@ -104,7 +104,7 @@ def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, mo
         assert not report.errors
         assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
     for name in ("SURE_ROWS", "READ_S"):
-        monkeypatch.setattr(f"launch.checks.reading.{name}", 0)
+        monkeypatch.setattr(f"tidemill.launch.checks.reading.{name}", 0)
     assert not check(load(config, given), Purpose()).warnings, "rows that were not read may have it"
     warnings = check(load(config, [*given[1:], "prepare.kind=digits", "data.path="]), Purpose()).warnings
     assert ["none of 1" in one.text for one in warnings if "group_reward_when" in one.text] == [True]

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from bus.wire.messages import Status
-from rewards.dapo import dapo
-from rewards.deepscaler import deepscaler
-from rewards.gpqa import gpqa
-from rewards.gsm8k import gsm8k
-from rewards.math_boxed import math
-from rewards.overlong import overlong
-from rewards.port import RewardRequest
-from rewards.repetition import repetition
-from rewards.token_f1 import f1
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.dapo import dapo
+from tidemill.rewards.deepscaler import deepscaler
+from tidemill.rewards.gpqa import gpqa
+from tidemill.rewards.gsm8k import gsm8k
+from tidemill.rewards.math_boxed import math
+from tidemill.rewards.overlong import overlong
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.repetition import repetition
+from tidemill.rewards.token_f1 import f1
 
 ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines()]
 SHAPING = [json.loads(line) for line in (Path(__file__).parents[1] / "data/shaping_references.jsonl").read_text().splitlines()]

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bus.wire.invariants import MAX_REWARD
-from bus.wire.messages import Status
-from rewards.errors import BadRewardOption, RewardFailed, UnknownReward
-from rewards.port import RewardRequest
-from rewards.registry import load
+from tidemill.bus.wire.invariants import MAX_REWARD
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import BadRewardOption, RewardFailed, UnknownReward
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
 
 HERE = __name__
 REQUEST = RewardRequest(prompt="p", response="12", label="12", status=Status.COMPLETED)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.rollout_settings import parse_rollouts
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import load
+from tidemill.actors.rollout_settings import parse_rollouts
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/rollouts.md").read_text()

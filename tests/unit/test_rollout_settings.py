@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from actors.episodes.children import ChildBounds
-from actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
-from bus.wire.episode_limits import Budget
-from launch.cli.main import _parser
-from launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
-from launch.settings.run_config import RunConfig
-from learner.feed.feeder import within
+from tidemill.actors.episodes.children import ChildBounds
+from tidemill.actors.rollout_settings import BUILT_IN, RolloutConfig, RolloutPrograms, parse_rollouts, served
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.launch.cli.main import _parser
+from tidemill.launch.settings.config_loader import SettingsError, changes, from_map, load, to_map
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.feed.feeder import within
 
 USE = "agent:mine:Agent"
 

@@ -12,24 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from actors.engines.engine_client import _whole
-from actors.engines.port import Generation
-from actors.errors import EngineFailed
-from bus.errors import WireError
-from bus.wire.codec import decode_sample, encode_sample
-from bus.wire.invariants import check_sample
-from bus.wire.messages import Sample, Sampling, Span
-from bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
-from learner.data.batch_frames import decode, encode
-from learner.data.batching import build_batches
-from learner.errors import FeedError
-from learner.feed.feed_messages import unpack
 from tests.bus_kit import make_sample
 from tests.data_kit import sample as made_sample
 from tests.data_kit import task
 from tests.examples import examples
 from tests.learner_steps import with_random_experts
 from tests.unit.test_batch import plan_of
+from tidemill.actors.engines.engine_client import _whole
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.errors import EngineFailed
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import decode_sample, encode_sample
+from tidemill.bus.wire.invariants import check_sample
+from tidemill.bus.wire.messages import Sample, Sampling, Span
+from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
+from tidemill.learner.data.batch_frames import decode, encode
+from tidemill.learner.data.batching import build_batches
+from tidemill.learner.errors import FeedError
+from tidemill.learner.feed.feed_messages import unpack
 
 SHAPE = RoutedShape(num_layers=4, layers=(1, 3), top_k=3, num_experts=7)
 WIDE = replace(SHAPE, num_experts=256)

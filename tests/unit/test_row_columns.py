@@ -10,30 +10,30 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from bus.config import BusConfig
-from bus.wire.episode_limits import Budget
-from bus.wire.messages import Sampling
-from launch.checks.rows import row_check
-from launch.checks.run import Purpose, check
-from launch.run import learner_roles
-from launch.settings.config_loader import SettingsError, load
-from launch.settings.run_config import RunConfig
-from learner.data.columns import RowSampling
-from learner.data.config import DataConfig
-from learner.data.curriculum import Curriculum, CurriculumRules
-from learner.data.digests import prompts_digest
-from learner.data.groups import mismatch
-from learner.data.prompts import PromptFile, scan_rows
-from learner.data.rules import DataRules
-from learner.data.staleness_admission import TaskDemand
-from learner.errors import PromptError
-from learner.evaluation.config import EvalConfig
-from learner.evaluation.prompts import EvalPrompts
-from learner.evaluation.rounds import Place, Rounds
-from learner.feed.feeder_rules import FeederRules
-from learner.feed.new_task import task_of
 from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
+from tidemill.bus.config import BusConfig
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Sampling
+from tidemill.launch.checks.rows import row_check
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.run import learner_roles
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.data.columns import RowSampling
+from tidemill.learner.data.config import DataConfig
+from tidemill.learner.data.curriculum import Curriculum, CurriculumRules
+from tidemill.learner.data.digests import prompts_digest
+from tidemill.learner.data.groups import mismatch
+from tidemill.learner.data.prompts import PromptFile, scan_rows
+from tidemill.learner.data.rules import DataRules
+from tidemill.learner.data.staleness_admission import TaskDemand
+from tidemill.learner.errors import PromptError
+from tidemill.learner.evaluation.config import EvalConfig
+from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.rounds import Place, Rounds
+from tidemill.learner.feed.feeder_rules import FeederRules
+from tidemill.learner.feed.new_task import task_of
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
 PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: {reward: words}}}"
@@ -372,7 +372,7 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
     (error,) = check(loaded, Purpose()).errors
     assert error.topic == "eval" and "own.jsonl:2: " in error.text and complaint in error.text
     # Without transformers, which this would load for the whole process as one that finds no torch.
-    monkeypatch.setattr("learner.data.prompts.model_tokenizer", lambda *_, **__: lambda prompt: [1])
+    monkeypatch.setattr("tidemill.learner.data.prompts.model_tokenizer", lambda *_, **__: lambda prompt: [1])
     for name in ("USE_TORCH", "TRANSFORMERS_NO_ADVISORY_WARNINGS"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(PromptError) as refused:  # the learner reads all rows, whatever was checked

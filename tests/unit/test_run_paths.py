@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from launch.checks.resume import began_with
-from launch.settings.config_loader import load
+from tidemill.launch.checks.resume import began_with
+from tidemill.launch.settings.config_loader import load
 
 
 @pytest.fixture

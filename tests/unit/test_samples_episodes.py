@@ -5,14 +5,14 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from bus.wire.messages import SequenceSize
-from launch.samples.block import block, facts
-from launch.samples.episode import conversation, turns_in, turns_table
-from launch.samples.filters import Headline
-from launch.samples.search import Found, as_map
-from launch.samples.show import shaded, tokens_of
-from launch.samples.tokens import Vocabulary
 from tests.bus_kit import make_episode, make_sample, make_turns
+from tidemill.bus.wire.messages import SequenceSize
+from tidemill.launch.samples.block import block, facts
+from tidemill.launch.samples.episode import conversation, turns_in, turns_table
+from tidemill.launch.samples.filters import Headline
+from tidemill.launch.samples.search import Found, as_map
+from tidemill.launch.samples.show import shaded, tokens_of
+from tidemill.launch.samples.tokens import Vocabulary
 
 IDS = Vocabulary(None)
 LINE = Headline(seq=3, stored_s=0.0, kind="train", actor="a")

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from launch.samples.filters import Filter, Headline, Range
-from launch.samples.search import seconds
-from launch.samples.stats import complete_groups, pass_at_k, summarize
-from launch.samples.text import plain, shortened
 from tests import data_kit
+from tidemill.launch.samples.filters import Filter, Headline, Range
+from tidemill.launch.samples.search import seconds
+from tidemill.launch.samples.stats import complete_groups, pass_at_k, summarize
+from tidemill.launch.samples.text import plain, shortened
 
 
 def line(task: int, index: int, reward: float, **changes: Any) -> Headline:

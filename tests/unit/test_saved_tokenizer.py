@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from actors.text.text import Text
-from learner.data.prompts import model_tokenizer
-from learner.data.saved_tokenizer import saved_tokenizer
 from tests.tiny_models import as_transformers_5, write_tiny_model
+from tidemill.actors.text.text import Text
+from tidemill.learner.data.prompts import model_tokenizer
+from tidemill.learner.data.saved_tokenizer import saved_tokenizer
 
 TEXT = "What is three plus four? <|im_start|> seven<|im_end|>"
 CHAT = [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "seven"}]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from learner.errors import MemoryReleased
-from learner.megatron.memory import PlainMemory, SaverMemory, open_memory, process_saver
+from tidemill.learner.errors import MemoryReleased
+from tidemill.learner.megatron.memory import PlainMemory, SaverMemory, open_memory, process_saver
 
 
 class StrictSaver:

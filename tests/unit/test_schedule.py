@@ -9,17 +9,17 @@ import torch
 from torch.optim import SGD
 from transformers import get_scheduler
 
-from launch.checks.findings import Report
-from launch.checks.tuning import check_tuning
-from launch.cli.main import main
-from launch.devices.memory_table import Row, memory_rows
-from launch.devices.trained import trained_tensors
-from launch.settings.config_loader import load
-from launch.settings.run_config import RunConfig
-from learner.settings.config import LearnerConfig
-from learner.settings.lora import LoraConfig
-from learner.settings.schedule import DECAYS, FALLING, OptimizerConfig, frozen_names, learning_rate, unmatched
 from tests.unit.test_memory_table import SHAPE
+from tidemill.launch.checks.findings import Report
+from tidemill.launch.checks.tuning import check_tuning
+from tidemill.launch.cli.main import main
+from tidemill.launch.devices.memory_table import Row, memory_rows
+from tidemill.launch.devices.trained import trained_tensors
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.lora import LoraConfig
+from tidemill.learner.settings.schedule import DECAYS, FALLING, OptimizerConfig, frozen_names, learning_rate, unmatched
 
 
 def rates(**settings: Any) -> list[float]:

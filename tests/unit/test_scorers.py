@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 from aiohttp import ClientSession, web
 
-from actors.engines import server_pool
-from actors.engines.server_pool import ServerStatus
-from actors.scoring import scorer_pool, server
-from actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
-from actors.scoring.server import RewardServer, serving
-from bus.http.access import RunAccess
-from bus.liveness.keys import Keys, RunKeys
-from bus.wire.messages import Status
-from rewards.errors import RewardFailed
-from rewards.group import GroupRequest
-from rewards.port import RewardRequest
-from rewards.registry import load
+from tidemill.actors.engines import server_pool
+from tidemill.actors.engines.server_pool import ServerStatus
+from tidemill.actors.scoring import scorer_pool, server
+from tidemill.actors.scoring.scorer_pool import MOST_LOST, RemoteScoring, ScorerClient, ScorerPool
+from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.errors import RewardFailed
+from tidemill.rewards.group import GroupRequest
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
 
 KEYS = RunKeys.fixed(Keys.of("admin"))
 REQUEST = RewardRequest(prompt="p", response="4", label="4", status=Status.COMPLETED)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.settings.config_loader import load
-from launch.settings.run_config import RunConfig
-from launch.settings.yaml_file import SettingsError
+from tidemill.launch.settings.config_loader import load
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.launch.settings.yaml_file import SettingsError
 
 DIGITS = Path("launch/configs/digits.yaml")
 NEGATIVE = {

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, Watch
-from actors.serving.sglang.request_ids import RequestIds
+from tidemill.actors.serving.sglang.aborts import BEFORE_PAUSE_S, SETTLE_S, Watch
+from tidemill.actors.serving.sglang.request_ids import RequestIds
 
 NEVER = float("inf")
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, report_of
 from tests.tiny_models import tiny_model
-from weightstore.format.checksums import differences, sum_of
+from tidemill.actors.serving.sglang.checksums import VOCAB_ROWS, layout_of, report_of
+from tidemill.weightstore.format.checksums import differences, sum_of
 
 CPU = {"device": "cpu", "tp_size": 1, "dtype": "float32"}
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.numpy import load_file
 from torch import Tensor, nn
 
-from actors.config import EngineConfig, SglangConfig
-from actors.serving.sglang.inside.tidemill_module_outputs import PATTERNS, hook
-from actors.serving.sglang.scoring import score_directory
-from launch.cli.main import main
 from tests.tiny_models import write_tiny_model
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.serving.sglang.inside.tidemill_module_outputs import PATTERNS, hook
+from tidemill.actors.serving.sglang.scoring import score_directory
+from tidemill.launch.cli.main import main
 
 LAYERS, WIDTH, EXPERTS = 2, 4, 4
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from actors.errors import EngineFailed
-from actors.serving.sglang.releases import release_of
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.serving.sglang.releases import release_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from actors.serving.sglang.request_ids import RequestIds
+from tidemill.actors.serving.sglang.request_ids import RequestIds
 
 BATCH: dict[str, Any] = {"input_ids": [[5], [6, 7]], "rid": "both"}
 ONE: dict[str, Any] = {"input_ids": [5, 6], "rid": "mine"}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from actors.config import EngineConfig, SglangConfig
-from actors.errors import BadRequest
-from actors.request import Limits
-from actors.serving.sglang.server_process import command_line, server_arguments
-from actors.serving.sglang.validation import responses_in
-from actors.sglang_arguments import SAME, TRIED, UNTRIED
-from launch.settings.run_config import RunConfig
+from tidemill.actors.config import EngineConfig, SglangConfig
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.request import Limits
+from tidemill.actors.serving.sglang.server_process import command_line, server_arguments
+from tidemill.actors.serving.sglang.validation import responses_in
+from tidemill.actors.sglang_arguments import SAME, TRIED, UNTRIED
+from tidemill.launch.settings.run_config import RunConfig
 
 LIMITS = Limits(vocab_size=300, max_context=16, encode=lambda text: [5] * len(text))
 IDS = {"input_ids": [5, 6, 7]}

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from learner.algorithms.alarms import AlarmConfig
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.presets import PRESETS
-from learner.errors import ConfigRefused
-from learner.settings.config import CriticConfig, LearnerConfig
-from learner.settings.hooks import HooksConfig
-from learner.settings.schedule import OptimizerConfig
-from learner.settings.step_settings import StepSettings, record_of, refuse_built_in
+from tidemill.learner.algorithms.alarms import AlarmConfig
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.presets import PRESETS
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.config import CriticConfig, LearnerConfig
+from tidemill.learner.settings.hooks import HooksConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
+from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
 
 CHANGED: dict[str, dict[str, Any]] = {
     "rate": {"optimizer": OptimizerConfig(lr=3e-4, lr_decay="cosine", warmup_steps=3, beta1=0.8, clip_grad=0.0, reset_at=(4, 9))},

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.config import BusConfig
-from bus.errors import ServerFailed
-from bus.server import store_disk
-from bus.server.nats_server import EmbeddedServer
-from bus.server.store_disk import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper, lacking
 from tests.small_disk import small_disk
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import ServerFailed
+from tidemill.bus.server import store_disk
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.server.store_disk import FIRST_PAUSE_S, LONGEST_PAUSE_S, StoreKeeper, lacking
 
 NO_END = 1 << 62
 """Bytes that no disk has."""

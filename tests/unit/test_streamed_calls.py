@@ -5,12 +5,12 @@ import asyncio
 import numpy as np
 import pytest
 
-from actors.engines.port import Generation
-from actors.engines.responses import GenerationFailed, Response
-from actors.episodes.calls import Called
-from actors.episodes.recorder import Output
-from actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
-from bus.wire.messages import Span, Timings
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import GenerationFailed, Response
+from tidemill.actors.episodes.calls import Called
+from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.streamed_calls import CUT, StreamedCalls, StreamedTurn
+from tidemill.bus.wire.messages import Span, Timings
 
 
 def response(count: int, finish: str | None = None) -> Response:

@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 import torch
 
-from actors.errors import EngineFailed
-from actors.teacher_settings import chosen, parse_teachers
-from actors.teachers.scores import request_of, scores_in
-from bus.errors import WireError
-from bus.wire.codec import decode_sample, encode_sample
-from bus.wire.invariants import MIN_LOG_PROB, check_sample
-from bus.wire.messages import SCHEMA, Sample, SequenceSize
-from launch.checks.run import Purpose, check
-from launch.settings.config_loader import SettingsError, load
-from learner.algorithms.aggregation import Denominators
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.distillation import top_k_divergence
-from learner.algorithms.objective import Objective, Tokens
-from learner.data.batch import MicroBatch
-from learner.data.batch_frames import decode, encode
-from learner.data.datasource import DataSource
-from learner.data.senders import invalid_words
-from learner.megatron import logprobs
 from tests import data_kit
 from tests.bus_kit import make_sample
 from tests.check_kit import write_model, write_run
 from tests.learner_steps import make_batches, make_samples
+from tidemill.actors.errors import EngineFailed
+from tidemill.actors.teacher_settings import chosen, parse_teachers
+from tidemill.actors.teachers.scores import request_of, scores_in
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.codec import decode_sample, encode_sample
+from tidemill.bus.wire.invariants import MIN_LOG_PROB, check_sample
+from tidemill.bus.wire.messages import SCHEMA, Sample, SequenceSize
+from tidemill.launch.checks.run import Purpose, check
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.learner.algorithms.aggregation import Denominators
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.distillation import top_k_divergence
+from tidemill.learner.algorithms.objective import Objective, Tokens
+from tidemill.learner.data.batch import MicroBatch
+from tidemill.learner.data.batch_frames import decode, encode
+from tidemill.learner.data.datasource import DataSource
+from tidemill.learner.data.senders import invalid_words
+from tidemill.learner.megatron import logprobs
 
 R = 8
 SCORED = make_sample(

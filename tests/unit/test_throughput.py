@@ -2,7 +2,7 @@
 
 import pytest
 
-from weightstore.push.throughput import Throughput
+from tidemill.weightstore.push.throughput import Throughput
 
 
 def test_groups_of_one_transport_add_up_and_the_slowest_counts() -> None:

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.kl_settings import KLConfig
-from learner.algorithms.objective import Tokens
-from learner.algorithms.token_advantages import with_token_advantages
-from learner.settings.config import CriticConfig, LearnerConfig
-from learner.settings.schedule import OptimizerConfig
 from tests.examples import examples
 from tests.unit.test_algorithms_token_returns import part_of
 from tests.unit.test_algorithms_token_returns import row as unvalued
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.kl_settings import KLConfig
+from tidemill.learner.algorithms.objective import Tokens
+from tidemill.learner.algorithms.token_advantages import with_token_advantages
+from tidemill.learner.settings.config import CriticConfig, LearnerConfig
+from tidemill.learner.settings.schedule import OptimizerConfig
 
 REWARDS_N = torch.tensor([2.0, -1.0, 0.5], dtype=torch.float64)
 COEF = 0.3

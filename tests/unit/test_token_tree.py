@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.router.tree import Piece, TokenTree, columns
 from tests.examples import examples
+from tidemill.actors.router.tree import Piece, TokenTree, columns
 
 
 def given_(text: str, *tokens: int) -> Piece:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NewType, NotRequired, Optional, Type
 
 import pytest
 
-from actors.episodes.programs.tool_schemas import documented, hints_of, schema_for, schema_of, typed
+from tidemill.actors.episodes.programs.tool_schemas import documented, hints_of, schema_for, schema_of, typed
 
 
 class Color(enum.Enum):

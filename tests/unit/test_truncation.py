@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from bus.wire.messages import Status
-from learner.algorithms.choices import AGGREGATIONS
-from learner.algorithms.config import AlgorithmConfig
-from learner.algorithms.objective import Coupled, Objective
-from learner.data.batch import StepBatch
-from learner.data.truncation import without_truncated
-from learner.layout.parallel import Parallel
-from learner.megatron.rows import rows_of, step_of
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
+from tidemill.bus.wire.messages import Status
+from tidemill.learner.algorithms.choices import AGGREGATIONS
+from tidemill.learner.algorithms.config import AlgorithmConfig
+from tidemill.learner.algorithms.objective import Coupled, Objective
+from tidemill.learner.data.batch import StepBatch
+from tidemill.learner.data.truncation import without_truncated
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.megatron.rows import rows_of, step_of
 
 
 def same(one: StepBatch, other: StepBatch, *, but: set[str]) -> None:

@@ -19,21 +19,21 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from actors.engines.port import Generation
-from actors.engines.responses import Response
-from actors.episodes.episode import Episode
-from actors.episodes.recorder import Output
-from actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
-from bus.client.jetstream import Message
-from bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
-from bus.errors import BusUnavailable, Forbidden, NotFound, Refused
-from bus.streams import episode_turns
-from bus.streams.episode_turns import NotStored, Superseded, TurnStream
-from bus.wire import subjects
-from bus.wire.codec import decode_turn_record
-from bus.wire.messages import Sampling, Span, Task, Timings
-from bus.wire.turn_records import TurnKind
 from tests.bus_kit import make_task
+from tidemill.actors.engines.port import Generation
+from tidemill.actors.engines.responses import Response
+from tidemill.actors.episodes.episode import Episode
+from tidemill.actors.episodes.recorder import Output
+from tidemill.actors.episodes.turn_log import REPLAY, RESTART, RESUME, TurnLog, digest
+from tidemill.bus.client.jetstream import Message
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from tidemill.bus.errors import BusUnavailable, Forbidden, NotFound, Refused
+from tidemill.bus.streams import episode_turns
+from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.codec import decode_turn_record
+from tidemill.bus.wire.messages import Sampling, Span, Task, Timings
+from tidemill.bus.wire.turn_records import TurnKind
 
 TASK = 7
 COUNT = 400

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from bus import exit_codes
-from launch.devices import visible
-from launch.devices.errors import DevicesUnreadable
-from launch.devices.visible import this_node
 from tests.gpu_kit import MIB, environment, fake_nvidia_smi, row, uuid_of
+from tidemill.bus import exit_codes
+from tidemill.launch.devices import visible
+from tidemill.launch.devices.errors import DevicesUnreadable
+from tidemill.launch.devices.visible import this_node
 
 LISTING = f"""GPU 0: NVIDIA H100 80GB HBM3 (UUID: {uuid_of(0)})
   MIG 3g.40gb     Device  0: (UUID: MIG-11111111-aaaa-bbbb-cccc-000000000000)
@@ -160,5 +160,5 @@ def test_hidden_devices_are_not_asked_for(tmp_path: Path) -> None:
 
 
 def test_reading_them_loads_no_torch() -> None:
-    code = "import sys, launch.devices.visible, launch.devices.placement; assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
+    code = "import sys, tidemill.launch.devices.visible, tidemill.launch.devices.placement; assert not {'torch', 'numpy', 'nats'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

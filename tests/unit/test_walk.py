@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.episodes.programs.walk import LAST, Walk
-from launch.settings.datasets import prompts
-from launch.settings.prepare_config import PrepareConfig
-from launch.settings.tiny_model import character_tokenizer
 from tests.unit.test_prepare import SMALL
+from tidemill.actors.episodes.programs.walk import LAST, Walk
+from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.settings.prepare_config import PrepareConfig
+from tidemill.launch.settings.tiny_model import character_tokenizer
 
 
 def begun(prompt: str) -> Walk:

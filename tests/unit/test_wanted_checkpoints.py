@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from learner.feed.feeder_loops import Feeder
-from learner.settings.checkpoint_store import MOST_PENDING
+from tidemill.learner.feed.feeder_loops import Feeder
+from tidemill.learner.settings.checkpoint_store import MOST_PENDING
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(4, False), (0, True)])

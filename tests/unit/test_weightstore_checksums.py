@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.receiver_app import staged, tiny_tensors
-from weightstore.format import checksums
-from weightstore.format.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
+from tidemill.weightstore.format import checksums
+from tidemill.weightstore.format.checksums import LANES, ChecksumReport, Part, differences, report_checksums, sha256, sum64, sum_of
 
 
 def slow(data: bytes) -> str:

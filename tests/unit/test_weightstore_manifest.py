@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightstore.errors import BadManifest
-from weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec, spec_of, unflatten
-from weightstore.transport.staging import StagingPool
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec, spec_of, unflatten
+from tidemill.weightstore.transport.staging import StagingPool
 
 DTYPES = ["float32", "bfloat16", "float16", "int64", "uint8", "bool"]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)

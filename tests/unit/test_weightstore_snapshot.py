@@ -10,9 +10,9 @@ from safetensors.torch import load_file
 
 from tests.receiver_app import tiny_tensors, write_tiny_companions
 from tests.tiny_models import tiny_model, write_tiny_model
-from weightstore.errors import SnapshotBroken
-from weightstore.format.manifest import ITEM_BYTES, Manifest
-from weightstore.store import snapshot
+from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest
+from tidemill.weightstore.store import snapshot
 
 
 @pytest.fixture

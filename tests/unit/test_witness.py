@@ -1,7 +1,7 @@
 """Verification of an engine's address, without sockets: errors by nonce, which calls count, and the text for them."""
 
-from actors.engines.witness import CHECK_EVERY_S, LOOK_EVERY_S, MOST_MISSES, _Called, unreachable, verified
-from bus.wire.rows import LiveRow
+from tidemill.actors.engines.witness import CHECK_EVERY_S, LOOK_EVERY_S, MOST_MISSES, _Called, unreachable, verified
+from tidemill.bus.wire.rows import LiveRow
 
 
 def row(role: str, **reached: str) -> LiveRow:

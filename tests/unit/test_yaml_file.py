@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.cli.inputs import given_options
-from launch.settings import yaml_file
-from launch.settings.config_loader import SettingsError, load
-from launch.settings.run_config import RunConfig
 from tests.examples import examples
+from tidemill.launch.cli.inputs import given_options
+from tidemill.launch.settings import yaml_file
+from tidemill.launch.settings.config_loader import SettingsError, load
+from tidemill.launch.settings.run_config import RunConfig
 
 GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
 PIECES = (

@@ -7,8 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from launch.run.roles import run_prepare
-from launch.settings.config_loader import load
+from tidemill.launch.run.roles import run_prepare
+from tidemill.launch.settings.config_loader import load
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from bus.errors import BusUnavailable, NotFound
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus, connect
-from bus.wire import subjects
-from bus.wire.messages import Done, Plan
-from bus.wire.rows import LiveRow
 from tests.forked import Forked
 from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
+from tidemill.bus.errors import BusUnavailable, NotFound
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Done, Plan
+from tidemill.bus.wire.rows import LiveRow
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "launch/configs/smoke.yaml"

@@ -21,12 +21,12 @@ import psutil
 import pytest
 from nats.js.api import AckPolicy, ConsumerConfig
 
-from actors.rollout.actor_process import UPDATE_EVERY_S
-from bus.streams.bus import Bus
-from bus.wire import subjects
-from bus.wire.messages import Dead
 from tests import bad_graders
 from tests.whole.running import Up, assert_books_balance, live, until_step, up
+from tidemill.actors.rollout.actor_process import UPDATE_EVERY_S
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire import subjects
+from tidemill.bus.wire.messages import Dead
 
 LATE_S = 0.2
 """Most seconds by which graders may delay a heartbeat."""

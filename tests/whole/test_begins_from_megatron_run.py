@@ -9,15 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from bus.streams.bus import connect
-from launch.cli.main import main
-from learner.checkpoints.torch_dist import TRACKER
 from tests.chaos.storm import standing_bus
 from tests.integration import plain_megatron
 from tests.megatron_world import one_rank
 from tests.whole.prepared import made
 from tests.whole.running import SMOKE, up
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.streams.bus import connect
+from tidemill.launch.cli.main import main
+from tidemill.learner.checkpoints.torch_dist import TRACKER
+from tidemill.weightstore.store.registry import VersionRegistry
 
 STANDS_STILL = "learner.optimizer.lr=1e-30"
 """Learning rate with which a step changes no bit of the weights."""

@@ -13,12 +13,12 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from bus.wire.messages import Status
-from launch.settings.run_config import RunConfig
-from rewards.port import RewardRequest
-from rewards.registry import load
 from tests.launched import run_tidemill
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.wire.messages import Status
+from tidemill.launch.settings.run_config import RunConfig
+from tidemill.rewards.port import RewardRequest
+from tidemill.rewards.registry import load
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs/examples/own"

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bus.streams.bus import Bus
-from bus.streams.samples import headers_of
-from bus.streams.tasks import Lease
-from bus.wire.messages import Sample, Task
-from bus.wire.subjects import MESSAGE_ID
 from tests import data_kit
 from tests.whole.running import Up, assert_books_balance, up
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.samples import headers_of
+from tidemill.bus.streams.tasks import Lease
+from tidemill.bus.wire.messages import Sample, Task
+from tidemill.bus.wire.subjects import MESSAGE_ID
 
 KINDS = ("above-zero", "prophet", "garbage")
 TASKS_EACH = 24

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from bus.streams.bus import Bus, connect
-from bus.wire.messages import Dead, Plan, Requeue
 from tests.chaos.auditor import judge
 from tests.chaos.storm import drained_and_judged, standing_bus
 from tests.launched import run_tidemill
 from tests.whole.running import assert_books_balance, up
+from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.messages import Dead, Plan, Requeue
 
 
 async def dead_tasks(bus: Bus, count: int) -> list[Dead]:

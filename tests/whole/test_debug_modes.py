@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from learner.debug.comparison import compare_train
-from learner.debug.module_file import read_modules
-from learner.debug.profile_request import ProfileRequest, write_request
-from learner.debug.rollout_file import load_rollout
-from learner.debug.train_file import read_train, record_path
 from tests.whole.running import assert_books_balance, up
+from tidemill.learner.debug.comparison import compare_train
+from tidemill.learner.debug.module_file import read_modules
+from tidemill.learner.debug.profile_request import ProfileRequest, write_request
+from tidemill.learner.debug.rollout_file import load_rollout
+from tidemill.learner.debug.train_file import read_train, record_path
 
 STEPS = 3
 

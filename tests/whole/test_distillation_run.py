@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from launch.settings.prepare import prepare
-from launch.settings.prepare_config import PrepareConfig
 from tests.whole.running import assert_books_balance, up
+from tidemill.launch.settings.prepare import prepare
+from tidemill.launch.settings.prepare_config import PrepareConfig
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 64, "max_position": 64}
 TEACHER = PrepareConfig(task="copy", seed=5, initializer_range=0.3, **SIZES)

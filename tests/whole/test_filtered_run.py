@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.bus import Bus
-from bus.wire.messages import Done, Plan, Settle
-from launch.run.audit import audit
-from learner.data.selection import is_filtered
 from tests.whole.running import SMOKE, assert_books_balance, kill, live, up
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.messages import Done, Plan, Settle
+from tidemill.launch.run.audit import audit
+from tidemill.learner.data.selection import is_filtered
 
 STEPS, GROUPS, SIZE, ONE_OF = 3, 2, 2, 100
 READ_EVERY = 60

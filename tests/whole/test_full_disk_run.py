@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.nats_server import EmbeddedServer
 from tests.small_disk import small_disk
 from tests.whole.running import assert_books_balance, up
+from tidemill.bus.server.nats_server import EmbeddedServer
 
 STEPS = 40
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from bus.server.auth import credentials_file, read_credentials
-from launch.cli.find_run import find_run
-from launch.run.access import viewer_line
 from tests.whole.running import Up, assert_books_balance, up
+from tidemill.bus.server.auth import credentials_file, read_credentials
+from tidemill.launch.cli.find_run import find_run
+from tidemill.launch.run.access import viewer_line
 
 BUS = ("bus.auth=true", "bus.cluster=3", "bus.auth_users=2")
 PUSHES = ("weights.transport=handles", "weights.verify=always", "up.engines=2", "weights.min_engines=2")

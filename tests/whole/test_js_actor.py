@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from rewards.digits import digits
-from rewards.port import RewardRequest
 from tests.actor_kit import all_samples, row_until
 from tests.js_kit import installed, js_actor
 from tests.whole.running import Up, assert_books_balance, limit_records, until_step, up
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 STEPS = 14
 RECORDS = 20

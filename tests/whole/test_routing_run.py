@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import yaml
 
-from bus.wire.messages import Kind, Sample
-from bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
 from tests.tiny_models import tiny_model
 from tests.whole.prepared import made
 from tests.whole.running import SMOKE, assert_books_balance, up
+from tidemill.bus.wire.messages import Kind, Sample
+from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts, unknown_rows
 
 STEPS = 3
 

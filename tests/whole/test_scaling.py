@@ -8,13 +8,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
 from tests import launched
 from tests.chaos.storm import drained_and_judged
 from tests.forked import Forked
 from tests.unhurried import UNHURRIED
 from tests.whole.running import assert_books_balance, live, until_step, up
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
 
 
 @contextlib.asynccontextmanager

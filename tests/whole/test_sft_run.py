@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from bus.streams.bus import connect
 from tests.chaos.auditor import judge
 from tests.chaos.storm import standing_bus
 from tests.held_steps import HELD
 from tests.launched import run_tidemill
 from tests.whole.running import ROOT, SMOKE, assert_books_balance, kill, live, records, until_step, up
+from tidemill.bus.streams.bus import connect
 
 SFT = ROOT / "launch/configs/sft.yaml"
 ROWS, STEPS = 512, 32

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from bus.config import BusConfig
-from bus.server.nats_server import EmbeddedServer
-from bus.streams.bus import connect
-from bus.wire.messages import Kind
-from learner.checkpoints import disk
 from tests.launched import run_tidemill
 from tests.whole.prepared import made
 from tests.whole.running import SMOKE, assert_books_balance, up
+from tidemill.bus.config import BusConfig
+from tidemill.bus.server.nats_server import EmbeddedServer
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.messages import Kind
+from tidemill.learner.checkpoints import disk
 
 HELD = 4
 

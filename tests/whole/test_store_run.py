@@ -8,13 +8,13 @@ from pathlib import Path
 
 import psutil
 
-from bus.streams.bus import Bus
-from learner.checkpoints import disk
-from learner.checkpoints.keeper import CHECKPOINT_KEY
-from learner.checkpoints.object_store import ObjectStore
-from learner.checkpoints.stored import survey
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
 from tests.whole.test_whole_run import retrain, weights
+from tidemill.bus.streams.bus import Bus
+from tidemill.learner.checkpoints import disk
+from tidemill.learner.checkpoints.keeper import CHECKPOINT_KEY
+from tidemill.learner.checkpoints.object_store import ObjectStore
+from tidemill.learner.checkpoints.stored import survey
 
 STEPS = 12
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from learner.checkpoints.disk import listed
 from tests.check_kit import write_model
 from tests.held_steps import HELD
 from tests.launched import run_tidemill
 from tests.whole.running import UP_LIMIT_S, Up, assert_books_balance, until_step, up
+from tidemill.learner.checkpoints.disk import listed
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.errors import BusError
-from bus.streams.bus import Bus
-from bus.wire.rows import VersionRow
-from weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
-from weightstore.errors import CatchUpTimeout
-from weightstore.store.registry import HEAD, VersionRegistry
+from tidemill.bus.errors import BusError
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, Source
+from tidemill.weightstore.errors import CatchUpTimeout
+from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
 _log = logging.getLogger(__name__)
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import aiohttp
 
-from bus.http.client import content_of, open_session
-from weightstore.errors import SnapshotBroken, SnapshotUnavailable
-from weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
+from tidemill.bus.http.client import content_of, open_session
+from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
+from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
 _CHUNK_BYTES = 1 << 20
 _MAX_MANIFEST_BYTES = 64 << 20

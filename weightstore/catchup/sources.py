@@ -1,6 +1,6 @@
 """Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the learner has written.
 
-Each source has one verb, ``load``. ``weightstore.catchup.catch_up`` calls the sources in order until the engine serves
+Each source has one verb, ``load``. ``tidemill.weightstore.catchup.catch_up`` calls the sources in order until the engine serves
 the wanted version.
 """
 
@@ -13,16 +13,16 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import api_keys
-from bus.streams.bus import Bus
-from bus.system.foreign import errors_as
-from bus.wire.rows import VersionRow
-from bus.wire.subjects import nonce
-from weightstore.catchup.download import fetch
-from weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
-from weightstore.store.registry import SNAPSHOT, VersionRegistry
-from weightstore.store.snapshot import ASIDE
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import api_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.foreign import errors_as
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.bus.wire.subjects import nonce
+from tidemill.weightstore.catchup.download import fetch
+from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
+from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry
+from tidemill.weightstore.store.snapshot import ASIDE
 
 _log = logging.getLogger(__name__)
 

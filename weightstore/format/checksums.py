@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bus.wire.json_object import JsonMapping
-from weightstore.format.manifest import ITEM_BYTES
-from weightstore.side_stream import beside
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.format.manifest import ITEM_BYTES
+from tidemill.weightstore.side_stream import beside
 
 LANES = 1 << 18
 """Lanes summed at a time: their factors (2 MB) stay in the cache."""

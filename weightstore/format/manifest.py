@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import msgpack
 
-from weightstore.errors import BadManifest
+from tidemill.weightstore.errors import BadManifest
 
 if TYPE_CHECKING:
     from torch import Tensor

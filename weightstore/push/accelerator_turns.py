@@ -10,10 +10,10 @@ import asyncio
 import logging
 import time
 
-from bus.client.rows import Value
-from bus.errors import BusError
-from bus.liveness.heartbeats import LiveView
-from bus.streams.bus import Bus
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import BusError
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.streams.bus import Bus
 
 _log = logging.getLogger(__name__)
 

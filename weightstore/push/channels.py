@@ -17,14 +17,14 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from bus.client.addresses import Reach, bare
-from weightstore.errors import PeerLost
-from weightstore.push.member import Member
-from weightstore.transport import senders
-from weightstore.transport.handles import Memory
-from weightstore.transport.parts import Payload, RemoteBucket, RemoteGroup, RemotePart
-from weightstore.transport.port import Rendezvous
-from weightstore.transport.sender_process import START_S
+from tidemill.bus.client.addresses import Reach, bare
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.push.member import Member
+from tidemill.weightstore.transport import senders
+from tidemill.weightstore.transport.handles import Memory
+from tidemill.weightstore.transport.parts import Payload, RemoteBucket, RemoteGroup, RemotePart
+from tidemill.weightstore.transport.port import Rendezvous
+from tidemill.weightstore.transport.sender_process import START_S
 
 GROUP = "tidemill"
 """Name of rank 0's process groups, and the beginning of the others': an engine that still has one of that name leaves it first."""

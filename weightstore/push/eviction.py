@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from bus.liveness.heartbeats import LiveView
-from bus.wire.rows import LiveRow
-from weightstore.push.member import Member, identity
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.transport.port import WeightReceiver
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.push.member import Member, identity
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.transport.port import WeightReceiver
 
 _log = logging.getLogger(__name__)
 

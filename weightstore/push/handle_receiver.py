@@ -14,20 +14,20 @@ import zmq
 import zmq.asyncio
 from torch import Tensor
 
-from bus.errors import Fenced
-from bus.system.coroutines import first_of
-from bus.wire.rows import LiveRow
-from weightstore.errors import ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.push.eviction import Opener
-from weightstore.push.member import identity
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import Memory, shared_memory_domain
-from weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
-from weightstore.transport.nccl import no_cuda_handles
-from weightstore.transport.parts import Buckets, Payload, RemotePart
-from weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.bus.errors import Fenced
+from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.push.eviction import Opener
+from tidemill.weightstore.push.member import identity
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import Memory, shared_memory_domain
+from tidemill.weightstore.transport.http_receiver import NOT_SUPPORTED, STALE_EPOCH, newer_epoch, stall_of
+from tidemill.weightstore.transport.nccl import no_cuda_handles
+from tidemill.weightstore.transport.parts import Buckets, Payload, RemotePart
+from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``tidemill.weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no such requests.
     """

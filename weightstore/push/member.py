@@ -7,13 +7,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
-from bus.errors import Fenced
-from bus.wire.rows import LiveRow
-from weightstore.errors import PartLost, PeerLost, ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.parts import Buckets
-from weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
+from tidemill.bus.errors import Fenced
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.parts import Buckets
+from tidemill.weightstore.transport.port import PushReceiver, Rendezvous, WeightReceiver
 
 _log = logging.getLogger(__name__)
 

@@ -23,19 +23,19 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from bus.client.addresses import reach, route_to
-from bus.config import BusConfig
-from bus.errors import Fenced
-from bus.streams.bus import connect
-from bus.system.coroutines import first_error, new_event_loop
-from bus.wire.rows import VersionRow
-from weightstore.config import WeightsConfig
-from weightstore.errors import PublisherClosed
-from weightstore.format.manifest import Manifest
-from weightstore.push.pusher import Pusher, PushReport, Source
-from weightstore.transport.nccl import own_end
-from weightstore.transport.parts import Division
-from weightstore.transport.staging import Staging, StagingPool, staging_memory
+from tidemill.bus.client.addresses import reach, route_to
+from tidemill.bus.config import BusConfig
+from tidemill.bus.errors import Fenced
+from tidemill.bus.streams.bus import connect
+from tidemill.bus.system.coroutines import first_error, new_event_loop
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PublisherClosed
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.push.pusher import Pusher, PushReport, Source
+from tidemill.weightstore.transport.nccl import own_end
+from tidemill.weightstore.transport.parts import Division
+from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 

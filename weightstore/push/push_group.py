@@ -18,16 +18,16 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from bus.client.addresses import Reach
-from bus.wire.rows import LiveRow
-from weightstore.errors import PartLost, PeerLost, ReceiverFailed
-from weightstore.push.channels import Channel, GroupChannel, HandleChannel
-from weightstore.push.member import Check, Member, Updated
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import Memory
-from weightstore.transport.nccl import DeviceEnd, no_nccl, share
-from weightstore.transport.parts import Buckets, Payload, RemotePart
-from weightstore.transport.senders import APART
+from tidemill.bus.client.addresses import Reach
+from tidemill.bus.wire.rows import LiveRow
+from tidemill.weightstore.errors import PartLost, PeerLost, ReceiverFailed
+from tidemill.weightstore.push.channels import Channel, GroupChannel, HandleChannel
+from tidemill.weightstore.push.member import Check, Member, Updated
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import Memory
+from tidemill.weightstore.transport.nccl import DeviceEnd, no_nccl, share
+from tidemill.weightstore.transport.parts import Buckets, Payload, RemotePart
+from tidemill.weightstore.transport.senders import APART
 
 _log = logging.getLogger(__name__)
 

@@ -15,30 +15,30 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from bus.client.addresses import HERE, Reach
-from bus.errors import BusError, Fenced
-from bus.http.client import open_session
-from bus.liveness.heartbeats import LiveView
-from bus.liveness.keys import admin_keys, make_keys
-from bus.streams.bus import Bus
-from bus.wire.rows import LiveRow, VersionRow
-from weightstore.config import WeightsConfig
-from weightstore.errors import PartLost, PushFailed, ReceiverFailed
-from weightstore.push.accelerator_turns import AcceleratorLease
-from weightstore.push.eviction import Opener, PushGroups
-from weightstore.push.member import Check, Member, Updated
-from weightstore.push.push_group import GroupRules, PushGroup
-from weightstore.push.staged_model import StagedModel
-from weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
-from weightstore.store.registry import WANT, VersionRegistry
-from weightstore.store.snapshot_store import SnapshotStore
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.handles import Memory
-from weightstore.transport.http_receiver import HttpReceiver
-from weightstore.transport.nccl import DeviceEnd
-from weightstore.transport.parts import PartPlace, RemotePart
-from weightstore.transport.port import WeightReceiver
-from weightstore.transport.staging import Staging
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.errors import BusError, Fenced
+from tidemill.bus.http.client import open_session
+from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.liveness.keys import admin_keys, make_keys
+from tidemill.bus.streams.bus import Bus
+from tidemill.bus.wire.rows import LiveRow, VersionRow
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PartLost, PushFailed, ReceiverFailed
+from tidemill.weightstore.push.accelerator_turns import AcceleratorLease
+from tidemill.weightstore.push.eviction import Opener, PushGroups
+from tidemill.weightstore.push.member import Check, Member, Updated
+from tidemill.weightstore.push.push_group import GroupRules, PushGroup
+from tidemill.weightstore.push.staged_model import StagedModel
+from tidemill.weightstore.push.throughput import CUDA_HANDLES, HOST_HANDLES, Throughput
+from tidemill.weightstore.store.registry import WANT, VersionRegistry
+from tidemill.weightstore.store.snapshot_store import SnapshotStore
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.handles import Memory
+from tidemill.weightstore.transport.http_receiver import HttpReceiver
+from tidemill.weightstore.transport.nccl import DeviceEnd
+from tidemill.weightstore.transport.parts import PartPlace, RemotePart
+from tidemill.weightstore.transport.port import WeightReceiver
+from tidemill.weightstore.transport.staging import Staging
 
 _log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Pusher:
 
     def _by_handles(self, stack: AsyncExitStack, otherwise: Opener) -> Opener:
         """Pass handles to engines that can read this memory; the others get ``otherwise``, and are logged once."""
-        from weightstore.push.handle_receiver import HandleReceivers
+        from tidemill.weightstore.push.handle_receiver import HandleReceivers
 
         memory, gpu = self._memory, self._own.uuid if self._config.staging == "cuda" else ""
         assert memory is not None, "weights.transport: handles is staged in memory that engines can read"

@@ -6,11 +6,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket, Manifest, joined
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.parts import PartTensors, Payload, RemotePart, staged
-from weightstore.transport.staging import Staging
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Bucket, Manifest, joined
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.parts import PartTensors, Payload, RemotePart, staged
+from tidemill.weightstore.transport.staging import Staging
 
 
 class StagedModel:

@@ -4,7 +4,7 @@
     head      the newest published version, moved by compare-and-set; its ``fence`` is the newest learner's epoch
     snapshot  the row of the newest version that has a snapshot
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
-    want      the oldest version of which an engine needs a snapshot (``weightstore.catchup.sources``)
+    want      the oldest version of which an engine needs a snapshot (``tidemill.weightstore.catchup.sources``)
 
 A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows that were lost (the
 bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. A head that cannot
@@ -16,13 +16,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-from bus.client.rows import Value
-from bus.errors import Fenced, NotFound, RowConflict, WireError
-from bus.streams.bus import Bus, current_epoch
-from bus.system.failure_log import FailureLog
-from bus.wire.json_object import JsonObject
-from bus.wire.rows import VersionRow, row_of
-from bus.wire.subjects import natural
+from tidemill.bus.client.rows import Value
+from tidemill.bus.errors import Fenced, NotFound, RowConflict, WireError
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.rows import VersionRow, row_of
+from tidemill.bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
 

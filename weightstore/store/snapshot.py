@@ -17,10 +17,10 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from bus.system.files import sync
-from weightstore.errors import SnapshotBroken
-from weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
-from weightstore.side_stream import beside
+from tidemill.bus.system.files import sync
+from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format.manifest import ITEM_BYTES, Manifest, TensorSpec
+from tidemill.weightstore.side_stream import beside
 
 MANIFEST = "manifest.json"
 FORMAT = 1

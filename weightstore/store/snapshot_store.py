@@ -13,15 +13,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from bus.client.addresses import HERE, Reach
-from bus.http.access import RunAccess
-from bus.http.listener import Listener
-from bus.liveness.keys import RunKeys
-from bus.wire.rows import VersionRow
-from weightstore.errors import SnapshotBroken
-from weightstore.format.manifest import Manifest
-from weightstore.store import snapshot
-from weightstore.store.registry import VersionRegistry
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.keys import RunKeys
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.weightstore.errors import SnapshotBroken
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.store.registry import VersionRegistry
 
 _log = logging.getLogger(__name__)
 

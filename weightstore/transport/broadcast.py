@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bus.system.foreign import settle
-from weightstore.errors import PeerLost
-from weightstore.transport.slots import DoubleBuffer
+from tidemill.bus.system.foreign import settle
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.slots import DoubleBuffer
 
 BACKENDS = {"gloo": "cpu", "nccl": "cuda"}
 """The first device that torch knows a backend for: its name is part of the store's keys, so all members must agree on it."""
@@ -205,7 +205,7 @@ class BroadcastGroup:
         if flat.is_cuda:
             return flat
         if self._copies is None:
-            from weightstore.transport.device_buffers import DeviceBuffers
+            from tidemill.weightstore.transport.device_buffers import DeviceBuffers
 
             self._copies = DoubleBuffer(DeviceBuffers(stream))
         return self._copies.message(flat, following)

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import BadManifest
-from weightstore.side_stream import beside
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.side_stream import beside
 
 SHARE = 7
 """Items of a share: handle, bytes and offset of the storage; handle and offset of torch's counter; an event, whether to wait for it."""
@@ -41,7 +41,7 @@ class SharedBlocks:
 
 
 class CudaMemory:
-    """``weightstore.transport.handles.Memory`` on this process' GPU."""
+    """``tidemill.weightstore.transport.handles.Memory`` on this process' GPU."""
 
     def __init__(self) -> None:
         self._shared = SharedBlocks()

@@ -1,4 +1,4 @@
-"""The two buffers of ``weightstore.transport.slots`` on a GPU: copies on a stream of their own, events before the broadcast.
+"""The two buffers of ``tidemill.weightstore.transport.slots`` on a GPU: copies on a stream of their own, events before the broadcast.
 
 Neither stream waits for the default one, on which the trainer queues its kernels. Has run on one GPU, in a group of one (docs/gpu.md).
 """
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class DeviceBuffers:
-    """``weightstore.transport.slots.Buffers`` on the GPU of a stream. From pinned memory the copies are asynchronous."""
+    """``tidemill.weightstore.transport.slots.Buffers`` on the GPU of a stream. From pinned memory the copies are asynchronous."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         """``stream``: of the work that is queued behind a copy."""

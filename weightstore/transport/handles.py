@@ -22,9 +22,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.errors import BadManifest
-from weightstore.transport.pinning import PINNING, Pinning
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.transport.pinning import PINNING, Pinning
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class Mapped:
 
     def gpu_part(self, handle: JsonMapping) -> Tensor:
         """Return the bytes of a handle of GPU memory, flat uint8. Raises BadManifest. Blocking."""
-        from weightstore.transport import cuda_handles
+        from tidemill.weightstore.transport import cuda_handles
 
         identity, size = cuda_handles.block_of(handle)
         start, num_bytes = _number(handle, "start"), _number(handle, "num_bytes")

@@ -8,14 +8,14 @@ from contextlib import suppress
 
 import aiohttp
 
-from bus.errors import Fenced
-from bus.http.client import ApiClient, CallFailed, Failure
-from weightstore.errors import ReceiverFailed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import TensorSpec
-from weightstore.transport.deadlines import Deadlines
-from weightstore.transport.parts import Buckets, Payload, RemoteBucket
-from weightstore.transport.port import Rendezvous
+from tidemill.bus.errors import Fenced
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure
+from tidemill.weightstore.errors import ReceiverFailed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import TensorSpec
+from tidemill.weightstore.transport.deadlines import Deadlines
+from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
+from tidemill.weightstore.transport.port import Rendezvous
 
 STALE_EPOCH = 409
 """Status of an engine that has seen a newer learner; the ``epoch`` of that one is in the answer."""
@@ -24,7 +24,7 @@ NOT_SUPPORTED = (404, 405, 501)
 
 
 class HttpReceiver:
-    """``weightstore.transport.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
+    """``tidemill.weightstore.transport.port.WeightReceiver`` for one engine URL. The session belongs to the caller."""
 
     carries = False
 

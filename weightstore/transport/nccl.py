@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bus.wire.rows import Capabilities
+    from tidemill.bus.wire.rows import Capabilities
 
 MIG = "MIG-"
 

@@ -23,22 +23,22 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from bus.client.addresses import Reach, bare
-from bus.http.access import Route, RunAccess
-from bus.http.bodies import body_in, json_in
-from bus.http.listener import Listener
-from bus.liveness.keys import Keys, RunKeys
-from bus.system.coroutines import new_event_loop
-from weightstore.config import WeightsConfig
-from weightstore.errors import PeerLost, PublisherClosed
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Manifest
-from weightstore.side_stream import beside
-from weightstore.transport import senders
-from weightstore.transport.handles import shared_memory_domain
-from weightstore.transport.nccl import own_end
-from weightstore.transport.parts import PartPlace, staged
-from weightstore.transport.staging import Staging, StagingPool, staging_memory
+from tidemill.bus.client.addresses import Reach, bare
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
+from tidemill.bus.liveness.keys import Keys, RunKeys
+from tidemill.bus.system.coroutines import new_event_loop
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import PeerLost, PublisherClosed
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.side_stream import beside
+from tidemill.weightstore.transport import senders
+from tidemill.weightstore.transport.handles import shared_memory_domain
+from tidemill.weightstore.transport.nccl import own_end
+from tidemill.weightstore.transport.parts import PartPlace, staged
+from tidemill.weightstore.transport.staging import Staging, StagingPool, staging_memory
 
 _log = logging.getLogger(__name__)
 

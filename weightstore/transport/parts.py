@@ -22,14 +22,14 @@ import msgpack
 import torch
 from torch import Tensor
 
-from bus.http.client import ApiClient, CallFailed
-from bus.liveness.keys import Keys
-from bus.system.proxies import direct_opener
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import PartLost, PeerLost
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
-from weightstore.transport.nccl import DeviceEnd
+from tidemill.bus.http.client import ApiClient, CallFailed
+from tidemill.bus.liveness.keys import Keys
+from tidemill.bus.system.proxies import direct_opener
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import PartLost, PeerLost
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
+from tidemill.weightstore.transport.nccl import DeviceEnd
 
 _log = logging.getLogger(__name__)
 

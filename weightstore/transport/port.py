@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from weightstore.format.checksums import ChecksumReport
-    from weightstore.format.manifest import TensorSpec
-    from weightstore.transport.parts import Buckets, Payload
+    from tidemill.weightstore.format.checksums import ChecksumReport
+    from tidemill.weightstore.format.manifest import TensorSpec
+    from tidemill.weightstore.transport.parts import Buckets, Payload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +34,8 @@ class WeightReceiver(Protocol):
     A push is all or nothing: until ``end`` has answered, the engine serves the weights of before, and a new ``begin`` discards the
     weights received so far. After ``end`` every token it starts to compute is of the new version; no request is aborted.
 
-    Every verb answers within the deadline the adapter was made with, or raises: ``weightstore.errors.ReceiverFailed`` when the
-    engine refuses, fails, is gone or is too slow, ``bus.errors.Fenced`` when it has seen the epoch of a newer learner.
+    Every verb answers within the deadline the adapter was made with, or raises: ``tidemill.weightstore.errors.ReceiverFailed`` when the
+    engine refuses, fails, is gone or is too slow, ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer learner.
     """
 
     url: str

@@ -1,6 +1,6 @@
-"""The process behind ``weightstore.transport.sender_process``: one process group, which sends the memory that it gets handles of.
+"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that it gets handles of.
 
-python -m weightstore.transport.sender_child DESCRIPTOR PARENT
+python -m tidemill.weightstore.transport.sender_child DESCRIPTOR PARENT
 """
 
 import logging
@@ -10,11 +10,11 @@ from multiprocessing.connection import Connection
 import msgpack
 from torch import Tensor
 
-from bus.system.processes import die_with_parent
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import PeerLost
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.handles import Mapped, Offered
+from tidemill.bus.system.processes import die_with_parent
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.handles import Mapped, Offered
 
 _log = logging.getLogger(__name__)
 
@@ -41,8 +41,8 @@ class _Session:
         if request["gpu"]:
             import torch
 
-            from weightstore.transport.cuda_handles import ordinal
-            from weightstore.transport.pinning import PINNING
+            from tidemill.weightstore.transport.cuda_handles import ordinal
+            from tidemill.weightstore.transport.pinning import PINNING
 
             torch.cuda.set_device(ordinal(request["gpu"]))
             self._mapped = Mapped(pinning=PINNING)

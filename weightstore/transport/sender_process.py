@@ -24,12 +24,12 @@ from typing import Self
 import msgpack
 from torch import Tensor
 
-from weightstore.errors import PeerLost
-from weightstore.transport.handles import Memory
+from tidemill.weightstore.errors import PeerLost
+from tidemill.weightstore.transport.handles import Memory
 
 _log = logging.getLogger(__name__)
 
-CHILD = "weightstore.transport.sender_child"
+CHILD = "tidemill.weightstore.transport.sender_child"
 START_S = 60.0
 """The process imports torch and makes a CUDA context before its first answer."""
 GRACE_S = 1.0
@@ -37,7 +37,7 @@ GRACE_S = 1.0
 
 
 class SenderProcess:
-    """``weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it. Calls come from one thread."""
+    """``tidemill.weightstore.transport.senders.Sender`` in a child, which ends with the thread that made it. Calls come from one thread."""
 
     def __init__(self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: Memory, timeout_s: float) -> None:
         self._pipe, self._process, self._memory = pipe, process, memory

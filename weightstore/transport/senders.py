@@ -4,8 +4,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from weightstore.transport.broadcast import BroadcastGroup
-from weightstore.transport.handles import Memory
+from tidemill.weightstore.transport.broadcast import BroadcastGroup
+from tidemill.weightstore.transport.handles import Memory
 
 APART = ("nccl",)
 """Backends with the learner's end in a process of its own. NCCL may end its process, or wait in it without end, when a peer dies. Gloo does
@@ -47,7 +47,7 @@ def host(
     """
     if backend not in apart:
         return BroadcastGroup.host(address, name, world_size, backend, timeout_s)
-    from weightstore.transport.sender_process import SenderProcess
+    from tidemill.weightstore.transport.sender_process import SenderProcess
 
     assert memory is not None, "a process of its own reads shared memory only"
     return SenderProcess.host(address, name, world_size, backend, timeout_s, memory=memory, gpu=gpu)

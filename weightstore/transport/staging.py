@@ -11,12 +11,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from weightstore.config import WeightsConfig
-from weightstore.errors import BadManifest
-from weightstore.format.checksums import ChecksumReport, Part, differences, sum_of
-from weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
-from weightstore.transport.handles import PAGE, HostMemory, Memory
-from weightstore.transport.nccl import DeviceEnd
+from tidemill.weightstore.config import WeightsConfig
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.checksums import ChecksumReport, Part, differences, sum_of
+from tidemill.weightstore.format.manifest import Bucket, Manifest, spec_of, unflatten
+from tidemill.weightstore.transport.handles import PAGE, HostMemory, Memory
+from tidemill.weightstore.transport.nccl import DeviceEnd
 
 _ONCE = "every tensor of the manifest once"
 
@@ -147,7 +147,7 @@ def staging_memory(config: WeightsConfig, own: DeviceEnd) -> Memory | None:
     if config.staging == "cuda":
         if not torch.cuda.is_available():
             raise ValueError("weights.staging: want host where there is no GPU, got 'cuda'")
-        from weightstore.transport.cuda_handles import CudaMemory
+        from tidemill.weightstore.transport.cuda_handles import CudaMemory
 
         return CudaMemory()
     return HostMemory(pin=torch.cuda.is_available())

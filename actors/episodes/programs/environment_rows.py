@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
-from bus.errors import WireError
-from bus.wire.chat_messages import chat_messages
+from tidemill.bus.errors import WireError
+from tidemill.bus.wire.chat_messages import chat_messages
 
 
 def own(data: Mapping[str, Any], id: str) -> tuple[str, dict[str, Any]]:

@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from actors.episodes.programs.environment_rows import number_of, only_text, own
+from tidemill.actors.episodes.programs.environment_rows import number_of, only_text, own
 
 SETTING = "environment: gem"
 

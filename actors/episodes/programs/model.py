@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bus.http.client import READ_BUFFER_BYTES, open_session
+from tidemill.bus.http.client import READ_BUFFER_BYTES, open_session
 
 
 class BudgetSpent(Exception):

@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
-from actors.episodes.programs.gem_environment import Gem
-from actors.episodes.programs.model import BudgetSpent, Policy
-from actors.episodes.programs.openenv import OpenEnv
-from actors.episodes.programs.skyrl_environment import SkyRL
-from actors.episodes.programs.tools import FAILED, Tool, tools_of
-from bus.system.coroutines import to_the_end
-from bus.wire.chat_messages import chat_messages
+from tidemill.actors.episodes.programs.call_threads import MOST_HUNG, CallThreads
+from tidemill.actors.episodes.programs.gem_environment import Gem
+from tidemill.actors.episodes.programs.model import BudgetSpent, Policy
+from tidemill.actors.episodes.programs.openenv import OpenEnv
+from tidemill.actors.episodes.programs.skyrl_environment import SkyRL
+from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
+from tidemill.bus.system.coroutines import to_the_end
+from tidemill.bus.wire.chat_messages import chat_messages
 
 ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "skyrl_gym": SkyRL}
 """Environments that ship, by name."""

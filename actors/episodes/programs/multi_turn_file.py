@@ -20,6 +20,6 @@ def _find(name: str) -> None:
 for _name in ("actors", "rewards", "bus"):
     _find(_name)
 
-from actors.episodes.programs.multi_turn import MultiTurn  # noqa: E402  # behind what finds it
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn  # noqa: E402  # behind what finds it
 
 __all__ = ["MultiTurn"]

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from bus.http.client import open_session
+from tidemill.bus.http.client import open_session
 
 MAX_MESSAGE_BYTES = 1 << 24
 RETRY_S = 1.0

@@ -4,8 +4,8 @@ import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actors.episodes.programs.call_threads import CallThreads
-from actors.episodes.programs.environment_rows import messages_in, number_of, own
+from tidemill.actors.episodes.programs.call_threads import CallThreads
+from tidemill.actors.episodes.programs.environment_rows import messages_in, number_of, own
 
 SETTING = "environment: skyrl_gym"
 

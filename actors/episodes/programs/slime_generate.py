@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from bus.http.client import open_session
+from tidemill.bus.http.client import open_session
 
 TRIES, PAUSE_S = 5, 0.5
 """Tries of a request with a failing connection, and the pause between them."""

@@ -9,11 +9,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from actors.episodes.programs.multi_turn import MultiTurn, Played
-from actors.episodes.programs.tools import calculator
-from bus.wire.messages import Status
-from rewards.digits import digits
-from rewards.port import RewardRequest
+from tidemill.actors.episodes.programs.multi_turn import MultiTurn, Played
+from tidemill.actors.episodes.programs.tools import calculator
+from tidemill.bus.wire.messages import Status
+from tidemill.rewards.digits import digits
+from tidemill.rewards.port import RewardRequest
 
 DIGITS = 3
 """Digits of a result."""

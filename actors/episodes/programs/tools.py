@@ -19,10 +19,10 @@ from pathlib import Path, PurePath
 from typing import Any
 from uuid import UUID
 
-from actors.episodes.programs.call_threads import CallThreads
-from actors.episodes.programs.tool_schemas import hints_of, schema_of, typed
-from bus.system.foreign import errors_as, text_of
-from rewards.code.sandbox import Bounds, run
+from tidemill.actors.episodes.programs.call_threads import CallThreads
+from tidemill.actors.episodes.programs.tool_schemas import hints_of, schema_of, typed
+from tidemill.bus.system.foreign import errors_as, text_of
+from tidemill.rewards.code.sandbox import Bounds, run
 
 FAILED = "Error:"
 """Beginning of the result of a call that failed."""
@@ -271,6 +271,6 @@ def _words(text: str) -> list[str]:
     return "".join(letter.lower() if letter.isalnum() else " " for letter in text).split()
 
 
-_HERE = "actors.episodes.programs.tools"
+_HERE = "tidemill.actors.episodes.programs.tools"
 TABLE = {"calculator": f"{_HERE}:calculator", "python": f"{_HERE}:Python", "search": f"{_HERE}:Search"}
 """Built-in tools."""

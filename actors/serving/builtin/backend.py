@@ -10,27 +10,27 @@ from pathlib import Path
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from actors.errors import BadRequest, EngineFailed, EngineUnavailable
-from actors.events import DONE, event
-from actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
-from actors.request import Generate, parse_generate, seeds
-from actors.score_request import asks_for_scores, parse_scores
-from actors.serving.builtin.captured_experts import CapturedExperts
-from actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
-from actors.serving.builtin.input_scores import Scoring, scores_json
-from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.progress import Progress
-from actors.serving.builtin.response import response_json
-from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.update_checks import specs_in
-from actors.serving.builtin.weight_updates import WeightUpdates
-from actors.serving.host import PROBE, EngineHost
-from actors.serving.port import COMMAND_S, Body, Result
-from actors.text.text import beside_loop, size_of
-from bus.http.access import Route
-from bus.wire.json_object import JsonObject
+from tidemill.actors.errors import BadRequest, EngineFailed, EngineUnavailable
+from tidemill.actors.events import DONE, event
+from tidemill.actors.http_api import body_of, done, error_of, group_in, need, seconds_in, version_in
+from tidemill.actors.request import Generate, parse_generate, seeds
+from tidemill.actors.score_request import asks_for_scores, parse_scores
+from tidemill.actors.serving.builtin.captured_experts import CapturedExperts
+from tidemill.actors.serving.builtin.counters import ABORTED_BY_ID, CLIENT_GONE
+from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
+from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
+from tidemill.actors.serving.builtin.progress import Progress
+from tidemill.actors.serving.builtin.response import response_json
+from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.sequence import Model, ResponseRequest, Sequence
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.update_checks import specs_in
+from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.host import PROBE, EngineHost
+from tidemill.actors.serving.port import COMMAND_S, Body, Result
+from tidemill.actors.text.text import beside_loop, size_of
+from tidemill.bus.http.access import Route
+from tidemill.bus.wire.json_object import JsonObject
 
 SNAPSHOT_S = 3600.0
 """Time-out of sending a file of a snapshot: its reader may be frozen."""
@@ -97,7 +97,7 @@ class BuiltinBackend:
         return response
 
     async def states(self, body: Body) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
+        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
                 yield state

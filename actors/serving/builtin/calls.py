@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-from actors.serving.port import Result
-from bus.system.foreign import settle
+from tidemill.actors.serving.port import Result
+from tidemill.bus.system.foreign import settle
 
 Call = tuple[Callable[[], Any], "Future[Any]"]
 

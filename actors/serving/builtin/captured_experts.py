@@ -10,7 +10,7 @@ import base64
 import numpy as np
 from numpy.typing import NDArray
 
-from bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.routed_experts import RoutedShape
 
 
 class CapturedExperts:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from actors.serving.builtin.sequence import Sequence
+from tidemill.actors.serving.builtin.sequence import Sequence
 
 CLIENT_GONE, CLOSING, ABORTED_BY_ID = "The client has gone", "The engine is closing", "Aborted"
 UNRELATED = (CLIENT_GONE, CLOSING, ABORTED_BY_ID)

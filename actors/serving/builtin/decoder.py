@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from actors.serving.builtin.shape import HALVES, Experts, Rope
-from actors.serving.builtin.weights import LayerWeights, Weights
+from tidemill.actors.serving.builtin.shape import HALVES, Experts, Rope
+from tidemill.actors.serving.builtin.weights import LayerWeights, Weights
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Kernels of attention on CUDA: not cuDNN's, which torch prefers in half precision. They are planned anew for each length, and every

@@ -15,17 +15,17 @@ from dataclasses import asdict
 
 import torch
 
-from actors.errors import EngineFailed, NoDevice
-from actors.serving.builtin.backend import BuiltinBackend
-from actors.serving.builtin.loading import load_from_directory
-from actors.serving.builtin.peer_snapshots import PeerSnapshotServer
-from actors.serving.builtin.scheduler import Event, Scheduler
-from actors.serving.builtin.sequence import Model
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.weight_updates import WeightUpdates
-from actors.serving.builtin.weights import Weights
-from actors.serving.host import EngineHost
-from bus.wire.rows import Capabilities
+from tidemill.actors.errors import EngineFailed, NoDevice
+from tidemill.actors.serving.builtin.backend import BuiltinBackend
+from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
+from tidemill.actors.serving.builtin.scheduler import Event, Scheduler
+from tidemill.actors.serving.builtin.sequence import Model
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.weight_updates import WeightUpdates
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.host import EngineHost
+from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

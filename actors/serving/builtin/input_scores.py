@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from actors.serving.builtin import decoder
-from actors.serving.builtin.prefill import MAX_PADDING, PREFILL_TOKENS
-from actors.serving.builtin.weights import Weights
-from bus.wire.json_object import JsonObject
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.prefill import MAX_PADDING, PREFILL_TOKENS
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.bus.wire.json_object import JsonObject
 
 LOGITS_AT_ONCE = 1 << 23
 """Number of logits in memory at once (32 MB in float32)."""

@@ -6,11 +6,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.errors import UpdateRefused
-from actors.serving.builtin.weights import HEAD, Weights, read_safetensors
-from weightstore.format.checksums import ChecksumReport, report_checksums
-from weightstore.format.manifest import Bucket
-from weightstore.store import snapshot
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.serving.builtin.weights import HEAD, Weights, read_safetensors
+from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.store import snapshot
 
 
 def load_from_directory(weights: Weights, directory: Path) -> None:

@@ -14,11 +14,11 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from actors.errors import PeerTransferRefused
-from actors.scratch import Scratch
-from actors.serving.builtin.weights import Weights
-from weightstore.format.manifest import Manifest
-from weightstore.store import snapshot
+from tidemill.actors.errors import PeerTransferRefused
+from tidemill.actors.scratch import Scratch
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.weightstore.format.manifest import Manifest
+from tidemill.weightstore.store import snapshot
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Container
 
-from actors.serving.builtin.sequence import Sequence
+from tidemill.actors.serving.builtin.sequence import Sequence
 
 PREFILL_TOKENS = 8192
 """Most padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled whole)."""

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 
-from actors.serving.builtin.sequence import Sequence
+from tidemill.actors.serving.builtin.sequence import Sequence
 
 
 class Progress:

@@ -10,16 +10,16 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from actors.errors import UpdateRefused
-from actors.http_api import need, port_in, seconds_in
-from actors.serving.port import COMMAND_S
-from bus.wire.json_object import JsonMapping
-from weightstore.errors import PeerLost, WeightstoreError
-from weightstore.format.manifest import Bucket
+from tidemill.actors.errors import UpdateRefused
+from tidemill.actors.http_api import need, port_in, seconds_in
+from tidemill.actors.serving.port import COMMAND_S
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.errors import PeerLost, WeightstoreError
+from tidemill.weightstore.format.manifest import Bucket
 
 
 class Group(Protocol):
-    """The receiving end of a push (``weightstore.transport.broadcast``)."""
+    """The receiving end of a push (``tidemill.weightstore.transport.broadcast``)."""
 
     def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
         """Return the next message, received into ``into`` where possible."""
@@ -64,7 +64,7 @@ class JoinedGroup:
     @classmethod
     async def join(cls, name: str, body: JsonMapping) -> "JoinedGroup":
         """Join the group that the body of /init_weights_update_group names. Raises BadRequest, UpdateRefused."""
-        from weightstore.transport.broadcast import BroadcastGroup
+        from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
         host, port, timeout_s = need(body, "master_address", str), port_in(body, "master_port"), seconds_in(body, "timeout_s", COMMAND_S)
         rank, world_size, backend = need(body, "rank_offset", int), need(body, "world_size", int), body.get("backend", "nccl")

@@ -2,9 +2,9 @@
 
 import time
 
-from actors.serving.builtin.sequence import Sequence
-from actors.text.text import Text
-from bus.wire.json_object import JsonObject
+from tidemill.actors.serving.builtin.sequence import Sequence
+from tidemill.actors.text.text import Text
+from tidemill.bus.wire.json_object import JsonObject
 
 
 def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:

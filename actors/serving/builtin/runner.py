@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.serving.builtin import decoder
-from actors.serving.builtin.input_scores import InputScores, Scoring, scores
-from actors.serving.builtin.slots import KVSlots
-from actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.input_scores import InputScores, Scoring, scores
+from tidemill.actors.serving.builtin.slots import KVSlots
+from tidemill.actors.serving.builtin.weights import Weights
 
 
 class ModelRunner:

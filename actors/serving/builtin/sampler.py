@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from actors.request import SamplingParams
+from tidemill.actors.request import SamplingParams
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 NO_TOP_P = 2.0

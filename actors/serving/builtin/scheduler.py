@@ -30,17 +30,17 @@ from typing import Concatenate, ParamSpec
 import numpy as np
 from torch import Tensor, inference_mode, set_num_threads
 
-from actors.errors import EngineFailed, UpdateRefused
-from actors.serving.builtin.calls import Call, CallQueue, run
-from actors.serving.builtin.counters import CLOSING, Counters
-from actors.serving.builtin.input_scores import Scoring, take_scorings
-from actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
-from actors.serving.builtin.runner import ModelRunner
-from actors.serving.builtin.sampler import Sampler
-from actors.serving.builtin.sequence import Sequence
-from actors.serving.builtin.weights import Weights
-from actors.serving.fenced_updates import KV_CACHE, WEIGHTS
-from actors.serving.port import Result
+from tidemill.actors.errors import EngineFailed, UpdateRefused
+from tidemill.actors.serving.builtin.calls import Call, CallQueue, run
+from tidemill.actors.serving.builtin.counters import CLOSING, Counters
+from tidemill.actors.serving.builtin.input_scores import Scoring, take_scorings
+from tidemill.actors.serving.builtin.prefill import PREFILL_TOKENS, take_prompts
+from tidemill.actors.serving.builtin.runner import ModelRunner
+from tidemill.actors.serving.builtin.sampler import Sampler
+from tidemill.actors.serving.builtin.sequence import Sequence
+from tidemill.actors.serving.builtin.weights import Weights
+from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS
+from tidemill.actors.serving.port import Result
 
 log = logging.getLogger(__name__)
 

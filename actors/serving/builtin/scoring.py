@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin import decoder
-from actors.serving.builtin.loading import load_from_directory
-from actors.serving.builtin.shape import ModelShape
-from actors.serving.builtin.slots import KVSlots
-from actors.serving.builtin.weights import Weights
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin import decoder
+from tidemill.actors.serving.builtin.loading import load_from_directory
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.actors.serving.builtin.slots import KVSlots
+from tidemill.actors.serving.builtin.weights import Weights
 
 
 def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.request import SamplingParams
-from actors.serving.builtin.captured_experts import CapturedExperts
-from actors.text.text import StopStrings, Text
-from bus.wire.json_object import JsonObject
+from tidemill.actors.request import SamplingParams
+from tidemill.actors.serving.builtin.captured_experts import CapturedExperts
+from tidemill.actors.text.text import StopStrings, Text
+from tidemill.bus.wire.json_object import JsonObject
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

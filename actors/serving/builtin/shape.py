@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from actors.errors import UnsupportedModel
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.model_values import as_older
-from bus.wire.routed_experts import RoutedShape
-from rewards.end_tokens import EndTokens
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.model_values import as_older
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.rewards.end_tokens import EndTokens
 
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral", "glm4", "qwen3_moe")
 """Values of ``model_type`` that the decoder supports."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from actors.errors import BadRequest, UpdateRefused
-from actors.http_api import need
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
-from weightstore.errors import WeightstoreError
-from weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.actors.errors import BadRequest, UpdateRefused
+from tidemill.actors.http_api import need
+from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
 
 @dataclass(slots=True)

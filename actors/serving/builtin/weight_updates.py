@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
-from actors.http_api import group_in, seconds_in
-from actors.serving.builtin.loading import (
+from tidemill.actors.errors import BadRequest, PeerTransferRefused, UpdateRefused
+from tidemill.actors.http_api import group_in, seconds_in
+from tidemill.actors.serving.builtin.loading import (
     checksum_report_of,
     copy_all,
     empty_cache,
@@ -29,17 +29,17 @@ from actors.serving.builtin.loading import (
     load_from_bucket,
     load_from_directory,
 )
-from actors.serving.builtin.receiving import Incoming, JoinedGroup
-from actors.serving.builtin.scheduler import Scheduler
-from actors.serving.builtin.update_checks import Update, bucket_of, specs_in
-from actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
-from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
-from actors.serving.port import COMMAND_S, Body
-from bus.system.foreign import errors_as
-from weightstore.errors import WeightstoreError
-from weightstore.format.checksums import ChecksumReport, sha256
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.transport.handles import Offered
+from tidemill.actors.serving.builtin.receiving import Incoming, JoinedGroup
+from tidemill.actors.serving.builtin.scheduler import Scheduler
+from tidemill.actors.serving.builtin.update_checks import Update, bucket_of, specs_in
+from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
+from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
+from tidemill.actors.serving.port import COMMAND_S, Body
+from tidemill.bus.system.foreign import errors_as
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.checksums import ChecksumReport, sha256
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.transport.handles import Offered
 
 log = logging.getLogger(__name__)
 

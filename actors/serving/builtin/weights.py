@@ -17,9 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from actors.errors import UnsupportedModel
-from actors.serving.builtin.shape import ModelShape
-from weightstore.format.manifest import Bucket
+from tidemill.actors.errors import UnsupportedModel
+from tidemill.actors.serving.builtin.shape import ModelShape
+from tidemill.weightstore.format.manifest import Bucket
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 ALIGNED_BYTES = 64

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from actors.errors import EngineError
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.request_ids import RequestIds
-from actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.actors.errors import EngineError
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.request_ids import RequestIds
+from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
 """Finish reason of an abort in an answer's JSON; in a text the quotes would be escaped."""

@@ -1,10 +1,10 @@
-"""Calls to an SGLang server, with its failures as errors of ``actors.errors``."""
+"""Calls to an SGLang server, with its failures as errors of ``tidemill.actors.errors``."""
 
 from collections.abc import Mapping
 
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, UpdateRefused
-from actors.serving.port import COMMAND_S
-from bus.http.client import CONNECT_S, ApiClient, CallFailed, Failure
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, UpdateRefused
+from tidemill.actors.serving.port import COMMAND_S
+from tidemill.bus.http.client import CONNECT_S, ApiClient, CallFailed, Failure
 
 
 class Aborted(BadRequest):

@@ -6,8 +6,8 @@ On CPU SGLang returns the SHA-256 of a parameter; on GPUs, and for each of sever
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from bus.wire.json_object import JsonMapping
-from weightstore.format.checksums import ChecksumReport, Part
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.weightstore.format.checksums import ChecksumReport, Part
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """SGLang's parameters that hold several tensors, one after the other."""

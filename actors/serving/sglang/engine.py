@@ -13,16 +13,16 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
-from actors.serving.host import PROBE, EngineHost
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.checksums import layout_of
-from actors.serving.sglang.proxy import Proxy
-from actors.serving.sglang.releases import NEWEST, Release, release_of, written
-from actors.serving.sglang.server_process import INFO_S, ServerProcess
-from actors.serving.sglang.weight_updates import WeightUpdates
-from bus.wire.routed_experts import RoutedShape
-from bus.wire.rows import Capabilities
+from tidemill.actors.errors import EngineFailed, EngineUnavailable, UnsupportedModel
+from tidemill.actors.serving.host import PROBE, EngineHost
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.checksums import layout_of
+from tidemill.actors.serving.sglang.proxy import Proxy
+from tidemill.actors.serving.sglang.releases import NEWEST, Release, release_of, written
+from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
+from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

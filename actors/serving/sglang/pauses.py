@@ -2,8 +2,8 @@
 
 import time
 
-from actors.errors import BadRequest, UpdateRefused
-from actors.serving.sglang.api import Api
+from tidemill.actors.errors import BadRequest, UpdateRefused
+from tidemill.actors.serving.sglang.api import Api
 
 
 class Pauses:

@@ -1,6 +1,6 @@
 """Runs a command in a process group of its own and kills the whole group when the starter has ended, in whatever way.
 
-``python -m actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's
+``python -m tidemill.actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open. SGLang's
 scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches them when the starter dies.
 The server in turn outlives them for a minute and more without answering, so the end of one process is the end of all. Standard library
 only.

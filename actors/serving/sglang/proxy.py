@@ -11,21 +11,21 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
-from actors.events import DATA, END, data_in
-from actors.http_api import body_of, error_of
-from actors.serving.host import EngineHost
-from actors.serving.port import COMMAND_S, Body
-from actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
-from actors.serving.sglang.api import Aborted, Api
-from actors.serving.sglang.request_ids import RequestIds
-from actors.serving.sglang.server_process import RETURNS_EXPERTS
-from actors.serving.sglang.validation import responses_in
-from actors.serving.sglang.weight_updates import WeightUpdates
-from actors.text.text import beside_loop, size_of
-from bus.http.access import Route
-from bus.wire.json_object import JsonMapping, JsonObject
-from bus.wire.routed_experts import RoutedShape
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
+from tidemill.actors.events import DATA, END, data_in
+from tidemill.actors.http_api import body_of, error_of
+from tidemill.actors.serving.host import EngineHost
+from tidemill.actors.serving.port import COMMAND_S, Body
+from tidemill.actors.serving.sglang.aborts import AGAIN_S, Aborts, Watch
+from tidemill.actors.serving.sglang.api import Aborted, Api
+from tidemill.actors.serving.sglang.request_ids import RequestIds
+from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS
+from tidemill.actors.serving.sglang.validation import responses_in
+from tidemill.actors.serving.sglang.weight_updates import WeightUpdates
+from tidemill.actors.text.text import beside_loop, size_of
+from tidemill.bus.http.access import Route
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.routed_experts import RoutedShape
 
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may serve."""
@@ -66,7 +66,7 @@ class Proxy:
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
 
     async def states(self, body: JsonMapping) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``actors.openai.openai_server.GenerateBackend`` requires."""
+        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._accepted(body) as (accepted, watch):
             if accepted.get("stream"):
                 async with aclosing(self._streamed(accepted, watch)) as states:

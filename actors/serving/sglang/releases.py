@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from actors.errors import EngineFailed
+from tidemill.actors.errors import EngineFailed
 
 OLDEST = (0, 5, 21)
 """First release with ``begin_weight_update``; with it, a paused server can flush its cache with requests in its queue."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bus.wire.json_object import JsonMapping
+from tidemill.bus.wire.json_object import JsonMapping
 
 _ID = re.compile(rb'"id"\s*:\s*"([0-9a-f]{32})"')
 

@@ -19,12 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
 
-from actors.config import OF_RANKS, EngineConfig
-from actors.errors import BadRequest, EngineError, EngineFailed, UnsupportedModel
-from actors.serving.sglang.inside import tidemill_module_outputs as hooks
-from actors.serving.sglang.releases import release_of
-from actors.serving.sglang.server_process import INFO_S, ServerProcess, server_arguments
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.config import OF_RANKS, EngineConfig
+from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, UnsupportedModel
+from tidemill.actors.serving.sglang.inside import tidemill_module_outputs as hooks
+from tidemill.actors.serving.sglang.releases import release_of
+from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess, server_arguments
+from tidemill.bus.wire.json_object import JsonMapping
 
 Outputs = dict[str, NDArray[np.float32]]
 """``<module>`` or ``<prompt>.<module>`` -> [T, size], in the order of computation."""

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from actors.config import EngineConfig
-from actors.errors import EngineError, EngineFailed
-from actors.serving.sglang.api import Api
-from bus.server.ports import KeptPort
-from bus.system.files import write_whole
-from bus.system.processes import Child
-from rewards.end_tokens import EndTokens
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.errors import EngineError, EngineFailed
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.bus.server.ports import KeptPort
+from tidemill.bus.system.files import write_whole
+from tidemill.bus.system.processes import Child
+from tidemill.rewards.end_tokens import EndTokens
 
 log = logging.getLogger(__name__)
 
@@ -202,7 +202,9 @@ def server_child(command: Sequence[str], environment: Mapping[str, str], log_fil
     """Return the server, not started yet, in a process group that ends with this process."""
     log_file.parent.mkdir(parents=True, exist_ok=True)
     log_file.touch(mode=0o600)  # SGLang writes its settings there, keys included
-    return Child("sglang", (sys.executable, "-m", "actors.serving.sglang.process_group", *command), log_file, environment, keeper=True)
+    return Child(
+        "sglang", (sys.executable, "-m", "tidemill.actors.serving.sglang.process_group", *command), log_file, environment, keeper=True
+    )
 
 
 async def until_ended(child: Child | None) -> None:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from weightstore.errors import BadManifest
-from weightstore.format.manifest import Bucket, TensorSpec
-from weightstore.transport.handles import Offered
+from tidemill.weightstore.errors import BadManifest
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec
+from tidemill.weightstore.transport.handles import Offered
 
 STRATEGY = "file_system"
 """Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end without it."""
@@ -77,7 +77,7 @@ class _Share:
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-        from weightstore.transport.cuda_handles import arguments
+        from tidemill.weightstore.transport.cuda_handles import arguments
 
         return rebuild_cuda_tensor, arguments(self._offered.handle, self._rank, str(self._offered.handle["device"]))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from actors.errors import BadRequest
-from actors.request import Limits, check_temperature, token_ids
-from bus.wire.json_object import JsonMapping
+from tidemill.actors.errors import BadRequest
+from tidemill.actors.request import Limits, check_temperature, token_ids
+from tidemill.bus.wire.json_object import JsonMapping
 
 REFUSED = ("positional_embed_overrides",)
 """Fields that no request may have."""

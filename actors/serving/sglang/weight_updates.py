@@ -18,18 +18,18 @@ import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
-from actors.errors import CannotTell, UpdateRefused
-from actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
-from actors.serving.port import COMMAND_S, Body, Result
-from actors.serving.sglang.api import Api
-from actors.serving.sglang.checksums import HEAD, Layout, report_of
-from actors.serving.sglang.pauses import Pauses
-from actors.serving.sglang.tensors import SharedBucket
-from bus.wire.json_object import JsonMapping, JsonObject
-from weightstore.errors import WeightstoreError
-from weightstore.format.checksums import ChecksumReport
-from weightstore.format.manifest import Bucket
-from weightstore.transport.handles import Offered
+from tidemill.actors.errors import CannotTell, UpdateRefused
+from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS, FencedUpdates
+from tidemill.actors.serving.port import COMMAND_S, Body, Result
+from tidemill.actors.serving.sglang.api import Api
+from tidemill.actors.serving.sglang.checksums import HEAD, Layout, report_of
+from tidemill.actors.serving.sglang.pauses import Pauses
+from tidemill.actors.serving.sglang.tensors import SharedBucket
+from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.weightstore.errors import WeightstoreError
+from tidemill.weightstore.format.checksums import ChecksumReport
+from tidemill.weightstore.format.manifest import Bucket
+from tidemill.weightstore.transport.handles import Offered
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from learner.data.buffer_filters import FilterBuffer
-from learner.data.filters import Decision
+from tidemill.learner.data.buffer_filters import FilterBuffer
+from tidemill.learner.data.filters import Decision
 
 
 def balanced(buffer: FilterBuffer, *, max_lag: int = 4) -> list[Decision]:

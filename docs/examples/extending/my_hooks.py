@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from learner.megatron.hooks import BeforeLogProbs, BeforeStep
+from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from weightstore.format.manifest import Bucket, TensorSpec, unflatten
-from weightstore.store import snapshot
-from weightstore.transport.parts import Payload
-from weightstore.transport.port import Rendezvous, WeightReceiver
+from tidemill.weightstore.format.manifest import Bucket, TensorSpec, unflatten
+from tidemill.weightstore.store import snapshot
+from tidemill.weightstore.transport.parts import Payload
+from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
 
 
 class SharedDirectory:

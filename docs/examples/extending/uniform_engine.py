@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from actors.config import EngineConfig
-from actors.http_api import NONCE_HEADER
-from bus.wire.rows import Capabilities
-from bus.wire.subjects import nonce
+from tidemill.actors.config import EngineConfig
+from tidemill.actors.http_api import NONCE_HEADER
+from tidemill.bus.wire.rows import Capabilities
+from tidemill.bus.wire.subjects import nonce
 
 
 class UniformEngine:

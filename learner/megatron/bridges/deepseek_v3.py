@@ -6,10 +6,10 @@ from typing import Any, ClassVar
 
 from mbridge.models.deepseek_v3 import DeepseekV3Bridge
 
-from learner.megatron.bridges.experts import Experts
-from learner.megatron.bridges.glm4_moe import grouped_choice
-from learner.megatron.bridges.latent_attention import LatentAttention
-from learner.megatron.layers.kernels import Arguments
+from tidemill.learner.megatron.bridges.experts import Experts
+from tidemill.learner.megatron.bridges.glm4_moe import grouped_choice
+from tidemill.learner.megatron.bridges.latent_attention import LatentAttention
+from tidemill.learner.megatron.layers.kernels import Arguments
 
 _LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layernorm\.weight")
 

@@ -16,12 +16,12 @@ import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from bus.wire.routed_experts import sparse_layers
-from learner.errors import ConfigRefused
-from learner.megatron.bridges.layers import Router, ScoreRouter
-from learner.megatron.bridges.local_layers import LocalLayers
-from learner.megatron.layers.grouped_experts import GroupedExperts
-from learner.megatron.layers.kernels import Arguments, Wanted
+from tidemill.bus.wire.routed_experts import sparse_layers
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.megatron.bridges.layers import Router, ScoreRouter
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.layers.grouped_experts import GroupedExperts
+from tidemill.learner.megatron.layers.kernels import Arguments, Wanted
 
 EXPERTS = ".mlp.experts."
 """Part of the name of every weight of a routed expert."""

@@ -7,7 +7,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from learner.errors import ConfigRefused
+from tidemill.learner.errors import ConfigRefused
 
 INDEX = "model.safetensors.index.json"
 

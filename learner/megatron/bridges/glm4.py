@@ -4,9 +4,9 @@ from typing import Any, ClassVar
 
 from mbridge.models.qwen2 import Qwen2Bridge
 
-from learner.megatron.bridges.layers import NormedAttention, NormedMLP
-from learner.megatron.bridges.local_layers import LocalLayers
-from learner.megatron.layers.kernels import Arguments
+from tidemill.learner.megatron.bridges.layers import NormedAttention, NormedMLP
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.layers.kernels import Arguments
 
 _LAYER = "model.layers.{layer_number}."
 

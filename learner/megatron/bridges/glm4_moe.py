@@ -4,8 +4,8 @@ from typing import Any
 
 from mbridge.models.glm4moe import GLM4MoEBridge
 
-from learner.megatron.bridges.experts import Experts
-from learner.megatron.layers.kernels import Arguments
+from tidemill.learner.megatron.bridges.experts import Experts
+from tidemill.learner.megatron.layers.kernels import Arguments
 
 
 def grouped_choice(hf_config: Any) -> Arguments:

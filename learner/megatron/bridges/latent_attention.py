@@ -15,7 +15,7 @@ from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
 
-from learner.megatron.layers.attention import Group, PackedRotary, PackedRow
+from tidemill.learner.megatron.layers.attention import Group, PackedRotary, PackedRow
 
 
 class WholeLinear(torch.nn.Linear):

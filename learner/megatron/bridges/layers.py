@@ -14,7 +14,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from torch import Tensor
 
-from learner.megatron.layers.norms import Norm
+from tidemill.learner.megatron.layers.norms import Norm
 
 
 class PartialReplay(RouterReplay):  # type: ignore[misc]

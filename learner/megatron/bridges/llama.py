@@ -2,7 +2,7 @@
 
 from mbridge.models.llama import LLaMABridge
 
-from learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 
 
 class Llama(LocalLayers, LLaMABridge):

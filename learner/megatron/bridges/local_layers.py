@@ -18,15 +18,15 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor
 
-from learner.errors import ConfigRefused
-from learner.layout.sizes import rope_arguments
-from learner.megatron.bridges.files import ModelFiles
-from learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
-from learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
-from learner.megatron.layers.lora import is_adapter
-from learner.megatron.layers.mixture import Mixture
-from learner.megatron.layers.norms import FusedHeadNorm, Norm
-from learner.megatron.layers.output_layer import OutputLayer
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.sizes import rope_arguments
+from tidemill.learner.megatron.bridges.files import ModelFiles
+from tidemill.learner.megatron.layers.attention import CORE_ATTENTION, FusedRotary, PackedRotary, SDPACoreAttention
+from tidemill.learner.megatron.layers.kernels import CUDNN, SDPA, VARLEN, Arguments, Kernels, Wanted, chosen
+from tidemill.learner.megatron.layers.lora import is_adapter
+from tidemill.learner.megatron.layers.mixture import Mixture
+from tidemill.learner.megatron.layers.norms import FusedHeadNorm, Norm
+from tidemill.learner.megatron.layers.output_layer import OutputLayer
 
 log = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 from mbridge.models.mixtral import MixtralBridge
 
-from learner.megatron.bridges.experts import Experts
-from learner.megatron.layers.kernels import Arguments
+from tidemill.learner.megatron.bridges.experts import Experts
+from tidemill.learner.megatron.layers.kernels import Arguments
 
 
 class Mixtral(Experts, MixtralBridge):

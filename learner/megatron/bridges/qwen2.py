@@ -2,7 +2,7 @@
 
 from mbridge.models.qwen2 import Qwen2Bridge
 
-from learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 
 
 class Qwen2(LocalLayers, Qwen2Bridge):

@@ -2,8 +2,8 @@
 
 from mbridge.models.qwen2moe import Qwen2MoEBridge
 
-from learner.megatron.bridges.experts import Experts
-from learner.megatron.layers.kernels import Arguments
+from tidemill.learner.megatron.bridges.experts import Experts
+from tidemill.learner.megatron.layers.kernels import Arguments
 
 
 class Qwen2MoE(Experts, Qwen2MoEBridge):

@@ -2,7 +2,7 @@
 
 from mbridge.models.qwen3 import Qwen3Bridge
 
-from learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 
 
 class Qwen3(LocalLayers, Qwen3Bridge):

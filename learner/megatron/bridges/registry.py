@@ -9,23 +9,23 @@ import torch
 from mbridge.core.llm_bridge import LLMBridge
 from transformers import AutoConfig
 
-from bus.wire.model_values import in_older_keys
-from learner.algorithms.own_functions import imported
-from learner.errors import ConfigRefused
-from learner.layout.parallel import Parallel
-from learner.layout.sizes import FAMILIES, refusals
-from learner.megatron.bridges.deepseek_v3 import DeepSeekV3
-from learner.megatron.bridges.glm4 import Glm4
-from learner.megatron.bridges.glm4_moe import Glm4MoE
-from learner.megatron.bridges.llama import Llama, Mistral
-from learner.megatron.bridges.local_layers import LocalLayers
-from learner.megatron.bridges.mixtral import Mixtral
-from learner.megatron.bridges.qwen2 import Qwen2
-from learner.megatron.bridges.qwen2_moe import Qwen2MoE
-from learner.megatron.bridges.qwen3 import Qwen3
-from learner.megatron.bridges.qwen3_moe import Qwen3MoE
-from learner.megatron.layers.kernels import Wanted
-from learner.megatron.layers.mixture import Mixture
+from tidemill.bus.wire.model_values import in_older_keys
+from tidemill.learner.algorithms.own_functions import imported
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.layout.sizes import FAMILIES, refusals
+from tidemill.learner.megatron.bridges.deepseek_v3 import DeepSeekV3
+from tidemill.learner.megatron.bridges.glm4 import Glm4
+from tidemill.learner.megatron.bridges.glm4_moe import Glm4MoE
+from tidemill.learner.megatron.bridges.llama import Llama, Mistral
+from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner.megatron.bridges.mixtral import Mixtral
+from tidemill.learner.megatron.bridges.qwen2 import Qwen2
+from tidemill.learner.megatron.bridges.qwen2_moe import Qwen2MoE
+from tidemill.learner.megatron.bridges.qwen3 import Qwen3
+from tidemill.learner.megatron.bridges.qwen3_moe import Qwen3MoE
+from tidemill.learner.megatron.layers.kernels import Wanted
+from tidemill.learner.megatron.layers.mixture import Mixture
 
 _BRIDGES: Mapping[str, type[LocalLayers]] = {
     "deepseek_v3": DeepSeekV3,

@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
-from learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
+from tidemill.learner.megatron.layers.context import heads_for_tokens, tokens_for_heads
+from tidemill.learner.megatron.layers.kernels import CUDNN, LONG_SEQUENCE, SDPA, VARLEN, varlen_operator
 
 Group = dist.ProcessGroup
 """Ranks of a collective."""
@@ -318,7 +318,7 @@ def _takes_groups(operator: Callable[..., Any]) -> bool:
 
 
 def _turned(q: Tensor, k: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-    from learner.megatron.layers.fused_heads import rotated
+    from tidemill.learner.megatron.layers.fused_heads import rotated
 
     return rotated(q, k, rotation.cos_TF, rotation.sin_TF, interleaved=rotation.interleaved)
 

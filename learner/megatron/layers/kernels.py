@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bus.wire.json_object import JsonMapping
-from learner.errors import ConfigRefused
-from learner.settings.config import LearnerConfig
-from learner.settings.megatron_arguments import refusals
+from tidemill.bus.wire.json_object import JsonMapping
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.megatron_arguments import refusals
 
 log = logging.getLogger(__name__)
 

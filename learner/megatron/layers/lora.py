@@ -29,11 +29,11 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from safetensors import safe_open
 from torch import Tensor
 
-from learner.errors import ConfigRefused
-from learner.layout import stages
-from learner.layout.parallel import Parallel
-from learner.settings.lora import WEIGHTS, LoraConfig
-from weightstore.format.checksums import sum64
+from tidemill.learner.errors import ConfigRefused
+from tidemill.learner.layout import stages
+from tidemill.learner.layout.parallel import Parallel
+from tidemill.learner.settings.lora import WEIGHTS, LoraConfig
+from tidemill.weightstore.format.checksums import sum64
 
 MARK = ".lora_"
 """In the names of all parameters of adapters, and of no other."""

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from learner.settings.config import LearnerConfig
-from learner.settings.routing_replay import ROLLOUT
+from tidemill.learner.settings.config import LearnerConfig
+from tidemill.learner.settings.routing_replay import ROLLOUT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

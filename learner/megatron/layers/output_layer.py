@@ -1,4 +1,4 @@
-"""The output layers: the policy's, which leaves the product with its weight to the loss (``learner.megatron.logprobs``), and the critic's.
+"""The output layers: the policy's, which leaves the product with its weight to the loss (``tidemill.learner.megatron.logprobs``), and the critic's.
 
 The policy's has the weight, and with it the name, the split and the checkpoint entry of Megatron's own.
 """
