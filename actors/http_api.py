@@ -1,8 +1,8 @@
 """Parts shared by the HTTP servers of engines and routers: bodies as JSON maps, and errors in SGLang's JSON.
 
-400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is
-no run, 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported
-by this engine, 503 = not serving now. ``tidemill.weightstore.bodies`` has those of bodies.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
+404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
+503 = not serving now. ``tidemill.bus.http.bodies`` has those of bodies.
 """
 
 import logging
@@ -13,11 +13,11 @@ from aiohttp import web
 
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
-from tidemill.bus.client.reach import AUTO, LOOPBACK
+from tidemill.bus.client.addresses import AUTO, LOOPBACK
+from tidemill.bus.http.access import Handler
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.wire.json_object import JsonObject, with_whole_characters
-from tidemill.weightstore.access import Handler
-from tidemill.weightstore.bodies import body_in, json_in
-from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.section import NotNegative, NotNegativeFloat, OneOf, Positive, refusal, section
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
 
 PROGRAM = "agent:"

@@ -20,10 +20,10 @@ from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.engine_client import error_of_call
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable
 from tidemill.actors.teacher_settings import TeacherConfig, chosen
+from tidemill.bus.http.client import ApiClient
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Sample
-from tidemill.weightstore.transport.engine_api import EngineApi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Teachers:
     def __init__(self, config: ActorConfig) -> None:
         self._teachers = list(config.teachers.values())
         self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
-        self._servers = {url: EngineApi(url, error_of_call) for teacher in self._teachers for url in teacher.servers}
+        self._servers = {url: ApiClient(url, error_of_call) for teacher in self._teachers for url in teacher.servers}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
 

@@ -68,7 +68,7 @@ class BusConfig:
     tls_key: str = ""
     """PEM file: its key."""
     tls_ca: str = ""
-    """PEM file: certificate authority of the server's certificate, for clients; empty = those of the system."""
+    """PEM file: certificate authority of the server's certificate, for clients; empty = the system's."""
     tls_verify: bool = False
     """The server requires a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show ``tls_cert``."""
     cluster: Annotated[int, OneOf((1, 3))] = 1

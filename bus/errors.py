@@ -1,100 +1,141 @@
-"""The error tree of the bus. Foreign errors (NATS, msgpack, sockets) are translated into these at the edge."""
+"""``DetailedError``, the base of errors with declared fields, and the error tree of the bus.
+
+Foreign errors (NATS, msgpack, sockets) are translated into this tree at the edge.
+"""
+
+from typing import Any, ClassVar, dataclass_transform
 
 from tidemill.bus import exit_codes
+
+_REQUIRED: Any = object()
+"""Default of a field without a default."""
+
+
+@dataclass_transform(eq_default=False)
+class DetailedError(Exception):
+    """An error whose class declares its fields like a dataclass, and its text as one ``template``.
+
+    ``args`` are the values of the fields in their order, so the error can be pickled. The template may name any attribute, properties
+    included: ``template = "{where}: want {want}, got {got!r}"``.
+    """
+
+    template: ClassVar[str] = ""
+    _defaults: ClassVar[dict[str, Any]] = {}
+    """Fields in order, with the base classes' first; a field without a default has ``_REQUIRED``."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        # The annotations are read unevaluated where a module postpones them: their types play no part.
+        declared = [name for name, kind in cls.__annotations__.items() if "ClassVar" not in str(kind)]
+        cls._defaults = {**cls._defaults, **{name: cls.__dict__.get(name, _REQUIRED) for name in declared}}
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        fields = dict(self._defaults)
+        by_place = dict(zip(fields, values, strict=False))
+        if len(values) > len(fields) or by_place.keys() & named.keys() or named.keys() - fields.keys():
+            raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {values}, {named}")
+        fields.update(by_place, **named)
+        if missing := [name for name, value in fields.items() if value is _REQUIRED]:
+            raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got none for {', '.join(missing)}")
+        super().__init__(*fields.values())
+        self.__dict__.update(fields)
+
+    def __str__(self) -> str:
+        return self.template.format_map(_Attributes(self))
+
+
+class _Attributes:
+    """Attributes of an error, by name, for its template."""
+
+    def __init__(self, error: DetailedError) -> None:
+        self._error = error
+
+    def __getitem__(self, name: str) -> object:
+        return getattr(self._error, name)
 
 
 class BusError(Exception):
     """Something failed between this process and the bus."""
 
 
-class BusUnavailable(BusError):
+class BusUnavailable(DetailedError, BusError):
     """The server cannot be reached, or did not answer within the deadline."""
 
-    def __init__(self, where: str, reason: str) -> None:
-        super().__init__(where, reason)
-        self.where, self.reason = where, reason
-
-    def __str__(self) -> str:
-        return f"{self.where}: bus unavailable: {self.reason}"
+    where: str
+    reason: str
+    template = "{where}: bus unavailable: {reason}"
 
 
 class BusFull(BusUnavailable):
     """The bus stores nothing at present: its disk has no room, or cannot be written. It is waited for without end."""
 
-    def __str__(self) -> str:
-        return f"{self.where}: the bus stores nothing: {self.reason}"
+    template = "{where}: the bus stores nothing: {reason}"
 
 
-class Denied(BusError):
+class Denied(DetailedError, BusError):
     """The bus refuses the connection: user or password are wrong or missing, or a certificate is not trusted."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, where: str, reason: str, cure: str) -> None:
-        super().__init__(where, reason, cure)
-        self.where, self.reason, self.cure = where, reason, cure
-
-    def __str__(self) -> str:
-        return f"{self.where}: denied: {self.reason}; cure: {self.cure}"
+    where: str
+    reason: str
+    cure: str
+    template = "{where}: denied: {reason}; cure: {cure}"
 
 
-class Forbidden(BusError):
+class Forbidden(DetailedError, BusError):
     """The bus accepted the connection, but its user lacks this permission: a retry would not help."""
 
-    def __init__(self, subject: str, verb: str, user: str) -> None:
-        super().__init__(subject, verb, user)
-        self.subject, self.verb, self.user = subject, verb, user
+    subject: str
+    verb: str
+    user: str
+    template = "{subject}: user {named_user} may not {verb} here (docs/security.md)"
 
-    def __str__(self) -> str:
-        return f"{self.subject}: user {self.user or '(none)'} may not {self.verb} here (docs/security.md)"
+    @property
+    def named_user(self) -> str:
+        """The user's name as the message shows it."""
+        return self.user or "(none)"
 
 
-class ServerFailed(BusError):
+class ServerFailed(DetailedError, BusError):
     """The embedded nats-server ended or did not come up; carries its last lines."""
 
-    def __init__(self, reason: str, log_tail: str = "") -> None:
-        super().__init__(reason, log_tail)
-        self.reason, self.log_tail = reason, log_tail
+    reason: str
+    log_tail: str = ""
+    template = "nats-server: {reason}{log_lines}"
 
-    def __str__(self) -> str:
-        return f"nats-server: {self.reason}" + (f"\n{self.log_tail}" if self.log_tail else "")
+    @property
+    def log_lines(self) -> str:
+        """The log's last lines as the message shows them: below its first line."""
+        return f"\n{self.log_tail}" if self.log_tail else ""
 
 
-class Unquotable(BusError, ValueError):
+class Unquotable(DetailedError, BusError, ValueError):
     """A text, such as the path of a directory, with characters that cannot be written into the configuration of nats-server."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, text: str, odd: str) -> None:
-        super().__init__(text, odd)
-        self.text, self.odd = text, odd
-
-    def __str__(self) -> str:
-        return f"{self.text!r}: want a name without control characters, in UTF-8, got {self.odd!r} in it; use another name"
+    text: str
+    odd: str
+    template = "{text!r}: want a name without control characters, in UTF-8, got {odd!r} in it; use another name"
 
 
-class ConfigMismatch(BusError):
+class ConfigMismatch(DetailedError, BusError):
     """A stream, consumer or bucket exists, or was created, with a configuration other than the requested one."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, name: str, field: str, want: object, got: object) -> None:
-        super().__init__(name, field, want, got)
-        self.name, self.field, self.want, self.got = name, field, want, got
-
-    def __str__(self) -> str:
-        return f"{self.name}.{self.field}: want {self.want!r}, the server has {self.got!r}"
+    name: str
+    field: str
+    want: object
+    got: object
+    template = "{name}.{field}: want {want!r}, the server has {got!r}"
 
 
-class WireError(BusError, ValueError):
+class WireError(DetailedError, BusError, ValueError):
     """A message cannot be decoded or breaks an invariant; the error names the field, the expected and the actual value."""
 
-    def __init__(self, field: str, want: str, got: object) -> None:
-        super().__init__(field, want, got)
-        self.field, self.want, self.got = field, want, got
-
-    def __str__(self) -> str:
-        return f"{self.field}: want {self.want}, got {self.got!r}"
+    field: str
+    want: str
+    got: object
+    template = "{field}: want {want}, got {got!r}"
 
 
 class UnknownSchema(WireError):
@@ -111,108 +152,95 @@ _ROW_CURES = {
 class UnreadableRow(WireError):
     """A row that a process needs cannot be read; the error names bucket, key and revision."""
 
-    def __init__(self, field: str, revision: int, want: str, got: object) -> None:
-        super().__init__(field, want, got)
-        self.args = (field, revision, want, got)
-        self.revision = revision
+    revision: int
+    template = "row {field}, revision {revision}: want {want}, got {got!r}; cure: {cure} (docs/recovery.md)"
 
     @property
     def exit_code(self) -> int:
         """Exit code of a process that this ends."""
         return exit_codes.CONFIG if self.field in _ROW_CURES else exit_codes.CRASHED
 
-    def __str__(self) -> str:
-        cure = f"{_ROW_CURES.get(self.field, 'store a readable row in its place')} (docs/recovery.md)"
-        return f"row {self.field}, revision {self.revision}: want {self.want}, got {self.got!r}; cure: {cure}"
+    @property
+    def cure(self) -> str:
+        """What the operator stores in place of the row."""
+        return _ROW_CURES.get(self.field, "store a readable row in its place")
 
 
-class Fenced(BusError):
+class Fenced(DetailedError, BusError):
     """A newer learner has taken over (a higher epoch was seen): this one must end."""
 
     exit_code = exit_codes.TAKEN_OVER
-
-    def __init__(self, where: str, mine: int, seen: int) -> None:
-        super().__init__(where, mine, seen)
-        self.where, self.mine, self.seen = where, mine, seen
-
-    def __str__(self) -> str:
-        return f"{self.where}: epoch {self.mine} is fenced off by epoch {self.seen}: another learner has taken over this run"
+    where: str
+    mine: int
+    seen: int
+    template = "{where}: epoch {mine} is fenced off by epoch {seen}: another learner has taken over this run"
 
 
-class RowConflict(BusError):
+class RowConflict(DetailedError, BusError):
     """A compare-and-set on a key found another revision than expected."""
 
-    def __init__(self, key: str, expected: int) -> None:
-        super().__init__(key, expected)
-        self.key, self.expected = key, expected
-
-    def __str__(self) -> str:
-        return f"{self.key}: changed by another process since revision {self.expected}"
+    key: str
+    expected: int
+    template = "{key}: changed by another process since revision {expected}"
 
 
-class NotFound(BusError):
+class NotFound(DetailedError, BusError):
     """A message or row that does not exist (any more)."""
 
-    def __init__(self, where: str, what: object) -> None:
-        super().__init__(where, what)
-        self.where, self.what = where, what
-
-    def __str__(self) -> str:
-        return f"{self.where}: no {self.what}"
+    where: str
+    what: object
+    template = "{where}: no {what}"
 
 
-class Refused(BusError):
+class Refused(DetailedError, BusError):
     """The server answered with an error; ``code`` is JetStream's error code."""
 
-    def __init__(self, where: str, code: int, reason: str) -> None:
-        super().__init__(where, code, reason)
-        self.where, self.code, self.reason = where, code, reason
-
-    def __str__(self) -> str:
-        return f"{self.where}: refused by the server: {self.reason} ({self.code})"
+    where: str
+    code: int
+    reason: str
+    template = "{where}: refused by the server: {reason} ({code})"
 
 
-class NoRoom(BusError):
+class NoRoom(DetailedError, BusError):
     """The server's disk has less room than a stream may take."""
 
     exit_code = exit_codes.CONFIG
+    stream: str
+    max_bytes: int
+    template = (
+        "{stream}: want room for {max_gb:.1f} GB ({setting}) in three quarters of what is free on the disk of the nats-server, got less; "
+        "lower {setting}, or keep the server's store on a larger disk"
+    )
 
-    def __init__(self, stream: str, max_bytes: int) -> None:
-        super().__init__(stream, max_bytes)
-        self.stream, self.max_bytes = stream, max_bytes
+    @property
+    def max_gb(self) -> float:
+        """Size that the stream may have, in GB."""
+        return self.max_bytes / 1e9
 
-    def __str__(self) -> str:
-        setting = f"bus.{self.stream.rpartition('_')[2].lower()}_max_bytes"
-        return (
-            f"{self.stream}: want room for {self.max_bytes / 1e9:.1f} GB ({setting}) in three quarters of what is free on the "
-            f"disk of the nats-server, got less; lower {setting}, or keep the server's store on a larger disk"
-        )
+    @property
+    def setting(self) -> str:
+        """Setting that bounds the stream."""
+        return f"bus.{self.stream.rpartition('_')[2].lower()}_max_bytes"
 
 
-class StreamReplaced(BusError):
+class StreamReplaced(DetailedError, BusError):
     """The stream is not the one that the cursor was made for: it was deleted and created again, or restored."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, stream: str, want: str, got: str) -> None:
-        super().__init__(stream, want, got)
-        self.stream, self.want, self.got = stream, want, got
-
-    def __str__(self) -> str:
-        return (
-            f"{self.stream}: the cursor is for the stream created at {self.want}, this one was created at {self.got}; "
-            "put the bus's store back, or begin a new run with the newest model (tidemill up --from-checkpoint; docs/recovery.md)"
-        )
+    stream: str
+    want: str
+    got: str
+    template = (
+        "{stream}: the cursor is for the stream created at {want}, this one was created at {got}; "
+        "put the bus's store back, or begin a new run with the newest model (tidemill up --from-checkpoint; docs/recovery.md)"
+    )
 
 
-class StreamTrimmed(BusError):
+class StreamTrimmed(DetailedError, BusError):
     """Messages that the reader still needs are gone."""
 
     exit_code = exit_codes.CONFIG
-
-    def __init__(self, stream: str, needed: int, first: int) -> None:
-        super().__init__(stream, needed, first)
-        self.stream, self.needed, self.first = stream, needed, first
-
-    def __str__(self) -> str:
-        return f"{self.stream}: message {self.needed} is needed, but the stream begins at {self.first}: it was trimmed too far"
+    stream: str
+    needed: int
+    first: int
+    template = "{stream}: message {needed} is needed, but the stream begins at {first}: it was trimmed too far"

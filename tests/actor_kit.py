@@ -23,10 +23,10 @@ from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.liveness.epoch import raise_epoch
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow, Sample, Sampling, Status, Task
+from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.messages import Sample, Sampling, Status, Task
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.prepare_config import PrepareConfig
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.wire.subjects import nonce
 
 BusOpener = Callable[..., AbstractAsyncContextManager[Bus]]
 

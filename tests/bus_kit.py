@@ -8,8 +8,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.episodes import SequenceSize, Turns
-from tidemill.bus.wire.messages import Partial, Sample, Sampling, Span, Status, Task
+from tidemill.bus.wire.messages import Partial, Sample, Sampling, SequenceSize, Span, Status, Task, Turns
 from tidemill.bus.wire.parts import Joining, PartsManifest
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from tidemill.actors.config import EngineConfig
 from tidemill.actors.engines.engine_client import HttpEngine
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
-from tidemill.weightstore.access import Rule
+from tidemill.bus.http.access import Rule
 
 LIMIT_S = 60.0
 HELD_STEP_S = 0.02

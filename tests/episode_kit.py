@@ -20,9 +20,9 @@ from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.text.rendering import Renderer
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.streams.episode_turns import TurnStream
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sampling, Task
 
 

@@ -27,14 +27,14 @@ from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.sglang.engine import SglangEngine
 from tidemill.actors.serving.sglang.releases import release_of
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import Access, RunAccess, TokenAccess
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.rewards.registry import load
-from tidemill.weightstore.access import Access, RunAccess, TokenAccess
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.listener import Listener
 from tidemill.weightstore.store.registry import VersionRegistry
 from tidemill.weightstore.store.snapshot_store import SnapshotStore
 from tidemill.weightstore.transport.part_server import PartServer

@@ -24,8 +24,8 @@ from tidemill.actors.serving.port import Updates
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.system.loop import new_event_loop
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.system.coroutines import new_event_loop
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.errors import BadManifest
 from tidemill.weightstore.format.checksums import ChecksumReport, report_checksums
 from tidemill.weightstore.format.manifest import Bucket, Manifest, unflatten

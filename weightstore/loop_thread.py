@@ -8,8 +8,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from tidemill.bus.system.coroutines import first_error
-from tidemill.bus.system.loop import new_event_loop
+from tidemill.bus.system.coroutines import first_error, new_event_loop
 
 _log = logging.getLogger(__name__)
 

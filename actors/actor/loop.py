@@ -36,14 +36,13 @@ from tidemill.actors.engines.responses import GenerationFailed, Responses
 from tidemill.actors.engines.server_pool import NoServer
 from tidemill.actors.episodes.port import AlreadyStored, Made, Rollout, Unfinished
 from tidemill.actors.teachers import TeacherFailed, Teachers
-from tidemill.bus.client.repeated import Repeated
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.config import SINGLE_TURN
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.episode_turns import Superseded
 from tidemill.bus.streams.tasks import Lease
-from tidemill.bus.system.coroutines import first_error
+from tidemill.bus.system.coroutines import Waiter, first_error
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire.codec import check_sample
 from tidemill.bus.wire.messages import Kind, Partial, Sample, Status, Task
 from tidemill.rewards.errors import RewardFailed
@@ -126,7 +125,7 @@ class Actor:
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
         self._scorer_waits_for, self._stop_waiting_for_scorers = scorers.waits_for, scorers.stop_waiting
         self._rollouts = dict(rollouts)
-        self._repeated = Repeated(logger)
+        self._repeated = FailureLog(logger)
         self._in_flight_of: Counter[str] = Counter()
         """Samples in flight, by rollout."""
         self._changed = Waiter()

@@ -22,14 +22,14 @@ from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms, ser
 from tidemill.actors.scoring.scorer_pool import RemoteScoring, ScorerPool
 from tidemill.actors.scoring.server import open_rewards
 from tidemill.actors.teachers import Teachers
-from tidemill.bus.client.reach import HERE, LOOPBACK, Reach, reach, route_to
+from tidemill.bus.client.addresses import HERE, LOOPBACK, Reach, reach, route_to
 from tidemill.bus.config import SINGLE_TURN, BusConfig, is_loopback
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.section import Sections, read
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.bus.wire.subjects import refused
 
 UPDATE_EVERY_S = 1.0

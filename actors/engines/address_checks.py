@@ -19,9 +19,10 @@ import aiohttp
 from tidemill.actors.engines.server_pool import EnginePool
 from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.bus.errors import BusError
+from tidemill.bus.http.client import open_session
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 
 log = logging.getLogger(__name__)
 
@@ -78,8 +79,7 @@ class AddressChecker:
     async def run(self) -> None:
         """Call each engine once it has an address, and again from time to time, until cancelled."""
         view, slots = LiveView(self.bus), asyncio.Semaphore(MAX_CALLS)
-        timeout = aiohttp.ClientTimeout(total=ANSWER_S, sock_connect=CONNECT_S)
-        async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0, force_close=True)) as session:
+        async with open_session(total_s=ANSWER_S, connect_s=CONNECT_S, keep_s=0) as session:
             while True:
                 try:
                     rows = {row.nonce: row for row in await view.alive("engine") if row.nonce and row.address}

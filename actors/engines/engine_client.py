@@ -25,11 +25,11 @@ from tidemill.actors.engines.port import EngineInfo, Generation
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from tidemill.actors.events import END, data_in
 from tidemill.bus.errors import WireError
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure, no_headers
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Sampling, Span
 from tidemill.bus.wire.routed_experts import RoutedExperts, RoutedShape, check_routed_experts
-from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi, Failure, no_headers
 
 Send = Callable[[JsonObject], Awaitable[Any]]
 """POST a body to /generate: one answer for one prompt, a list for a list."""
@@ -119,7 +119,7 @@ class HttpEngine:
         self._wants_experts = routed_experts
         self._routed: RoutedShape | None = None
         """Sizes of the routing of the engine's model, from the first request on that needs them."""
-        self._api = EngineApi(url, error_of_call, headers=no_headers if keys is None else keys.headers)
+        self._api = ApiClient(url, error_of_call, headers=no_headers if keys is None else keys.headers)
 
     async def generate(
         self,

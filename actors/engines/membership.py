@@ -17,11 +17,11 @@ from tidemill.actors.errors import BadRow
 from tidemill.actors.guarded_settings import refuse_foreign
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable, NotFound
-from tidemill.bus.liveness.waiting import Waiting
+from tidemill.bus.liveness.heartbeats import Waiting
 from tidemill.bus.section import read
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ from typing import Generic, Protocol, TypedDict, TypeVar
 
 from tidemill.actors.engines.port import Engine
 from tidemill.actors.errors import EngineError, ServerFault, VersionUnavailable
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
+from tidemill.bus.system.coroutines import Waiter
 
 logger = logging.getLogger(__name__)
 

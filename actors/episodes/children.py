@@ -26,10 +26,10 @@ from types import TracebackType
 from typing import Self
 
 from tidemill.actors.episodes.port import EpisodeResult, ProgramFailed
-from tidemill.bus.client.repeated import Repeated
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildConnection
 from tidemill.bus.processes.limits import environment, kill_tree
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
@@ -115,7 +115,7 @@ class Children:
         """
         self._use, self._options, self._python, self._resumes = use, dict(options), python, resumes
         self._bounds, self._note_hung, self._gateway_host = bounds, note_hung, gateway_host
-        self._repeated = Repeated(logger)
+        self._repeated = FailureLog(logger)
         self.counters = ChildCounters()
         self.chat_tools: tuple[str, ...] = ()
         """Tools that the loaded program offers in chats, which the model's chat template must write."""

@@ -37,13 +37,13 @@ from tidemill.actors.router.exchange import EVENTS, JSON, SESSION_HEADERS, Reque
 from tidemill.actors.router.token_history import ModelText, TokenHistory
 from tidemill.actors.router.tree import TokenPiece
 from tidemill.actors.text.rendering import Renderer
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import Route, Rule
+from tidemill.bus.http.bodies import body_in
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.streams.episode_turns import NotStored, Superseded
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Timings
-from tidemill.weightstore.access import Route, Rule
-from tidemill.weightstore.bodies import body_in
-from tidemill.weightstore.listener import Listener
 
 logger = logging.getLogger(__name__)
 

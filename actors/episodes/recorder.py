@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.wire.episodes import SequenceSize, Turns
 from tidemill.bus.wire.invariants import LOG_PROB_SLACK, MIN_LOG_PROB
-from tidemill.bus.wire.messages import Span
+from tidemill.bus.wire.messages import SequenceSize, Span, Turns
 from tidemill.bus.wire.routed_experts import RoutedExperts
 
 EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"

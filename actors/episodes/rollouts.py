@@ -20,7 +20,7 @@ from tidemill.actors.errors import BadRow, NoRenderer
 from tidemill.actors.rollout_settings import RolloutConfig, RolloutPrograms
 from tidemill.actors.router.token_history import ModelText
 from tidemill.actors.text.rendering import Renderer
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.streams.episode_turns import NotStored, Superseded, TurnStream
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.messages import Partial, Sample, Status, Task, Timings

@@ -16,8 +16,8 @@ from tidemill.actors.http_api import body_of
 from tidemill.actors.openai import openai_api
 from tidemill.actors.text.text import Text, beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate
+from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.weightstore.access import Route
 
 State = JsonMapping
 

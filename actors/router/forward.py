@@ -28,7 +28,7 @@ from tidemill.actors.http_api import NONCE_HEADER
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.discovery import NotServing
 from tidemill.actors.router.exchange import REQUEST_HEADER, SESSION_HEADERS, Answer, Request, refusal
-from tidemill.bus.client.http_answer import content_of
+from tidemill.bus.http.client import content_of, open_session
 from tidemill.bus.liveness.keys import RunKeys
 
 GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
@@ -103,11 +103,7 @@ class Forwarder:
         self._config, self._engines, self._keys = config, engines, keys
         self.sessions = Sessions(config.max_sessions)
         # One connection per request: a kept one may be dead, which looks the same as an engine that broke off its work.
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, force_close=True),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_s),
-            auto_decompress=False,
-        )
+        self._session = open_session(connect_s=config.connect_s, keep_s=0, unpack=False)
 
     async def close(self) -> None:
         """Close the connections to engines; requests in flight break off."""

@@ -26,15 +26,16 @@ from tidemill.actors.router.config import RouterConfig, check_url
 from tidemill.actors.router.discovery import WorkerDiscovery
 from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
 from tidemill.actors.router.forward import Asker, Forwarder
-from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.client import open_session
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import RunKeys, admin_keys
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.functions import find_function
-from tidemill.weightstore.access import Route, RunAccess
-from tidemill.weightstore.bodies import BodyLimits, body_in
-from tidemill.weightstore.listener import Listener
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,7 @@ class RouterServer:
         Raises ValueError for an address that other machines reach without a key, OSError.
         """
         config = self._config
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=config.health_timeout_s))
+        self._session = open_session(total_s=config.health_timeout_s)
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
         self.engines = EnginePool(self.discovery, HttpEngine, in_turn=True)
         self.forwarder = Forwarder(config, self.engines, self._keys)

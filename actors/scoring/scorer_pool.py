@@ -18,7 +18,7 @@ import aiohttp
 from tidemill.actors.engines.server_pool import BusDiscovery, ServerPool
 from tidemill.actors.errors import ScorerLost, ScorerUnavailable
 from tidemill.actors.scoring.server import ALIVE_S, SCORE, SCORE_GROUP
-from tidemill.bus.client.http_answer import content_of
+from tidemill.bus.http.client import content_of, open_session
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import RunKeys
 from tidemill.bus.system.coroutines import first_of
@@ -57,8 +57,7 @@ class ScorerClient:
     async def post(self, path: str, body: bytes) -> Any:
         """Return the answer's JSON, and its reason as RewardFailed. Raises ScorerUnavailable, ScorerLost."""
         if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=MAX_S, sock_connect=CONNECT_S, sock_read=SILENT_S)
-            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout)
+            self._session = open_session(total_s=MAX_S, connect_s=CONNECT_S, read_s=SILENT_S)
         headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
             async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:

@@ -14,12 +14,12 @@ from tidemill.actors.config import ActorConfig
 from tidemill.actors.engines.membership import config_of_run, connected, default_id, first_row, section
 from tidemill.actors.scoring.scorer_pool import ROLE
 from tidemill.actors.scoring.server import RewardServer, open_rewards, serving
-from tidemill.bus.client.reach import LOOPBACK, reach, route_to
+from tidemill.bus.client.addresses import LOOPBACK, reach, route_to
 from tidemill.bus.config import BusConfig
+from tidemill.bus.http.access import RunAccess
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.system.coroutines import first_of
-from tidemill.weightstore.access import RunAccess
 
 log = logging.getLogger(__name__)
 

@@ -20,18 +20,17 @@ from msgspec import Meta, Struct, structs
 
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.config import ActorConfig
-from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.http.access import Access, Route, TokenAccess
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.processes.limits import ProcessLimits
-from tidemill.bus.system.coroutines import ended
+from tidemill.bus.system.coroutines import Waiter, ended
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest, Scorer, to_request
 from tidemill.rewards.registry import MAX_THREADS, checked
 from tidemill.rewards.scorers import GroupScorer, opened, opened_group, opened_parts
-from tidemill.weightstore.access import Access, Route, TokenAccess
-from tidemill.weightstore.bodies import body_in, json_in
-from tidemill.weightstore.listener import Listener
 
 SCORE, SCORE_GROUP = "/score", "/score_group"
 MAX_WAITING = 4096

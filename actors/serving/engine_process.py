@@ -23,14 +23,14 @@ from tidemill.actors.errors import EngineFailed
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.port import Factory, ServedEngine
-from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import admin_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.coroutines import first_of, to_the_end
-from tidemill.bus.wire.messages import Capabilities
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.catchup.catch_up import GRACE_S, Joiner, catch_up, keep_up
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.push.accelerator_turns import AcceleratorLease

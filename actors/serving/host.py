@@ -20,8 +20,8 @@ from tidemill.actors.serving.handles import HandleListener
 from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
 from tidemill.actors.serving.server import EngineServer
 from tidemill.actors.text.text import Text
-from tidemill.bus.client.ids import nonce
-from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import nonce
 
 log = logging.getLogger(__name__)
 

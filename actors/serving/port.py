@@ -9,9 +9,9 @@ from aiohttp import web
 from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.text.text import Text
+from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonMapping
-from tidemill.bus.wire.messages import Capabilities
-from tidemill.weightstore.access import Route
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket
 from tidemill.weightstore.transport.handles import Offered

@@ -21,11 +21,11 @@ from tidemill.actors.serving.command_bodies import (
     UpdateBody,
 )
 from tidemill.actors.serving.port import Backend, Body, ExposedEngine, Result
+from tidemill.bus.http.access import Handler, Route, Rule, RunAccess
+from tidemill.bus.http.bodies import BodyLimits
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.weightstore.access import Handler, Route, Rule, RunAccess
-from tidemill.weightstore.bodies import BodyLimits
 from tidemill.weightstore.format.checksums import ChecksumReport
-from tidemill.weightstore.listener import Listener
 
 
 class EngineServer:

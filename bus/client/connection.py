@@ -1,27 +1,39 @@
-"""The NATS connection. Tracks connected, disconnected, closed and forbidden, and calls listeners. Knows nothing of streams."""
+"""The NATS connection, and retries while it is down, all by one rule. Knows nothing of streams.
+
+It tracks connected, disconnected, closed and forbidden, and calls listeners.
+"""
 
 import asyncio
 import logging
+import math
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import nats
 import nats.errors
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from tidemill.bus.client.address import Address, parse
-from tidemill.bus.client.repeated import Repeated
+from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import OLDEST_SERVER
-from tidemill.bus.errors import BusError, BusUnavailable, Denied, Forbidden
+from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
 from tidemill.bus.system.coroutines import ended, heard, to_the_end
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
+RETRY_S = 0.1
+"""Seconds between two tries of one request."""
+CANCEL_AGAIN_S = 0.2
+"""Interval of the cancellations of work that has forgotten one."""
+AFTER_FULL_S = 15.0
+"""Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
+T = TypeVar("T")
 _RECONNECT_S = 0.2
 """Pause between two attempts to reconnect to the same server."""
 _PING_S = 5.0
@@ -52,7 +64,7 @@ class _Client(Client):
 
     def __init__(self) -> None:
         super().__init__()
-        self._unparsed = Repeated(_log)
+        self._unparsed = FailureLog(_log)
 
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
@@ -211,10 +223,7 @@ class Connection:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``.
-
-        ``url``: as ``tidemill.bus.client.address`` reads it. Raises BusUnavailable, ValueError; Denied at once.
-        """
+        """Connect within ``wait_s``. ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user
@@ -370,3 +379,57 @@ async def open_connection(url: str, name: str, wait_s: float) -> AsyncIterator[C
         yield connection
     finally:
         await connection.close()
+
+
+async def retry(
+    connection: Connection,
+    ask: Callable[[], Awaitable[T]],
+    *,
+    pause_s: float = 0.0,
+    deadline: float = math.inf,
+    outage_s: float | None = None,
+    report: Callable[[BusUnavailable], None] | None = None,
+) -> T:
+    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
+
+    A full bus is waited for without end. ``report`` is called with each error that another try follows.
+
+    With ``outage_s`` that try waits for the connection, at most so long.
+    """
+    while True:
+        try:
+            return await ask()
+        except BusUnavailable as error:
+            if isinstance(error, BusFull):
+                deadline = max(deadline, time.monotonic() + AFTER_FULL_S)
+            await before_retry(connection, error, pause_s=pause_s, deadline=deadline)
+            if report is not None:
+                report(error)
+        if outage_s is not None:
+            await connection.wait_up(outage_s)
+
+
+async def before_retry(connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
+    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be past ``deadline``.
+
+    ``deadline`` is a time of the monotonic clock.
+    """
+    if connection.closed or time.monotonic() + pause_s >= deadline:
+        raise error
+    await asyncio.sleep(pause_s)
+
+
+async def cancellable(work: Coroutine[object, None, T]) -> T:
+    """Return the result of ``work``, which ends for certain when this is cancelled.
+
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result
+    (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        while not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
+    return task.result()

@@ -1,7 +1,7 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
 Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first message of an epoch;
-later messages of an older epoch are void. Messages of no learner are void as well: those that cannot be decoded, and those with another
+later messages of an older epoch are void. Messages of no learner are void as well: messages that cannot be decoded, or have another
 epoch in the header than in the message. Writer and readers pass over both.
 """
 
@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Generic, Protocol, TypeVar
 
-from tidemill.bus.client.ids import nonce
+from tidemill.bus.client.connection import before_retry, retry
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered, OrderedPull, present
-from tidemill.bus.client.retries import before_retry, retry
 from tidemill.bus.errors import BusUnavailable, Fenced, NotFound, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Fence
-from tidemill.bus.wire.subjects import natural
+from tidemill.bus.wire.subjects import natural, nonce
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class FencedStream(Generic[R]):
 
     @property
     def name(self) -> str:
-        """Whole name of the stream, with that of the run."""
+        """Whole name of the stream, with the run's name."""
         return subjects.stream(self.jet.run, self.short)
 
     def read(self, message: Message | Delivered) -> R | None:

@@ -12,9 +12,8 @@ import time
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 
-from tidemill.bus.client.connection import FOREIGN
+from tidemill.bus.client.connection import FOREIGN, RETRY_S, before_retry
 from tidemill.bus.client.jetstream import JetStream
-from tidemill.bus.client.retries import RETRY_S, before_retry
 from tidemill.bus.errors import BusUnavailable
 
 NAK, ACK, PROGRESS = b"-NAK", b"+ACK", b"+WPI"

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TypeVar
 
-from tidemill.bus.client.connection import Connection
+from tidemill.bus.client.connection import RETRY_S, Connection, retry
 from tidemill.bus.client.outbox import Outbox, answered
 from tidemill.bus.client.refusals import Refusals
-from tidemill.bus.client.retries import RETRY_S, retry
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusUnavailable, NotFound, Refused
 from tidemill.bus.wire import subjects

@@ -22,9 +22,9 @@ _MAX_WAITING = 16_384
 
 
 async def create_layout(jet: JetStream) -> None:
-    """Create missing streams and consumers; compare every setting with that of the server.
+    """Create missing streams and consumers; compare every setting with the server's.
 
-    TASKS is created last: other processes find a run by it (``bus/client/discovery.py``), and read its rows at once.
+    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows at once.
 
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """

@@ -23,7 +23,7 @@ STREAM_FULL = 10077
 _NO_ROOM = frozenset({10023, 10047})
 """Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be freed."""
 WRONG_LAST_SEQUENCE = (10071, 10164)
-"""Error codes of a message with another expected last sequence than that of its stream or subject."""
+"""Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
 """Seconds to wait for the acknowledgement before sending again."""
 _FULL_S = 3.0
@@ -186,7 +186,7 @@ _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
 _NOT_NOW = frozenset({10008, 10158})
 """Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused by the message."""
 _UNAVAILABLE = 503
-"""Status of an answer, like that of HTTP."""
+"""Status of an answer, as in HTTP."""
 
 
 class _Error(msgspec.Struct):

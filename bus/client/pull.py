@@ -16,8 +16,8 @@ from nats.aio.subscription import Subscription
 
 from tidemill.bus.client.connection import FOREIGN
 from tidemill.bus.client.jetstream import JetStream, StreamState
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusUnavailable, NotFound
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import delivery, natural
 
 _log = logging.getLogger(__name__)

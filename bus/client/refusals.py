@@ -5,16 +5,16 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TypeVar
 
-from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.errors import WireError
+from tidemill.bus.system.failure_log import FailureLog
 
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_KNOWN = 4096
+_MAX_KNOWN = 4096
 """Number of places remembered, so that a message read again, or a row read every second, is counted once."""
-_MOST_TEXT = 160
+_MAX_TEXT = 160
 """Number of characters kept of the newest refusal."""
 
 
@@ -30,7 +30,7 @@ class Refusals:
         """Refusals by stream (``DEAD``) or bucket (``live``)."""
         self.newest = ""
         self._known: dict[tuple[str, str], None] = {}
-        self._repeated = Repeated(_log)
+        self._repeated = FailureLog(_log)
 
     def read(self, place: str, at: object, decode: Callable[[], T]) -> T | None:
         """Return the result of ``decode``; where it raises WireError, count a refusal and return None.
@@ -49,7 +49,7 @@ class Refusals:
         if one in self._known:
             return
         self._known[one] = None
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self.counts[place] += 1
         self.newest = _short(f"{place} {at}: {reason}")
@@ -66,5 +66,5 @@ class Refusals:
 
 def _short(text: str) -> str:
     """Return the text as one line that any terminal can show."""
-    plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MOST_TEXT])
-    return plain if len(text) <= _MOST_TEXT else f"{plain}..."
+    plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_TEXT])
+    return plain if len(text) <= _MAX_TEXT else f"{plain}..."

@@ -1,7 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
 A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have the shape of its
-key (``bus/wire/row_shapes.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
+key (``bus/wire/rows.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
 """
 
 import asyncio
@@ -13,17 +13,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Generic, NamedTuple, TypeVar
 
-from tidemill.bus.client.ids import new_id
+from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from tidemill.bus.client.pull import Delivered, present
-from tidemill.bus.client.repeated import Repeated
-from tidemill.bus.client.retries import RETRY_S, retry
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.row_shapes import read_row
+from tidemill.bus.wire.rows import read_row
+from tidemill.bus.wire.subjects import new_id
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ _OPERATION = "KV-Operation"
 _LOG_EVERY_S = 15.0
 """Seconds between two lines about one write that waits for a full bus."""
 _AT_ONCE = 16
-"""Most rows that ``all`` reads at the same time."""
+"""Maximum number of rows that ``all`` reads at the same time."""
 
 Value = JsonObject
 Row = tuple[Value, int]
@@ -86,7 +86,7 @@ class Rows:
         return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
-        """Return the keys, or those that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
+        """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
         prefix = subjects.row(self._jet.run, self.bucket, "")
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
@@ -210,7 +210,7 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline, report = time.monotonic() + RETRY_FOR_S, Repeated(_log, every_s=_LOG_EVERY_S)
+        deadline, report = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
 
         async def attempt() -> PublishAck:
             """Send the write once, when the connection is up."""
@@ -260,12 +260,12 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
-        return UnreadableRow(f"{self.bucket}.{key}", revision, f"{error.field}: {error.want}".removeprefix(": "), error.got)
+        return UnreadableRow(f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision)
 
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
         """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None) when there is none.
 
-        In the last case the revision is that of a marker of a deleted row, or 0.
+        In the last case the revision belongs to the marker of a deleted row, or is 0.
         """
         message = await self._message(key)
         return (None, 0, None) if message is None else self._decoded(key, message)

@@ -1,28 +1,28 @@
-"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock."""
+"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of processes that wait."""
 
 import asyncio
 import dataclasses
 import logging
 import time
 from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from functools import partial
 from typing import Any, Self
 
 from tidemill.bus.client.rows import Value
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow, row_of
 from tidemill.bus.wire.subjects import token
 
 _log = logging.getLogger(__name__)
 
 _BUCKET = "live"
+_WAITING_UPDATE_S, _WAITING_LOG_S = 1.0, 30.0
+"""Intervals in which ``Waiting`` writes its row, and its log line."""
 _PERIODS = 5
 """Heartbeat periods after which a write that is not acknowledged counts as failed, and a new one is made."""
-_FIELDS = {field.name for field in dataclasses.fields(LiveRow)}
-_CAPABILITIES = {field.name for field in dataclasses.fields(Capabilities)}
 
 
 class HeartbeatPublisher:
@@ -145,16 +145,49 @@ def _key(row: LiveRow) -> str:
     return f"{token(row.role)}.{token(row.id)}"
 
 
-def _tuple(item: object) -> Any:
-    """Return a list as a tuple, which JSON has not."""
-    return tuple(item) if isinstance(item, list) else item
-
-
 def _parse(key: str, value: Value) -> LiveRow:
     """Return the row. Raises WireError for a row that names another process than its key."""
-    known = {name: _tuple(item) for name, item in value.items() if name in _FIELDS}
-    stated = {name: _tuple(item) for name, item in known.pop("capabilities", {}).items() if name in _CAPABILITIES}
-    row = LiveRow(**known, capabilities=Capabilities(**stated))
+    row = row_of(LiveRow, value)
     if _key(row) != key:
         raise WireError("role, id", f"those of the key {key}", _key(row))
     return row
+
+
+class Waiting:
+    """Async context manager: while entered, the row names the event that is waited for. Another row of the same key may follow it."""
+
+    def __init__(self, bus: Bus, row: LiveRow, what: str) -> None:
+        self._heartbeat, self._what, self._since_s = HeartbeatPublisher(bus, row), what, time.monotonic()
+        self._stack = AsyncExitStack()
+
+    def set(self, what: str) -> None:
+        """Change the thing that is waited for; empty = as before."""
+        if what and what != self._what:
+            self._what = what
+            self._update()
+
+    async def __aenter__(self) -> Self:
+        await self._stack.enter_async_context(self._heartbeat)
+        updating = asyncio.create_task(self._update_for_ever(), name=f"waiting {self._heartbeat.row.id}")
+        self._stack.push_async_callback(_ended, updating)
+        return self
+
+    async def __aexit__(self, exc_type: object, *exc: object) -> None:
+        await self._stack.aclose()
+
+    def _update(self) -> None:
+        self._heartbeat.update(phase="waiting", waits_for=f"{self._what}, for {time.monotonic() - self._since_s:.0f} s")
+
+    async def _update_for_ever(self) -> None:
+        logged_s = float("-inf")
+        while True:
+            self._update()
+            if time.monotonic() - logged_s >= _WAITING_LOG_S:
+                logged_s = time.monotonic()
+                _log.info("waiting for %s", self._heartbeat.row.waits_for)
+            await asyncio.sleep(_WAITING_UPDATE_S)
+
+
+async def _ended(task: "asyncio.Task[None]") -> None:
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -135,7 +135,7 @@ class _Rights:
         return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._subscriptions(live=("engine",), weights=()), []
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. It creates consumers of its own to read with; those of tasks it may not touch."""
+        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-from tidemill.bus.client.reach import in_url
+from tidemill.bus.client.addresses import in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig
 from tidemill.bus.errors import ServerFailed
 from tidemill.bus.server.monitoring import Monitor

@@ -1,4 +1,4 @@
-"""Text in the configuration of nats-server: strings like those of JSON, but without ``\\uXXXX``, so letters stand as they are."""
+"""Text in the configuration of nats-server: strings like JSON's, but without ``\\uXXXX``, so letters stand as they are."""
 
 from collections.abc import Iterable
 

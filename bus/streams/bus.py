@@ -1,7 +1,10 @@
-"""The one connection of a process to the bus; streams, rows and counters are reached through it."""
+"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a bus's runs."""
 
+import asyncio
 import json
 import logging
+import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
@@ -10,14 +13,16 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import JetStreamContext
 
-from tidemill.bus.client.connection import Connection, open_connection
+from tidemill.bus import exit_codes
+from tidemill.bus.client.addresses import parse
+from tidemill.bus.client.connection import Connection, open_connection, retry
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.layout import create_layout
+from tidemill.bus.client.outbox import answered
 from tidemill.bus.client.refusals import Refusals
-from tidemill.bus.client.retries import retry
-from tidemill.bus.client.rows import Rows
-from tidemill.bus.config import BusConfig
-from tidemill.bus.errors import BusUnavailable
+from tidemill.bus.client.rows import Rows, Value
+from tidemill.bus.config import RUN_NAME, BusConfig
+from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.streams.dead import DeadLetters
 from tidemill.bus.streams.episode_turns import TurnStream
 from tidemill.bus.streams.partials import Partials
@@ -137,3 +142,65 @@ async def connect(url: str, run: str, config: BusConfig = _DEFAULT, *, name: str
     check_run(run)
     async with open_connection(url, name, wait_s) as connection:
         yield Bus(connection, run, config, name)
+
+
+async def raise_epoch(bus: Bus) -> int:
+    """Make this process the newest learner, and return its epoch (the first is 1)."""
+
+    def following(row: Value | None) -> Value:
+        """Return the row with the next epoch."""
+        return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
+
+    return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])
+
+
+async def current_epoch(bus: Bus) -> int:
+    """Return the epoch of the newest learner; 0 = no learner has ever started."""
+    row = await bus.rows("run").get(subjects.EPOCH_KEY)
+    return 0 if row is None else int(row[0]["epoch"])
+
+
+LOOK_EVERY_S = 1.0
+"""Interval of looking for a run that is to start."""
+_ANSWER_S = 5.0
+_TASKS = re.compile(re.escape(subjects.stream("@", subjects.TASKS)).replace("@", f"({RUN_NAME.pattern})"))
+
+
+class SeveralRuns(ValueError):
+    """A bus carries more than one run, and none was named."""
+
+    exit_code = exit_codes.CONFIG
+
+
+async def runs_on(connection: Connection) -> list[str]:
+    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its streams."""
+    found: list[str] = []
+    offset = 0
+    while True:
+        request = json.dumps({"offset": offset}).encode()
+        answer = answered("$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
+        if "error" in answer:
+            raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
+        names = answer.get("streams") or []
+        found += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        offset += len(names)
+        if not names or offset >= int(answer.get("total", 0)):
+            return sorted(found)
+
+
+async def find_run(url: str, *, name: str, wait_s: float) -> str:
+    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start later.
+
+    Raises SeveralRuns naming them, BusUnavailable.
+    """
+    deadline = time.monotonic() + wait_s
+    async with open_connection(url, name, wait_s) as connection:
+        while True:
+            found = await runs_on(connection)
+            if len(found) == 1:
+                return found[0]
+            if found:
+                raise SeveralRuns(f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one")
+            if time.monotonic() > deadline:
+                raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -6,43 +6,26 @@ row is in its checkpoint, and in no row.
 
 import dataclasses
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
 from typing import Any
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.client.rows import Rows, Value
-from tidemill.bus.errors import BusError, NotFound, StreamReplaced
+from tidemill.bus.errors import BusError, DetailedError, NotFound, StreamReplaced
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.samples import Received
 from tidemill.bus.wire.messages import Cursor
-from tidemill.bus.wire.subjects import token
+from tidemill.bus.wire.rows import ReaderRow, row_of
+from tidemill.bus.wire.subjects import nonce, token
 
 WAIT, LEAVE = "wait", "leave"
 """Policies: trimming waits for the reader (until the stream is too full), or goes on without it."""
 _PREFIX = "cursor"
-_FIELDS = ("created", "floor", "policy", "owner", "given_up")
 
 
-class CursorTaken(BusError):
+class CursorTaken(DetailedError, BusError):
     """Another process has taken over this name."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"cursor {name}: taken over by another reader of this name; this one ends")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReaderRow:
-    """The row of a registered reader."""
-
-    created: str
-    """Creation time of the stream."""
-    floor: int
-    """Highest sequence up to which all samples are processed."""
-    policy: str = WAIT
-    owner: str = ""
-    """Name of the process that reads; a process that starts takes over."""
-    given_up: bool = False
-    """True when trimming stopped waiting for it, because the stream was too full."""
+    name: str
+    template = "cursor {name}: taken over by another reader of this name; this one ends"
 
 
 class Cursors:
@@ -54,7 +37,7 @@ class Cursors:
     async def all(self) -> dict[str, ReaderRow]:
         """Return the readers by name. Raises BusUnavailable."""
         rows = await self._rows.all(_PREFIX)
-        return {key.removeprefix(f"{_PREFIX}."): _row(value) for key, (value, _) in rows.items()}
+        return {key.removeprefix(f"{_PREFIX}."): row_of(ReaderRow, value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
         """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None for none."""
@@ -95,14 +78,14 @@ class Reader:
 
         def taken_over(value: Value | None) -> Value:
             """Return the row with this reader as its owner, at the row of the last one."""
-            before = None if value is None else _row(value)
+            before = None if value is None else row_of(ReaderRow, value)
             if before is not None and before.created != start.created:
                 raise StreamReplaced(f"cursor {name}", before.created, start.created)
             floor = start.floor if before is None else before.floor
             return dataclasses.asdict(ReaderRow(created=start.created, floor=floor, policy=policy, owner=mine))
 
         before, after = await bus.rows("run").change(_key(name), taken_over, replace_unreadable=True)
-        return cls(bus, name, _row(after), is_new=before is None)
+        return cls(bus, name, row_of(ReaderRow, after), is_new=before is None)
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
         """Yield every sample after its position, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
@@ -136,18 +119,14 @@ async def _change(rows: Rows, name: str, *, owner: str | None = None, **changes:
         """Return the row with the changes; the floor never falls."""
         if value is None:
             raise NotFound("cursor", name)
-        row = _row(value)
+        row = row_of(ReaderRow, value)
         if owner is not None and row.owner != owner:
             raise CursorTaken(name)
         new = dataclasses.replace(row, **changes)
         return dataclasses.asdict(dataclasses.replace(new, floor=max(row.floor, new.floor)))
 
-    return _row((await rows.change(_key(name), changed, replace_unreadable=True)).after)
+    return row_of(ReaderRow, (await rows.change(_key(name), changed, replace_unreadable=True)).after)
 
 
 def _key(name: str) -> str:
     return f"{_PREFIX}.{token(name)}"
-
-
-def _row(value: Value) -> ReaderRow:
-    return ReaderRow(**{name: value[name] for name in _FIELDS if name in value})

@@ -6,15 +6,15 @@ from functools import partial
 
 import msgpack
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered, OrderedPull, present
-from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.errors import NotFound, Refused, WireError
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_dead, decode_decision, encode_dead, encode_decision
 from tidemill.bus.wire.messages import SCHEMA, Dead, DeadLetterDecision
+from tidemill.bus.wire.subjects import nonce
 
 REQUEUE, DROP = "requeue", "drop"
 """The decisions on a dead task."""
@@ -29,7 +29,7 @@ class DeadLetters:
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
         self._stream = subjects.stream(jet.run, subjects.DEAD)
-        self._repeated = Repeated(_log)
+        self._repeated = FailureLog(_log)
         self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:

@@ -38,7 +38,7 @@ class History:
         return await self._jet.state(self._stream)
 
     async def now_s(self) -> float:
-        """Return the Unix time of the server's clock, which is also that of ``stored_s``."""
+        """Return the Unix time of the server's clock, by which ``stored_s`` is measured, too."""
         return unix_time((await self._jet.call(f"STREAM.INFO.{self._stream}"))["ts"])
 
     async def newest_s(self) -> float:

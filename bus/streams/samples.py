@@ -88,7 +88,7 @@ class SampleStream:
         return await self.publish_bytes(encode_sample(sample), subject, headers_of(sample))
 
     async def publish_bytes(self, data: bytes, subject: str, headers: dict[str, str]) -> int:
-        """Store a sample that is encoded already, as ``publish`` does; ``headers`` are those of ``headers_of``."""
+        """Store a sample that is encoded already, as ``publish`` does; ``headers``: as ``headers_of`` returns them."""
         if not parts.fits(data, self._jet.connection.max_payload):
             if len(data) > parts.MAX_SAMPLE_BYTES:
                 raise WireError("sample", f"<= {parts.MAX_SAMPLE_BYTES} bytes", len(data))

@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from nats.aio.msg import Msg
 
+from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.fenced_stream import FencedStream, FencedWriter, Fences, epoch_of, valid
 from tidemill.bus.client.fetch import ACK, NAK, PROGRESS, FetchSlots
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.client.jetstream import JetStream, Message
 from tidemill.bus.client.pull import Delivered
-from tidemill.bus.client.retries import RETRY_S, retry
 from tidemill.bus.client.rows import Rows, Value
 from tidemill.bus.errors import BusUnavailable, NotFound, WireError
 from tidemill.bus.streams.dead import DeadLetters
@@ -23,6 +22,7 @@ from tidemill.bus.system.coroutines import ended, to_the_end
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import decode_record, decode_task, encode_task
 from tidemill.bus.wire.messages import Dead, Fence, Kind, Task
+from tidemill.bus.wire.subjects import nonce
 
 _log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class TaskQueue:
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def waiting(self) -> dict[str, int]:
-        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name has those of single turns."""
+        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single turns."""
         found: Counter[str] = Counter()
         for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
             kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)

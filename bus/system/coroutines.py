@@ -1,4 +1,4 @@
-"""Concurrent coroutines: run until the first of them ends, and find the first error in a group."""
+"""Event loops and their coroutines: run until the first ends, end a task for certain, wake another, and find the first error in a group."""
 
 import asyncio
 import logging
@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
     """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
 
-    Returns the future of each; those that did not end first are cancelled. A task that must continue is given as ``asyncio.shield(task)``.
+    Returns the future of each, which is cancelled unless it ended first. A task that must continue is given as ``asyncio.shield(task)``.
     """
     futures = tuple(asyncio.ensure_future(work) for work in works)
     try:
@@ -89,3 +89,49 @@ def first_error(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
+
+
+class Waiter:
+    """``wake`` ends all present waits, or the next one where there is none.
+
+    A wait may also end without a cause, so every caller checks its condition again, and right before it waits.
+    """
+
+    def __init__(self) -> None:
+        self._waits: list[asyncio.Future[None]] = []
+        self._woken = False
+
+    def wake(self) -> None:
+        """End the present waits, or the next one if there is none."""
+        self._woken = True
+        for wait in self._waits:
+            _end(wait)
+
+    async def wait(self, timeout_s: float | None = None) -> None:
+        """Return when woken, or after ``timeout_s``."""
+        if not self._woken:
+            loop = asyncio.get_running_loop()
+            wait: asyncio.Future[None] = loop.create_future()
+            self._waits.append(wait)
+            timer = None if timeout_s is None else loop.call_later(timeout_s, _end, wait)
+            try:
+                await wait
+            finally:
+                if timer is not None:
+                    timer.cancel()
+                self._waits.remove(wait)
+        self._woken = False
+
+
+def _end(wait: "asyncio.Future[None]") -> None:
+    if not wait.done():
+        wait.set_result(None)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return a new event loop; it is not set as the current one."""
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()

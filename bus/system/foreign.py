@@ -11,7 +11,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "platlib"))
-"""Directories of installed packages, which may be below those of Python."""
+"""Directories of installed packages, which may be below Python's own."""
 _PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 _OURS = tuple(
     str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("actors", "bus", "launch", "learner", "rewards", "weightstore")
@@ -43,7 +43,7 @@ def described(error: BaseException) -> str:
     """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it, if there is one."""
     if isinstance(error, SyntaxError):  # its message names the line
         return text_of(error)
-    # The first two frames are those of ``errors_as`` and of its block.
+    # The first two frames belong to ``errors_as`` and its block.
     return text_of(error) + _place(traceback.extract_tb(error.__traceback__)[2:])
 
 

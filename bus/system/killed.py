@@ -55,7 +55,7 @@ def _counter_of_group(cgroups: str, root: Path) -> Path | None:
             continue
         mount, name = ("memory", "memory.oom_control") if controllers else ("", "memory.events")
         directory = root / "sys/fs/cgroup" / mount
-        # In a container the path may be that of the host, and the group itself is mounted.
+        # In a container the path may be the host's, and the group itself is mounted.
         for file in (directory / path.lstrip("/") / name, directory / name):
             if _count(file) is not None:
                 return file

@@ -73,7 +73,7 @@ class Child:
         *,
         keeper: bool = False,
     ) -> None:
-        """``environment`` is added to that of this process. Without ``log_file``, ``wait`` passes the output on to stderr.
+        """``environment`` is added to this process's environment. Without ``log_file``, ``wait`` passes the output on to stderr.
 
         ``keeper``: the child ends by itself, and ends its own children, when its standard input is closed. The kernel does not kill it with
         this process, as it does any other child.
@@ -201,7 +201,7 @@ class Child:
                 self._send_group(signal.SIGKILL)
 
     def lines(self) -> list[str]:
-        """Return its last lines since its last start: of the log file, or those that were passed on."""
+        """Return its last lines since its last start: of the log file, or the lines that were passed on."""
         return list(self._passed_on) if self.log_file is None else tail(self.log_file, self._log_began)
 
     def last_lines(self, count: int = LAST_LINES) -> str:

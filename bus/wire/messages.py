@@ -6,15 +6,51 @@ G = groups of a step. A sample with several sequences has them one after the oth
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tidemill.bus.wire.budget import Budget
-from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.routed_experts import RoutedExperts
+
+
+class SequenceSize(NamedTuple):
+    """Size of one token sequence of a sample."""
+
+    num_tokens: int
+    """All of its tokens, its own context included."""
+    response_length: int
+    """Tokens from the first one trained in it to its end."""
+
+
+def _no_seconds() -> NDArray[np.float32]:
+    return np.zeros(0, np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turns:
+    """The model calls of an episode as columns, in order of delivery. Each of the columns with a default has C values, or none."""
+
+    at: NDArray[np.int32]
+    """Place of the turn's first sampled token on the R axis, [C]."""
+    tokens: NDArray[np.int32]
+    """Sampled tokens, [C]."""
+    begin_s: NDArray[np.float32] = field(default_factory=_no_seconds)
+    """Seconds from the begin of the episode to the turn's request."""
+    seconds: NDArray[np.float32] = field(default_factory=_no_seconds)
+    """Seconds of the model call."""
+    tools_s: NDArray[np.float32] = field(default_factory=_no_seconds)
+    """Seconds of tools and environment after it: those without a model call under way, up to the next call or the end of the episode."""
+    id: tuple[str, ...] = ()
+    finish: tuple[str, ...] = ()
+    """Finish reason, as the engine returned it."""
+    agent: tuple[str, ...] = ()
+    """Name of the agent within the episode; empty = its only one."""
+    rewards: tuple[tuple[int, float], ...] = ()
+    """(turn, reward) of the turns with a reward of their own."""
+
 
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
@@ -25,6 +61,9 @@ MASKED_SAMPLES = 3
 """Schema number of a plan with ``masked``, for the same reason."""
 DEMONSTRATIONS = 3
 """Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
+
+NOT_ON_WIRE = {"wire": False}
+"""Metadata of a field that is no field of the message's bytes. The other fields stand there in the order of the class."""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -47,9 +86,8 @@ class Status(StrEnum):
     FAILED = "failed"  # could not be generated or scored; the reason is in ``metadata["error"]``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """A stretch of a response generated under one version of the weights."""
+class Span(NamedTuple):
+    """A stretch of a response generated under one version of the weights; on the wire a pair."""
 
     version: int
     num_tokens: int
@@ -79,6 +117,7 @@ class Task:
     run: str
     epoch: int
     """Epoch of the learner that issued it."""
+    kind: Kind = Kind.TRAIN
     prompt: Prompt
     prompt_tokens: NDArray[np.int32]
     group_size: int
@@ -87,7 +126,6 @@ class Task:
     """Passes over the prompts before this one."""
     offset: int
     """Position in the shuffled order of this pass."""
-    kind: Kind = Kind.TRAIN
     label: Any = None
     reissue_of: int | None = None
     """Id of the first task for this prompt, when it was dropped and is issued again."""
@@ -105,8 +143,8 @@ class Task:
     """Variables of the chat template in the chats of an episode; only with a rollout. None = none."""
     row_digest: int | None = None
     """Digest of the row of the prompts that it was made of, by which a later start finds that the row has changed; None = not known."""
-    id: int = 0
-    extra: JsonObject = field(default_factory=dict)
+    id: int = field(default=0, metadata=NOT_ON_WIRE)
+    extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
 
     @property
@@ -136,6 +174,7 @@ class Sample:
     group_size: int
     attempt: str
     """Nonce of the lease under which it was made; the message id is ``<task>.<index>.<attempt>``."""
+    kind: Kind = Kind.TRAIN
     prompt: Prompt
     tokens: NDArray[np.int32]
     """Prompt and response, [L]."""
@@ -150,7 +189,6 @@ class Sample:
     reward: float | dict[str, float]
     status: Status
     sampling: Sampling
-    kind: Kind = Kind.TRAIN
     label: Any = None
     metadata: JsonObject = field(default_factory=dict)
     actor: str = ""
@@ -176,9 +214,9 @@ class Sample:
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k]
-    (``tidemill.bus.wire.routed_experts``); None = not known."""
-    extra: JsonObject = field(default_factory=dict)
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``tidemill.bus.wire.routed_experts``);
+    None = not known."""
+    extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
 
     @property
@@ -254,7 +292,7 @@ class Partial:
     actor: str = ""
     timings: Timings = field(default_factory=Timings)
     """Timings of all attempts at it so far."""
-    extra: JsonObject = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
 
     @property
@@ -287,11 +325,11 @@ class Plan:
     data_parallel: int
     num_micro_batches: int
     """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
+    num_minibatches: int = 1
+    """Number of optimizer steps that the plan is trained in."""
     config_digest: str
     chain: str
     """SHA-256 over the previous plan's chain and this plan's columns (see ``tidemill.learner.buffer.plans``)."""
-    num_minibatches: int = 1
-    """Number of optimizer steps that the plan is trained in."""
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None
@@ -405,87 +443,3 @@ class Cursor:
     """Creation time of the stream as reported by the server: another value means another stream."""
     floor: int
     settled: tuple[int, ...] = ()
-
-
-MOST_RANKS = 1024
-"""Largest number of processes of one engine that receive weights."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices alone."""
-
-    single_request_push: bool = False
-    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
-    peer_snapshots: bool = False
-    """It serves snapshots of the weights it has to engines that catch up."""
-    colocated: bool = False
-    """It shares an accelerator with the learner, and releases its memory for each step."""
-    ranks: int = 1
-    """Number of its processes that receive weights: one for each tensor-parallel rank, 1 to ``MOST_RANKS``."""
-    devices: tuple[str, ...] = ()
-    """UUIDs of the accelerators on which it computes (``GPU-...``); empty = none, or not known."""
-    visible_devices: tuple[str, ...] = ()
-    """UUIDs of the accelerators with memory that it can open, its own among them; empty = none, or not known."""
-    nccl: str = ""
-    """NCCL version of the processes that receive weights (``2.29.7``); empty = not known."""
-    device_memory_bytes: int = 0
-    """Memory of its smallest accelerator; 0 = not known."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LiveRow:
-    """Liveness row of a process, written with every heartbeat."""
-
-    role: str
-    """bus | engine | actor | scorer | feeder | learner | host | router | up."""
-    id: str
-    host: str
-    pid: int
-    phase: str
-    """starting | joining | catching up | serving | stale | waiting | working | draining | ..."""
-    waits_for: str = ""
-    """Condition that it waits for and since when, in words."""
-    trouble: str = ""
-    """Repeated failures, in words: how often, and the last reason; empty = none."""
-    version: int = -1
-    epoch: int = 0
-    load: dict[str, float] = field(default_factory=dict)
-    """Counters and gauges (tokens_generated, waiting_share, in_flight, ...)."""
-    capabilities: Capabilities = field(default_factory=Capabilities)
-    """Capabilities of an engine; of a learner, its devices."""
-    taking_memory: bool = False
-    """A colocated engine is taking memory by itself; a learner that acquires the accelerator waits for it."""
-    address: str = ""
-    """URL at which it serves, if it does."""
-    pool: str = ""
-    """Group of hosts that a host belongs to."""
-    handles: str = ""
-    """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
-    place: str = ""
-    """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can share memory."""
-    unreadable: str = ""
-    """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
-    rollouts: tuple[str, ...] = ()
-    """Rollouts with tasks that an actor leases, ``single_turn`` for those without one; empty = not reported, or no actor's row."""
-    nonce: str = ""
-    """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
-    reached: dict[str, str] = field(default_factory=dict)
-    """Engines that this process has called at their addresses: nonce -> the error; empty = the nonce came back."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VersionRow:
-    """One set of weights. Written as ``pushing`` before its push, then head moves to it."""
-
-    version: int
-    step: int
-    epoch: int
-    state: str = "pushing"
-    """pushing | published | failed."""
-    digest: str = ""
-    """Digest of the manifest (names, shapes, dtypes)."""
-    snapshot: str = ""
-    """URL or directory of a snapshot of these weights, when there is one."""
-    after: int = -1
-    """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not set yet."""

@@ -28,7 +28,7 @@ def in_older_keys(values: JsonMapping) -> JsonObject:
 
 
 def as_older(values: JsonMapping) -> JsonObject:
-    """Return all values, with those of ``in_older_keys``. Raises ValueError."""
+    """Return all values, and the values of ``in_older_keys``. Raises ValueError."""
     return {**values, **in_older_keys(values)}
 
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.fields import INT, TEXT, many
-from tidemill.bus.wire.table import Table, unpack
+from tidemill.bus.wire.message_format import MessageFormat
 
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""
@@ -34,7 +33,7 @@ class PartsManifest:
     """Digest of the joined bytes, hexadecimal."""
 
 
-_MANIFEST = Table(PartsManifest, "parts", seqs=many(INT), length=INT, sha256=TEXT)
+_MANIFEST = MessageFormat(PartsManifest, "parts")
 
 
 def cut(data: bytes, max_payload: int) -> Iterator[bytes]:
@@ -59,7 +58,7 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
 
     Raises WireError, also for one that names more bytes or more parts than a sample has, or a part twice.
     """
-    manifest: PartsManifest = _MANIFEST.decode(unpack(data, "parts"))
+    manifest = _MANIFEST.read(data)
     if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
         raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
     most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))

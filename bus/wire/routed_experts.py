@@ -7,13 +7,13 @@ Shape letters: L = tokens of the sample, E = layers with experts, K = experts of
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.bus.errors import WireError
-from tidemill.bus.wire.fields import FieldCodec
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.model_values import LOCAL_EXPERTS, RENAMED
 
@@ -28,8 +28,8 @@ EXPERTS_OF = {
 }
 """The key of config.json with the number of routed experts, for the families that have experts."""
 _DTYPES: Mapping[str, np.dtype[Any]] = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2")}
-_MOST = 1 << 12
-"""Most layers, and most experts of a token."""
+_MAX_SIZE = 1 << 12
+"""Maximum number of layers, and of experts of a token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,25 +142,29 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
         raise WireError(f"routed_experts[{where}]", "different experts in each layer", "one of them twice")
 
 
-def _pack(value: object) -> dict[str, object]:
+_WANT = "a map of layers, top_k, dtype (uint8 or uint16) and ids, raw little-endian bytes"
+
+
+class _Packed(msgspec.Struct, forbid_unknown_fields=True):
+    layers: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SIZE)]
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=_MAX_SIZE)]
+    dtype: Literal["uint8", "uint16"]
+    ids: bytes
+
+
+def pack_experts(value: object) -> JsonObject:
+    """Return the array as a map. Raises ValueError."""
     if not isinstance(value, np.ndarray) or value.ndim != 3 or value.dtype.name not in _DTYPES:
-        raise TypeError
+        raise ValueError(_WANT)
     wire = _DTYPES[value.dtype.name]
     return {"layers": value.shape[1], "top_k": value.shape[2], "dtype": value.dtype.name, "ids": value.astype(wire, copy=False).tobytes()}
 
 
-def _unpack(value: object) -> RoutedExperts:
-    if type(value) is not dict or value.keys() != {"layers", "top_k", "dtype", "ids"}:
-        raise TypeError
-    layers, top_k, name, ids = (value[key] for key in ("layers", "top_k", "dtype", "ids"))
-    if not all(type(size) is int and 1 <= size <= _MOST for size in (layers, top_k)):
-        raise ValueError
-    if type(name) is not str or name not in _DTYPES or type(ids) is not bytes:
-        raise TypeError
-    found = np.frombuffer(ids, _DTYPES[name])
-    return found.astype(found.dtype.newbyteorder("="), copy=False).reshape(-1, layers, top_k)  # ValueError for another number
-
-
-ROUTED_EXPERTS = FieldCodec(
-    "a map of layers, top_k, dtype (uint8 or uint16) and ids, raw little-endian bytes", _pack, _unpack, by_hand=True
-)
+def unpack_experts(value: object) -> RoutedExperts:
+    """Return the array of a map. Raises ValueError."""
+    try:
+        packed = msgspec.convert(value, _Packed)
+        ids = np.frombuffer(packed.ids, _DTYPES[packed.dtype]).reshape(-1, packed.layers, packed.top_k)
+    except (msgspec.ValidationError, ValueError):
+        raise ValueError(_WANT) from None
+    return ids.astype(ids.dtype.newbyteorder("="), copy=False)

@@ -1,6 +1,7 @@
-"""Names on the bus: streams, buckets, consumers, subjects, headers. The only place that spells them."""
+"""Names on the bus: streams, buckets, consumers, subjects, headers, unique ids. The only place that spells them."""
 
 import re
+import secrets
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ EPOCH_HEADER = "Tm-Epoch"
 
 _LIMIT = 2**63
 """Sequences are signed 64-bit numbers in the columns of plans."""
-_MOST_DIGITS = 19
+_MAX_DIGITS = 19
 """Digits of 2**63. A longer text is not converted: that takes quadratic time."""
 _ACK_TOKENS = 9
 """Tokens of an acknowledgement subject without a JetStream domain."""
@@ -81,13 +82,13 @@ def consumer(kind: Kind, rollout: str = "") -> str:
 
 
 def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
-    """Return the durable consumers of TASKS by kind and rollout: those of tasks without one, and of those of each."""
+    """Return the durable consumers of TASKS by kind and rollout: one for tasks without a rollout, and one for each rollout."""
     plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
     return plain | {(kind, rollout): consumer(kind, rollout) for rollout in rollouts for kind in Kind}
 
 
 def trains(subject: str) -> bool:
-    """Return whether a subject of TASKS is that of training tasks, of any rollout."""
+    """Return whether a subject of TASKS belongs to training tasks, of any rollout."""
     kind = subject.split(".")[3]
     return kind == Kind.TRAIN or kind.startswith(f"{Kind.TRAIN}-")
 
@@ -123,13 +124,13 @@ def manifest(sample: str) -> str:
 
 
 def sample_in(run: str, subject: str) -> str:
-    """Return the subject of a sample, or of its manifest, as that of the whole sample in another run."""
+    """Return the subject of a sample, or of its manifest, as the whole sample has it in another run."""
     tokens = subject.split(".")
     return ".".join((tokens[0], run, *tokens[2:6]))
 
 
 def is_sample(run: str, subject: str) -> bool:
-    """Return whether a subject of SAMPLES is that of a sample or of its manifest, and not that of a part."""
+    """Return whether a subject of SAMPLES belongs to a sample or its manifest, and not to a part."""
     return subject.startswith(samples(run).removesuffix(">"))
 
 
@@ -189,7 +190,7 @@ def task_named(subject: str) -> int | None:
 
 def natural(text: str) -> int | None:
     """Return the number that a token or header spells, 0 to 2**63 - 1; None for any other text."""
-    if len(text) > _MOST_DIGITS or not (text.isascii() and text.isdigit()):
+    if len(text) > _MAX_DIGITS or not (text.isascii() and text.isdigit()):
         return None
     number = int(text)
     return number if number < _LIMIT else None
@@ -254,3 +255,13 @@ def full(run: str) -> str:
 def everything(run: str) -> str:
     """Return the filter of every subject of the run, except its rows."""
     return f"tm.{run}.>"
+
+
+def nonce() -> str:
+    """Return 12 hexadecimal digits: 48 bits from the operating system."""
+    return secrets.token_hex(6)
+
+
+def new_id(kind: str) -> str:
+    """Return the id of a message that is written once: ``<kind>.<nonce>``."""
+    return f"{kind}.{nonce()}"

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.invariants import MAX_REWARD, MAX_SECONDS, check_covered, check_log_probs
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Span
+from tidemill.bus.wire.messages import NOT_ON_WIRE, Span
 
 _ID_LIMIT = 2**63
 MOST_TURNS = 2**31
@@ -72,7 +72,7 @@ class TurnRecord:
     """Rewards of turns so far, in a record of kind ``state``."""
     sample_seq: int = 0
     """Sequence of the sample in SAMPLES, in a record of kind ``end``."""
-    extra: JsonObject = field(default_factory=dict)
+    extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
 
 

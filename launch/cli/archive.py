@@ -18,8 +18,9 @@ from typing import IO
 
 from tidemill.bus.errors import StreamTrimmed, WireError
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.streams.cursors import LEAVE, Reader, ReaderRow
+from tidemill.bus.streams.cursors import LEAVE, Reader
 from tidemill.bus.streams.history import History, StoredSample
+from tidemill.bus.wire.rows import ReaderRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import read_until_drained
 from tidemill.launch.run.access import OPERATOR

@@ -5,7 +5,7 @@ import difflib
 from pathlib import Path
 from typing import Any
 
-from tidemill.bus.client.address import parse
+from tidemill.bus.client.addresses import parse
 
 STATUSES = ("completed", "truncated", "aborted", "failed", "pending")
 _RANGE = "'<0.5', '>=1', 1, or 0.2..0.8"

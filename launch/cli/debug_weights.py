@@ -15,11 +15,14 @@ from tidemill.learner.checkpoints.disk import has_weights
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tidemill.bus.http.client import Headers
     from tidemill.bus.streams.bus import Bus
     from tidemill.weightstore.format.checksums import ChecksumReport
 
 SHOWN = 5
-"""Maximum number of tensors that are printed for a comparison."""
+"""Most tensors that are printed of a comparison."""
+_ANSWER_S = 120.0
+"""Deadline of an engine's checksums: on CPU it computes some GB a second."""
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -88,27 +91,25 @@ def _of_sides(ours: str, theirs: str, model: Path | None) -> Compared:
 
 
 async def _reports(urls: Sequence[str]) -> "list[ChecksumReport]":
-    import aiohttp
+    from tidemill.bus.http.client import no_headers
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
-        return [await _report(session, url) for url in urls]
+    return [await _report(url, no_headers) for url in urls]
 
 
-async def _report(session: "object", url: str) -> "ChecksumReport":
+async def _report(url: str, headers: "Headers") -> "ChecksumReport":
     """Ask an engine for the checksums of the weights that it serves. Raises ValueError."""
-    import aiohttp
-
+    from tidemill.bus.http.client import ApiClient, CallFailed
     from tidemill.weightstore.format.checksums import ChecksumReport
 
-    assert isinstance(session, aiohttp.ClientSession)
+    def refused(failed: CallFailed) -> ValueError:
+        """Return the error of an engine without checksums."""
+        return ValueError(f"{url}: want checksums, got {f'HTTP {failed.status}: ' if failed.status else ''}{failed.reason:.200}")
+
+    api = ApiClient(url, refused, headers=headers)
     try:
-        async with session.post(f"{url.rstrip('/')}/weights_checksums", json={"of": "served"}) as response:
-            text = await response.text()
-            if response.status != 200:
-                raise ValueError(f"{url}: want checksums, got HTTP {response.status}: {text[:200]}")
-        return ChecksumReport.parse(json.loads(text))
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ValueError(f"{url}: want an engine, got {error!r}") from None
+        return ChecksumReport.parse(json.loads(await api.read("POST", "/weights_checksums", {"of": "served"}, timeout_s=_ANSWER_S)))
+    finally:
+        await api.close()
 
 
 def tensors_of(directory: Path, model: Path | None = None) -> "dict[str, Tensor]":
@@ -200,23 +201,21 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
 
 
 async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None") -> list[Compared]:
-    import aiohttp
-
     from tidemill.bus.liveness.heartbeats import LiveView
     from tidemill.bus.liveness.keys import api_keys
 
     engines = []
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120), headers=await api_keys(bus).headers()) as session:
-        for row in sorted(rows, key=lambda row: row.id):
-            directory = chosen[0] if chosen else model if row.version == 0 else root / "snapshots" / f"v{row.version}"
-            what = f"engine {row.id}, version {row.version}, and {directory}"
-            try:
-                if not directory.is_dir():
-                    cure = "compare with a directory of these weights: --model DIR (final/ for the last version of a run)"
-                    raise ValueError(f"no snapshot of version {row.version} is on this machine; {cure}")
-                tensors = chosen[1] if chosen else await asyncio.to_thread(tensors_of, directory)
-                engines.append(with_report(what, await _report(session, row.address), tensors))
-            except ValueError as error:
-                engines.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))
+    keys = api_keys(bus)
+    for row in sorted(rows, key=lambda row: row.id):
+        directory = chosen[0] if chosen else model if row.version == 0 else root / "snapshots" / f"v{row.version}"
+        what = f"engine {row.id}, version {row.version}, and {directory}"
+        try:
+            if not directory.is_dir():
+                cure = "compare with a directory of these weights: --model DIR (final/ for the last version of a run)"
+                raise ValueError(f"no snapshot of version {row.version} is on this machine; {cure}")
+            tensors = chosen[1] if chosen else await asyncio.to_thread(tensors_of, directory)
+            engines.append(with_report(what, await _report(row.address, keys.headers), tensors))
+        except ValueError as error:
+            engines.append(Compared(what=what, tensors=0, differs=(), failure=str(error)))
     return engines

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.bus.client import discovery
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import find_run as find_only_run
 from tidemill.launch.run import process
 from tidemill.launch.run.access import BUS_URL_FILE, OPERATOR, VIEWER, viewer_line
 from tidemill.launch.run.ended import EndedBus, started
@@ -75,7 +75,7 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
 
 def _only_run(bus: str) -> str:
     try:
-        return asyncio.run(discovery.find_run(bus, name="look", wait_s=CONNECT_S))
+        return asyncio.run(find_only_run(bus, name="look", wait_s=CONNECT_S))
     except BusError as error:
         raise ValueError(str(error)) from None
 

@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill.bus.config import BusConfig
-from tidemill.bus.liveness.epoch import current_epoch
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, current_epoch
 from tidemill.bus.wire.messages import Plan
 from tidemill.bus.wire.subjects import SETTINGS_KEY
 from tidemill.launch.run.directory import directory_of_one

@@ -39,7 +39,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run a router until it is drained. Returns the exit code of ``process.run``. Raises ValueError for arguments that cannot be used."""
     from tidemill.actors.router.config import RouterConfig, check_url
-    from tidemill.bus.client.reach import AUTO
+    from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.run import process, workers
 
     if args.exact:

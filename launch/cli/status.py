@@ -23,7 +23,8 @@ from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Done, Evaluated, LiveRow, Plan, Settle
+from tidemill.bus.wire.messages import Done, Evaluated, Plan, Settle
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.arguments import add_run
 from tidemill.launch.cli.find_run import look
 from tidemill.launch.run import scores

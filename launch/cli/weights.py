@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import aiohttp
 from rich.console import Console
 
+from tidemill.bus.http.client import ApiClient, CallFailed, Headers
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
@@ -59,9 +59,8 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
         Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not running; {newest}", markup=False)
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
-    headers = await api_keys(bus).headers()
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S), headers=headers) as session:
-        engines = await asyncio.gather(*[_ask(session, row.id, row.address, row.version) for row in rows])
+    keys = api_keys(bus)
+    engines = await asyncio.gather(*[_ask(row.id, row.address, row.version, keys.headers) for row in rows])
     compare(engines)
     _print(engines, as_json=args.json)
     return int(any(engine.differs for engine in engines))
@@ -78,16 +77,18 @@ def compare(engines: Sequence[EngineChecksums]) -> None:
                 engine.differs.append(" + ".join(key[2]))
 
 
-async def _ask(session: aiohttp.ClientSession, engine: str, address: str, version: int) -> EngineChecksums:
+async def _ask(engine: str, address: str, version: int, headers: Headers) -> EngineChecksums:
+    api = ApiClient(address, lambda failed: failed, headers=headers)
     try:
-        async with session.post(f"{address}/weights_checksums", json={"of": "served"}) as response:
-            text = await response.text()
-            if response.status != 200:
-                return EngineChecksums(engine=engine, version=str(version), silent=f"HTTP {response.status}: {text[:200]}")
-        answer = json.loads(text)
+        answer = json.loads(await api.read("POST", "/weights_checksums", {"of": "served"}, timeout_s=ANSWER_S))
         return EngineChecksums(engine=engine, version=str(answer["weight_version"]), sums=_sums(answer))
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+    except CallFailed as failed:
+        reason = f"{f'HTTP {failed.status}: ' if failed.status else ''}{failed.reason:.200}"
+        return EngineChecksums(engine=engine, version=str(version), silent=reason)
+    except (ValueError, KeyError, TypeError) as error:
         return EngineChecksums(engine=engine, version=str(version), silent=str(error) or type(error).__name__)
+    finally:
+        await api.close()
 
 
 def _sums(answer: JsonMapping) -> Checksums:

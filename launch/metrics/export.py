@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.system.foreign import errors_as
 from tidemill.bus.wire.messages import Done, Evaluated, PlanRecord
 from tidemill.launch.metrics.port import SINK, StepMetrics
@@ -121,7 +121,7 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
 async def _call(sink: Bound, thread: "_Thread", metrics: StepMetrics, counts: Exported, *, first_pause_s: float) -> bool:
     """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns False if it has them."""
     has: Any = getattr(sink.function, "has", None)
-    pause_s, failed = first_pause_s, Repeated(log)
+    pause_s, failed = first_pause_s, FailureLog(log)
     while True:
         try:
             with errors_as(_SinkFailed):

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.bus.client.address import Address, parse
+from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.launch.settings.run_config import RunConfig
 
@@ -49,7 +49,7 @@ def last_key(directory: Path) -> str:
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
-    """Return the address with user, password and certificates, as ``tidemill.bus.client.address`` reads it; not to be shown.
+    """Return the address with user, password and certificates, as ``tidemill.bus.client.addresses`` reads it; not to be shown.
 
     The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
     Raises ValueError for a ``url`` with a password in it.

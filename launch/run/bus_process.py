@@ -18,7 +18,7 @@ from tidemill.bus.server.store_disk import StoreKeeper, lacking, needed_bytes
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run.access import BUS_URL_FILE, auth_dir, own_address
 from tidemill.launch.run.watch import SERVER_RESTARTS
 from tidemill.launch.settings.run_config import RunConfig

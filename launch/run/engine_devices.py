@@ -13,7 +13,7 @@ from dataclasses import replace
 from tidemill.actors.engines.membership import CONFIG_KEY
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.checks.model import size_here
 from tidemill.launch.devices.demand import ModelSize, engine_variables, want_of
 from tidemill.launch.devices.errors import DeviceError, PlacementRefused

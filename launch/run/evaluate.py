@@ -12,9 +12,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tidemill.bus.client.retries import cancellable
-from tidemill.bus.liveness.epoch import raise_epoch
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.client.connection import cancellable
+from tidemill.bus.streams.bus import Bus, connect, raise_epoch
 from tidemill.bus.system.coroutines import first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task

@@ -13,7 +13,7 @@ from tidemill.launch.settings.run_config import RunConfig
 from tidemill.rewards.model_text.end_tokens import EndTokens
 
 if TYPE_CHECKING:
-    from tidemill.bus.wire.budget import Budget
+    from tidemill.bus.wire.episode_limits import Budget
     from tidemill.bus.wire.messages import Sampling
     from tidemill.bus.wire.routed_experts import RoutedShape
     from tidemill.learner.data.config import DataConfig

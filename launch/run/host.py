@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, credentials_file
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.devices.errors import DeviceError
 from tidemill.launch.run import desired
 from tidemill.launch.run.access import LEARNER, address_line
@@ -271,7 +271,7 @@ class Machine:
     def command(self, role: str, id: str, *, bus_url: str, run: str) -> list[str]:
         """Return the arguments behind ``python -m tidemill`` of one of its processes."""
         passed_on = [word for pattern in self.allowed for word in ("--allow", pattern)]
-        from tidemill.bus.client.reach import bare
+        from tidemill.bus.client.addresses import bare
 
         words = () if role == "actor" else self.server_words
         if role == "scorer":  # the port belongs to an engine

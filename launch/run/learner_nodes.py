@@ -20,13 +20,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tidemill.actors.engines.address_checks import AddressChecker
-from tidemill.bus.client.reach import AUTO, Reach, bare, is_wildcard, reach, route_to
+from tidemill.bus.client.addresses import AUTO, Reach, bare, is_wildcard, reach, route_to
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
 from tidemill.bus.system.files import write_whole
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.devices.demand import rank_variables, want_of
 from tidemill.launch.devices.errors import PlacementRefused
 from tidemill.launch.devices.placement import place

@@ -12,7 +12,7 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.liveness.keys import keep_keys, make_keys
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.launch.run.access import auth_dir, last_key, write_keys
 from tidemill.launch.run.workers import LONG_WAIT_S
 from tidemill.launch.settings.config_loader import to_map

@@ -13,10 +13,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 
 from tidemill.bus import exit_codes
-from tidemill.bus.client.retries import cancellable
+from tidemill.bus.client.connection import cancellable
 from tidemill.bus.exit_codes import DONE, NOT_IN_TIME
-from tidemill.bus.system.coroutines import beside, first_error
-from tidemill.bus.system.loop import new_event_loop
+from tidemill.bus.system.coroutines import beside, first_error, new_event_loop
 from tidemill.bus.system.processes import Child
 from tidemill.bus.system.stopped import report_stopped
 

@@ -17,7 +17,8 @@ from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import Done, LiveRow, VersionRow
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import LiveRow, VersionRow
 from tidemill.launch.run.audit import RunAccounting, mean
 from tidemill.launch.settings import extras
 

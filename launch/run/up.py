@@ -28,7 +28,8 @@ from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.system.coroutines import beside, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.output import STANDARD_OUTPUT, lossy
-from tidemill.bus.wire.messages import Done, VersionRow
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.bus.wire.subjects import BEST_KEY, END_KEY
 from tidemill.launch.checks.findings import CheckFailed
 from tidemill.launch.checks.prepared import made_before

@@ -14,7 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.bus.wire.messages import LiveRow, Sample
+from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run.scores import in_words, lines_of, newest_in_words
 from tidemill.launch.run.watch import SILENT_S, RunWatch
 

@@ -19,7 +19,8 @@ from tidemill.bus.client.jetstream import StreamState
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import Done, Evaluated, LiveRow, Sample
+from tidemill.bus.wire.messages import Done, Evaluated, Sample
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import scores
 from tidemill.launch.run.summary import count_in
 

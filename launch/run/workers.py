@@ -72,7 +72,7 @@ def importing() -> Iterator[None]:
 
 async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s: float) -> None:
     """Wait until the bus can be reached, or ``draining`` is set. Raises BusUnavailable after ``wait_s``."""
-    from tidemill.bus.client.address import parse
+    from tidemill.bus.client.addresses import parse
     from tidemill.bus.client.connection import open_connection
 
     async def reached() -> None:
@@ -92,7 +92,7 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scratch import Scratch
     from tidemill.actors.serving import engine_process
-    from tidemill.bus.client.reach import AUTO
+    from tidemill.bus.client.addresses import AUTO
     from tidemill.launch.settings.wiring import engine_factory
 
     id = id or default_id()
@@ -180,7 +180,7 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import connected, first_row
-    from tidemill.bus.liveness.waiting import Waiting
+    from tidemill.bus.liveness.heartbeats import Waiting
     from tidemill.weightstore.catchup.catch_up import fetch_model
 
     model = Path(config.model.path)
@@ -223,7 +223,7 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
-    from tidemill.bus.client.reach import AUTO
+    from tidemill.bus.client.addresses import AUTO
     from tidemill.bus.processes.limits import become_undumpable
 
     become_undumpable()  # as actors do
@@ -291,7 +291,7 @@ async def run_reward_server(
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
     """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
-    from tidemill.bus.client.discovery import find_run
+    from tidemill.bus.streams.bus import find_run
 
     name_found = ""
 

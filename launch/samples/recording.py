@@ -23,8 +23,8 @@ import numpy as np
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.history import StoredSample
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
+from tidemill.bus.wire.message_format import unpack
 from tidemill.bus.wire.messages import SCHEMA
-from tidemill.bus.wire.table import unpack
 
 END = b"TIDEMILL"
 _LENGTH, _OFFSET = struct.Struct("<I"), struct.Struct("<Q")

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable
 from functools import partial
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.learner.buffer.datasource import DataSource
 
 log = logging.getLogger(__name__)

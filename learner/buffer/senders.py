@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.streams.samples import Received
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import REFUSED_KEY, refused
 from tidemill.learner.buffer.ledger import count_of
 

@@ -20,9 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.system.files import sync
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from tidemill.learner.errors import CheckpointCorrupt

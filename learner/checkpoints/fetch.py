@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from urllib.parse import quote
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.system.files import sync
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES, MANIFEST, METADATA, FileEntry, Manifest

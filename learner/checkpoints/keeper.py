@@ -16,11 +16,13 @@ from pathlib import Path
 
 from aiohttp import web
 
-from tidemill.bus.client.reach import HERE, Reach
-from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.client.addresses import HERE, Reach
 from tidemill.bus.errors import BusError
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
@@ -28,8 +30,6 @@ from tidemill.learner.checkpoints.disk import Checkpoint
 from tidemill.learner.checkpoints.manifest import MANIFEST, FileEntry
 from tidemill.learner.checkpoints.peers import PATH, Peer, PeerClient, targets
 from tidemill.learner.errors import CheckpointCorrupt
-from tidemill.weightstore.access import Route, RunAccess
-from tidemill.weightstore.listener import Listener
 
 _KEPT_MANIFESTS = 8
 """Manifests in memory; that of a complete directory does not change, and names are not used again."""

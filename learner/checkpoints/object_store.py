@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.bus.client.ids import nonce
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import StoreFailed
 from tidemill.learner.settings.checkpoint_store import OF_THIS_MACHINE, masked, protocol_of

@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.disk import Checkpoint

@@ -7,8 +7,8 @@ from typing import Annotated
 from pydantic import AfterValidator, Field, Strict
 
 from tidemill.bus.section import BASIC, NotNegative, OneOf, Positive, Share, ShortNamed, refusal, section
+from tidemill.bus.wire.episode_limits import OF_TEMPLATE
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.template_args import OF_TEMPLATE
 from tidemill.learner.data.filter_settings import Filters
 from tidemill.learner.data.source import Source, SourceConfig, rollout_named
 

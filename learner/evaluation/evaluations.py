@@ -12,9 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import WireError
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Dead, Evaluated, Sample, Task
 from tidemill.learner.buffer.groups import mismatch

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Sampling, Task
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.rounds import MARK, Place, Rounds, SetSize

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 import zmq
 import zmq.asyncio
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.exit_codes import CRASHED
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.learner.batch.frames import Frame
 from tidemill.learner.errors import FeedError, RankFailed, RankSilent, RanksLeft

@@ -6,12 +6,11 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from tidemill.bus.client.retries import cancellable
+from tidemill.bus.client.connection import cancellable
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.epoch import current_epoch
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer
 from tidemill.learner.feed.feeder_row import BEAT_S, FeederRow

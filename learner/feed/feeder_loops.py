@@ -20,10 +20,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import Fenced, WireError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import Waiter, first_of
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.bus.wire.messages import Kind, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import EPOCH_KEY

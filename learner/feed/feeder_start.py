@@ -8,11 +8,10 @@ from pathlib import Path
 
 from tidemill.bus import exit_codes
 from tidemill.bus.errors import Fenced
-from tidemill.bus.liveness.epoch import current_epoch, raise_epoch
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.system.coroutines import first_error
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.bus.wire.subjects import EPOCH_KEY
 from tidemill.learner.buffer.senders import Senders, refused_before
 from tidemill.learner.checkpoints import disk

@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import BusUnavailable, Fenced
-from tidemill.bus.liveness.epoch import current_epoch
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.bus.streams.cursors import Cursors
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.bus.wire.messages import Done, Plan

@@ -18,8 +18,8 @@ from megatron.core.dist_checkpointing.serialization import load_common_state_dic
 from safetensors import safe_open
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.wire.json_object import JsonObject
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import CheckpointCorrupt, ConfigRefused, LearnerError

@@ -18,10 +18,10 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
 from tidemill.bus import exit_codes
-from tidemill.bus.client.ids import nonce
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError, RowConflict, UnreadableRow
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.attempts import Attempts, Work
 from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused

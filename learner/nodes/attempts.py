@@ -7,11 +7,10 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import replace
 from typing import Protocol
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.errors import BusError
-from tidemill.bus.liveness.epoch import raise_epoch
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, raise_epoch
+from tidemill.bus.wire.subjects import nonce
 from tidemill.learner.nodes import agreement
 from tidemill.learner.nodes.errors import NodeRefused
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, Attempt, NodeRow, State, bracketed, cut, row_value

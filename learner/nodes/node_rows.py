@@ -1,6 +1,6 @@
 """Rows of node agents in the bucket ``run``: ``node.<R>``, written by the agent of node R, and ``attempt``, written by the leader.
 
-They are input like any other: a row of another shape is refused (``bus/wire/row_shapes.py``), and so is one with values that contradict
+They are input like any other: a row of another shape is refused (``bus/wire/rows.py``), and so is one with values that contradict
 each other. Knows no bus.
 """
 
@@ -11,7 +11,7 @@ from enum import StrEnum
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
-from tidemill.bus.wire.messages import MOST_RANKS
+from tidemill.bus.wire.rows import MOST_RANKS
 
 NODE_KEY = "node"
 """Rows ``node.<R>``."""

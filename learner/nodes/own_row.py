@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError, BusUnavailable, RowConflict, WireError
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.learner.nodes.errors import NodeRefused, NodeReplaced
 from tidemill.learner.nodes.node_rows import NODE_KEY, NodeRow, Phase, node_of, row_value
 

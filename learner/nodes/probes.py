@@ -12,7 +12,7 @@ import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 
-from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.learner.nodes.node_rows import NodeRow, Phase, cut
 
 log = logging.getLogger(__name__)

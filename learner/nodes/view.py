@@ -7,9 +7,9 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from tidemill.bus.client.rows import Value
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
+from tidemill.bus.system.coroutines import Waiter
 from tidemill.learner.nodes.node_rows import ATTEMPT_KEY, NODE_KEY, Attempt, NodeRow, attempt_of, node_of
 from tidemill.learner.nodes.rendezvous import Seen
 

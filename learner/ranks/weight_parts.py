@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tidemill.bus.client.reach import Reach, reach, route_to
+from tidemill.bus.client.addresses import Reach, reach, route_to
 from tidemill.learner.errors import AlarmStop, FeederFailed, FeederLost
 from tidemill.learner.feed.places import RankPlaces
 from tidemill.learner.layout.sizes import num_senders

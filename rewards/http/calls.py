@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.bus.client.http_answer import content_of
+from tidemill.bus.http.client import content_of, open_session
 from tidemill.rewards.errors import RewardFailed
 
 AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504})
@@ -84,10 +84,8 @@ class Calls:
 
     async def _once(self, body: object) -> Any:
         if self._session is None:
-            connector = aiohttp.TCPConnector(limit=self._connections)
-            self._session = aiohttp.ClientSession(connector=connector, headers=self._headers)
-        timeout = aiohttp.ClientTimeout(total=self._timeout_s)
-        async with self._session.post(self._url, json=body, timeout=timeout, allow_redirects=False) as response:
+            self._session = open_session(total_s=self._timeout_s, headers=self._headers, max_connections=self._connections)
+        async with self._session.post(self._url, json=body, allow_redirects=False) as response:
             content = await content_of(response.content, MAX_ANSWER_BYTES)
             if response.status in AGAIN:
                 raise ValueError(f"status {response.status}: {content[:200]!r}")

@@ -38,7 +38,7 @@ from tidemill.actors.router.token_history import ModelText
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.system.loop import new_event_loop
+from tidemill.bus.system.coroutines import new_event_loop
 from tidemill.bus.wire.messages import Sampling
 
 

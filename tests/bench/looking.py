@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from tests.bench.sample_path import IN_FLIGHT, clear, in_flight, make_sample, prepare, server_cpu_s
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
+from tidemill.bus.wire.subjects import nonce
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = {"nobody": (0, ()), "1 tail": (1, ()), "8 tails": (8, ()), "8 filters": (8, ("--reward", ">2"))}

@@ -27,8 +27,7 @@ import yaml
 
 from tests.bench.learn import CONFIG, ROOT
 from tests.bench.meter import metered
-from tidemill.bus.liveness.epoch import current_epoch, raise_epoch
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.system.processes import Child
 from tidemill.bus.wire.messages import Done, Sample, Sampling, Task
 from tidemill.launch.run.access import BUS_URL_FILE

@@ -41,12 +41,12 @@ from tidemill.actors.errors import EngineError
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.actors.serving.engine_process import EngineLimits, EnginePlaces, run_engine
 from tidemill.actors.serving.sglang.engine import SglangEngine
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.system.loop import new_event_loop
+from tidemill.bus.system.coroutines import new_event_loop
 from tidemill.bus.wire.messages import Sampling
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.format.manifest import Bucket, Manifest

@@ -29,13 +29,13 @@ import nats
 import numpy as np
 from nats.js import api
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import WireError
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
 from tidemill.bus.wire.codec import encode_sample
 from tidemill.bus.wire.messages import Sample, Sampling, Span, Status
+from tidemill.bus.wire.subjects import nonce
 
 IN_FLIGHT = 32
 VARIANTS = ("ours", "fetch", "callback")

@@ -15,7 +15,7 @@ from tests.unhurried import UNHURRIED
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=20", "bus.lease_s=5", "up.drain_s=60", UNHURRIED)
 HOWS = ("KILL", "STOP")

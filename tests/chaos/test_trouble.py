@@ -19,7 +19,8 @@ from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.messages import Done, LiveRow
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
 SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED)

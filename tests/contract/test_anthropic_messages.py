@@ -14,8 +14,8 @@ from tests.reciting_model import write_reciting_model
 from tests.router_kit import routing
 from tidemill.actors.errors import BadRequest
 from tidemill.actors.openai.anthropic_messages import chat_of
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Status
 
 if TYPE_CHECKING:

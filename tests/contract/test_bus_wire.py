@@ -23,28 +23,28 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_episode, make_partial, make_sample, make_task, take
 from tidemill.bus.errors import WireError
 from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample, decode_sample, encode_sample
-from tidemill.bus.wire.episodes import SequenceSize, Turns
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import (
-    Capabilities,
     Dead,
     DeadLetterDecision,
     Done,
     Evaluated,
     Kind,
-    LiveRow,
     Partial,
     Plan,
     Requeue,
     Sample,
     Sampling,
+    SequenceSize,
     Settle,
     Span,
     Status,
     Task,
     Timings,
+    Turns,
 )
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 
 WIRE = (Path(__file__).parents[2] / "docs" / "wire.md").read_text()
 
@@ -389,11 +389,14 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
         known = Capabilities(ranks=2, single_request_push=True, devices=("GPU-a", "GPU-b"), device_memory_bytes=1)
         assert found == {"d": known, "e": Capabilities()}
         assert "capabilities.ranks: want an integer from 1 to 1024" in str(bus.refusals)
-        for wrong in ({"devices": "GPU-a"}, {"visible_devices": [1]}):
+        for wrong, place, want in (
+            ({"devices": "GPU-a"}, "devices", "a list of text"),
+            ({"visible_devices": [1]}, "visible_devices[0]", "text"),
+        ):
             row = {"role": "engine", "id": "g", "host": "h", "pid": 1, "phase": "serving", "capabilities": wrong}
             await bus.nc.request(f"$KV.TM_{bus.run}_live.engine.g", json.dumps(row).encode(), timeout=60)
             assert "g" not in {row.id for row in await LiveView(bus).alive("engine")}
-            assert f"capabilities.{next(iter(wrong))}: want a list of text" in str(bus.refusals)
+            assert f"capabilities.{place}: want {want}, got" in str(bus.refusals)
 
 
 @pytest.mark.parametrize(

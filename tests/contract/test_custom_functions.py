@@ -24,8 +24,7 @@ from tidemill.actors.episodes.programs.tools import FAILED, TABLE, Tool, tools_o
 from tidemill.actors.episodes.rollouts import ProgramRollout
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episodes import SequenceSize
-from tidemill.bus.wire.messages import Status, score_of
+from tidemill.bus.wire.messages import SequenceSize, Status, score_of
 from tidemill.launch.metrics.export import open_sink
 from tidemill.launch.metrics.port import SINK, StepMetrics
 from tidemill.learner.filters.buffer_filters import BUFFER_FILTER, BufferGroup, BufferSample, FilterBuffer, decisions_in

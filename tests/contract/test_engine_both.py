@@ -18,8 +18,9 @@ from tests.skips import inapplicable
 from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.errors import BadRequest, EngineUnavailable
 from tidemill.actors.serving.sglang.proxy import HOLD_S
-from tidemill.bus.client.reach import HERE
-from tidemill.bus.wire.messages import LiveRow, Sampling
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Push

@@ -13,7 +13,7 @@ from tidemill.actors.config import GatewayConfig
 from tidemill.actors.episodes.rollouts import open_rollouts
 from tidemill.actors.errors import BadRow
 from tidemill.actors.rollout_settings import RolloutPrograms
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
 
 BUS = "nats://127.0.0.1:4222"
 

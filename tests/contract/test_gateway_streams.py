@@ -12,8 +12,8 @@ import pytest
 
 from tests.episode_kit import Client, Stage, chat, stage, task
 from tests.tiny_models import write_tiny_model
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sample, Status
 
 LONG, HELD = 900, 20

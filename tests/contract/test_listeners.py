@@ -24,11 +24,11 @@ from tests.listeners import HERE, KEYS, ROLES, RUN, Place, engine, table
 from tests.tiny_models import write_tiny_model
 from tests.unit.test_ground import PACKAGES, ROOT
 from tidemill.actors.config import EngineConfig
+from tidemill.bus.http.access import Route, Rule, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.server.ports import KeptPort
 from tidemill.launch.run.teacher import run_teacher
-from tidemill.weightstore.access import Route, Rule, RunAccess
-from tidemill.weightstore.bodies import BodyLimits, body_in
-from tidemill.weightstore.listener import Listener
 
 GROWTH_BYTES = 64 << 20
 """Most memory that a process may gain by an attack: the attacks are of more than a gigabyte."""
@@ -364,7 +364,7 @@ SOCKETS = {
     "learner/feed/feed_server.py": "feeder to ranks",
     "learner/nodes/probes.py": "calls between nodes",
     "bus/server/ports.py": "",  # keeps a port free, and listens to nothing
-    "weightstore/listener.py": "HTTP of engines",
+    "bus/http/listener.py": "HTTP of engines",
     "weightstore/transport/broadcast.py": "torch's store",
 }
 """Modules that listen, with the row of "Sockets beside the bus" in ``docs/security.md``."""

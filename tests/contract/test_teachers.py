@@ -18,9 +18,8 @@ from tests.tiny_models import tiny_model, write_tiny_model
 from tidemill.actors.config import ActorConfig
 from tidemill.actors.teachers import TeacherFailed, Teachers
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.invariants import check_sample
-from tidemill.bus.wire.messages import Sample
+from tidemill.bus.wire.messages import Sample, SequenceSize
 
 ENDED = web.AppKey("ended", asyncio.Event)
 """Set at the end of a server: its handlers must have ended by then."""

@@ -23,7 +23,7 @@ from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import episode_turns
 from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Status
 from tidemill.launch.cli.status import unserved
 

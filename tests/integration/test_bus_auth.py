@@ -17,17 +17,17 @@ from pathlib import Path
 import pytest
 
 from tests.bus_kit import make_sample, make_task, take
-from tidemill.bus.client.address import parse
-from tidemill.bus.client.discovery import find_run
+from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Denied, Forbidden, ServerFailed
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.liveness.keys import ADMIN_KEY, API_KEY, Keys, admin_keys, api_keys, make_keys
 from tidemill.bus.server.auth import credentials_file, make_users, read_credentials
 from tidemill.bus.server.cluster import EmbeddedBus
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, find_run
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.messages import DeadLetterDecision, Done, LiveRow
+from tidemill.bus.wire.messages import DeadLetterDecision, Done
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import desired
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.bench.failover import cluster_under_load, fail_over, report
 from tests.bus_kit import Proxy, make_sample, take
-from tidemill.bus.client.address import parse
+from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Denied, Fenced
 from tidemill.bus.server.auth import credentials_file, read_credentials

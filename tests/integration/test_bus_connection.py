@@ -14,12 +14,11 @@ from nats.aio.msg import Msg
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import until
 from tidemill.bus.client.connection import Connection
-from tidemill.bus.client.discovery import SeveralRuns, find_run
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, BusUnavailable
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.server.ports import KeptPort
-from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.bus import SeveralRuns, connect, find_run
 
 
 async def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:

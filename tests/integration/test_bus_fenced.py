@@ -11,9 +11,8 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, make_task, take
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, WireError
-from tidemill.bus.liveness.epoch import current_epoch, raise_epoch
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, current_epoch, raise_epoch
 from tidemill.bus.wire.codec import encode_record
 from tidemill.bus.wire.messages import Done, Fence, PlanRecord, Settle
 

@@ -10,11 +10,10 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import Proxy, take, until
 from tidemill.bus.client.rows import Row, Value
 from tidemill.bus.errors import NotFound, RowConflict, UnreadableRow, WireError
-from tidemill.bus.liveness.epoch import raise_epoch
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView, processes
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.streams.bus import Bus, connect, raise_epoch
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 
 
 async def test_a_row_is_changed_by_compare_and_set(open_bus: BusOpener) -> None:

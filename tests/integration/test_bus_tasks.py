@@ -14,8 +14,8 @@ from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams import tasks as bus_tasks
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.streams.tasks import Lease
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import encode_dead, encode_task
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Kind
 
 LONG_S = 600.0

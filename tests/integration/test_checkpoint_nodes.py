@@ -14,13 +14,13 @@ from tests.integration import checkpoint_ranks
 from tests.integration.checkpoint_ranks import STEP, VOCAB
 from tests.learner_steps import run_ranks
 from tests.tiny_models import write_tiny_model
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.learner.checkpoints.peers import Peer, PeerClient
 from tidemill.learner.errors import CheckpointCorrupt
-from tidemill.weightstore.access import RunAccess
-from tidemill.weightstore.listener import Listener
 
 NAME = f"step-{STEP}-epoch-1"
 

@@ -11,6 +11,8 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.learner.checkpoints import disk, fetch
 from tidemill.learner.checkpoints import manifest as manifests
@@ -18,8 +20,6 @@ from tidemill.learner.checkpoints.keeper import CheckpointServer
 from tidemill.learner.checkpoints.manifest import BLOCK_BYTES
 from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient, PeerFailed
 from tidemill.learner.errors import CheckpointCorrupt
-from tidemill.weightstore.access import RunAccess
-from tidemill.weightstore.listener import Listener
 
 KEYS = Keys.of("admin")
 CONTENT = os.urandom(BLOCK_BYTES) + b"the second block"

@@ -29,7 +29,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.main import main
 from tidemill.learner.checkpoints import disk
 from tidemill.learner.errors import ConfigRefused

@@ -23,7 +23,7 @@ from tests.gpu_kit import MIB, fake_nvidia_smi, uuid_of
 from tests.gpu_kit import row as gpu_row
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = """

@@ -6,10 +6,9 @@ from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
 from tests.data_kit import rules, sample, task
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample, encode_task
-from tidemill.bus.wire.episodes import SequenceSize, Turns
-from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, Task
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Cursor, Done, Plan, Sample, SequenceSize, Task, Turns
 from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.datasource import DataSource

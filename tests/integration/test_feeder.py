@@ -21,9 +21,8 @@ from tests.data_kit import sample
 from tests.feeder_kit import KEYS, World
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced, StreamReplaced
-from tidemill.bus.liveness.epoch import raise_epoch
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import connect
+from tidemill.bus.streams.bus import connect, raise_epoch
 from tidemill.bus.streams.cursors import Cursors, Reader
 from tidemill.bus.wire.messages import Dead, DeadLetterDecision, Done, Plan, Requeue, Sample, Settle, Task
 from tidemill.bus.wire.subjects import BUCKETS, bucket_stream, stream

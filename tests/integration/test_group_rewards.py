@@ -18,7 +18,7 @@ from tidemill.actors.scoring.server import RewardServer, serving
 from tidemill.bus.processes.limits import ProcessLimits
 from tidemill.bus.section import Sections, read
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Kind, Sample, Status
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.group import GROUP, GroupRequest, relative_length

@@ -19,12 +19,12 @@ from tests.forked import Forked
 from tests.launched import tidemill
 from tests.whole.prepared import put_prepared
 from tests.whole.running import SMOKE
-from tidemill.bus.client.waiter import Waiter
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.server.auth import credentials_file
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.system.coroutines import Waiter
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.main import main
 from tidemill.launch.run import desired, host
 from tidemill.launch.run.host import SETTLE_S, HostLearner

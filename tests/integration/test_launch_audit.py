@@ -13,7 +13,8 @@ from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import parts
-from tidemill.bus.wire.messages import Dead, LiveRow, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.messages import Dead, Plan, Sample, Settle, Status, Task
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.status import read_status
 from tidemill.launch.run.audit import CheckpointCursor, RunAccounting, audit
 from tidemill.launch.run.summary import Observed, audit_shown, broken_promises, seconds_of_steps, summarize

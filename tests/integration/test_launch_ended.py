@@ -16,7 +16,7 @@ import yaml
 from tests import data_kit
 from tests.integration.test_launch_status import make_run, tidemill
 from tests.launched import ROOT
-from tidemill.bus.client.address import parse
+from tidemill.bus.client.addresses import parse
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError
 from tidemill.bus.server import nats_server, readonly

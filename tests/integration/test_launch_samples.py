@@ -21,11 +21,10 @@ from tests.actor_kit import model_dir
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import take
 from tidemill.actors.text.text import Text
-from tidemill.bus.client import discovery
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import ConfigMismatch
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus, connect
+from tidemill.bus.streams.bus import Bus, connect, find_run
 from tidemill.bus.streams.history import History
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.codec import encode_sample
@@ -393,7 +392,7 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
             assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
-            assert await discovery.find_run(scene.url, name="look", wait_s=60) == bus.run, "nobody takes it for a run to work in"
+            assert await find_run(scene.url, name="look", wait_s=60) == bus.run, "nobody takes it for a run to work in"
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]

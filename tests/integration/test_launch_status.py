@@ -19,8 +19,9 @@ from tests.bus_fixtures import BusOpener
 from tests.launched import ROOT, run_tidemill
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.budget import Budget
-from tidemill.bus.wire.messages import Done, LiveRow, Plan, Settle, Status
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Done, Plan, Settle, Status
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.find_run import find_run
 from tidemill.launch.cli.status import print_status, read_status, unserved
 from tidemill.launch.run.access import BUS_URL_FILE

@@ -15,7 +15,7 @@ from tidemill.bus.config import BusConfig
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.weights import show_weights
 
 LOST = "model.layers.0.mlp.up_proj.weight"

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 
 from tests.unit.test_ground import PACKAGES, ROOT
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import BodyLimits, body_in
+from tidemill.bus.http.listener import Listener, url_of
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.server.ports import KeptPort
-from tidemill.weightstore.access import Route, RunAccess
-from tidemill.weightstore.bodies import BodyLimits, body_in
-from tidemill.weightstore.listener import Listener, url_of
 
 LIMIT_S = 20.0
 
@@ -132,7 +132,18 @@ def test_only_the_listener_module_listens() -> None:
         for path in Path(ROOT / package).rglob("*.py")
         if re.search(r"\b(AppRunner|TCPSite|run_app)\(", path.read_text())
     ]
-    assert sorted(found) == ["actors/episodes/programs/verifiers_taskset.py", "weightstore/listener.py"]
+    assert sorted(found) == ["actors/episodes/programs/verifiers_taskset.py", "bus/http/listener.py"]
+
+
+def test_only_the_client_module_opens_sessions() -> None:
+    """The same exception: the server of that interpreter, and its loop, have nothing of Tidemill."""
+    found = [
+        str(path.relative_to(ROOT))
+        for package in PACKAGES
+        for path in Path(ROOT / package).rglob("*.py")
+        if re.search(r"\bClientSession\(", path.read_text())
+    ]
+    assert sorted(found) == ["actors/episodes/programs/verifiers_taskset.py", "bus/http/client.py"]
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,8 @@ import pytest
 
 from tests.bus_fixtures import BusOpener
 from tidemill.bus import exit_codes
-from tidemill.bus.liveness.epoch import current_epoch
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, current_epoch
 from tidemill.learner.nodes import probes
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.errors import LearnerEnded, NodeRefused, NodeReplaced

@@ -15,7 +15,7 @@ from tidemill.actors.engines.address_checks import CURE, AddressChecker, OwnAddr
 from tidemill.actors.serving.builtin.engine import BuiltinEngine
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher, LiveView
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 
 
 async def test_an_engine_answers_with_its_nonce_before_it_serves(tmp_path: Path) -> None:

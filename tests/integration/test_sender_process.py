@@ -21,8 +21,8 @@ from tests.forked import piped
 from tests.integration.test_weightstore_broadcast import LARGE, SMALL, hang_before_receiving, pattern, receive_all, told
 from tests.integration.test_weightstore_publisher import GOOD, bus_url, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
-from tidemill.bus.client.reach import HERE
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member, Updated
 from tidemill.weightstore.push.push import Outcome, Push

@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.actor_kit import row_until
 from tests.bus_fixtures import BusOpener
 from tidemill.bus.server.nats_server import EmbeddedServer
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.launch.run import workers
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 

@@ -20,7 +20,7 @@ from tests.integration.test_weightstore_broadcast import FAR_S, hang_before_rece
 from tests.integration.test_weightstore_publisher import BUCKET_BYTES, DEADLINE_S, SOME_HUNG_S, bus_url, look, state
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
 from tests.receiver_app import staged as staged_here
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import BadManifest, PartLost, PeerLost, PushFailed

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.receiver_app import START_S, Behaviour, digest, receivers, tiny_tensors, write_tiny_companions
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.catchup.catch_up import Joiner, keep_up
 from tidemill.weightstore.catchup.catch_up import catch_up as catch_up_to_head
 from tidemill.weightstore.config import WeightsConfig

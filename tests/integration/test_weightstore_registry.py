@@ -10,7 +10,7 @@ import pytest
 from tests.bus_fixtures import BusOpener
 from tests.bus_kit import make_sample
 from tidemill.bus.errors import Fenced, NotFound, UnreadableRow
-from tidemill.bus.liveness.epoch import raise_epoch
+from tidemill.bus.streams.bus import raise_epoch
 from tidemill.bus.wire.subjects import bucket_stream
 from tidemill.weightstore.store.registry import VersionRegistry
 

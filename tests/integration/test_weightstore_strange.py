@@ -17,7 +17,7 @@ from tests.receiver_app import digest, tiny_tensors, write_tiny_companions
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import Fenced
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.errors import PartLost, ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.push.member import Member, Updated

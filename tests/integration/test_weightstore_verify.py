@@ -13,11 +13,11 @@ from tests.engine_serving import Served, serving
 from tests.integration.test_weightstore_publisher import DEADLINE_S, GOOD, publishing, state
 from tests.receiver_app import Behaviour, digest, receivers, staged, tiny_tensors
 from tests.tiny_models import tiny_model, write_tiny_model
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.nats_server import EmbeddedServer
 from tidemill.bus.streams.bus import connect
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.push.member import Member, Updated

@@ -24,7 +24,8 @@ from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.wire import subjects
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import Done, LiveRow
+from tidemill.bus.wire.messages import Done
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.cli.status import ProcessStatus, RunStatus, read_status
 
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())

@@ -20,8 +20,9 @@ from tests.receiver_app import staged
 from tests.sglang.server import CONTEXT, release_at, serving
 from tests.skips import inapplicable
 from tidemill.actors.serving.sglang.api import Api, Pauses
-from tidemill.bus.client.reach import HERE
-from tidemill.bus.wire.messages import LiveRow, Sampling
+from tidemill.bus.client.addresses import HERE
+from tidemill.bus.wire.messages import Sampling
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tidemill.bus.client.address import Address, parse
+from tidemill.bus.client.addresses import Address, parse
 from tidemill.bus.config import BusConfig
 from tidemill.launch.run.access import address_line
 from tidemill.launch.settings.config_loader import load

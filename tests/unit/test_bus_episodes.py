@@ -16,9 +16,8 @@ from tests.examples import examples
 from tidemill.bus.errors import UnknownSchema, WireError
 from tidemill.bus.streams.samples import header_fields, headers_of
 from tidemill.bus.wire import codec, subjects
-from tidemill.bus.wire.budget import Budget
-from tidemill.bus.wire.episodes import SequenceSize, Turns
-from tidemill.bus.wire.messages import Dead, Kind, Plan, Sample, Span
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Dead, Kind, Plan, Sample, SequenceSize, Span, Turns
 
 NAN = math.nan
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from tidemill.bus.client.refusals import Refusals
 from tidemill.bus.errors import UnreadableRow, WireError
-from tidemill.bus.wire.messages import LiveRow, VersionRow
-from tidemill.bus.wire.row_shapes import MAX_ROW_BYTES, json_map, read_row
+from tidemill.bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
 
 LIVE = json.loads(
     json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))
@@ -142,7 +141,7 @@ def test_any_bytes_are_a_row_or_a_wire_error(data: bytes) -> None:
 
 
 def test_an_unreadable_row_names_its_place_and_the_cure() -> None:
-    error = pickle.loads(pickle.dumps(UnreadableRow("weights.head", 812, "step: an integer >= 0", "nothing")))
+    error = pickle.loads(pickle.dumps(UnreadableRow("weights.head", "step: an integer >= 0", "nothing", 812)))
     assert isinstance(error, WireError)
     cure = "store a readable row in its place (docs/recovery.md)"
     assert str(error) == f"row weights.head, revision 812: want step: an integer >= 0, got 'nothing'; cure: {cure}"

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tidemill.bus.client.connection import Connection
-from tidemill.bus.client.retries import before_retry, retry
+from tidemill.bus.client.connection import Connection, before_retry, retry
 from tidemill.bus.errors import BusFull, BusUnavailable, NotFound
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from tidemill.bus.client.waiter import Waiter
+from tidemill.bus.system.coroutines import Waiter
 
 LONG_S = 60.0
 

@@ -30,7 +30,7 @@ def written(prompt: str, response: str) -> Sample:
         response_length=length,
         rollout_log_probs=np.linspace(-0.5, 0, length).astype(np.float32),
         loss_mask=np.ones(length, np.uint8),
-        spans=(replace(sample.spans[1], num_tokens=length),),
+        spans=(sample.spans[1]._replace(num_tokens=length),),
         sampling=replace(sample.sampling, max_new_tokens=length),
     )
 

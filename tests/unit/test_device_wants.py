@@ -17,7 +17,7 @@ from tests.check_kit import VALUES, write_model, write_run
 from tests.gpu_kit import environment, fake_nvidia_smi, row, uuid_of
 from tests.tiny_models import EXPERTS
 from tidemill.actors.config import EngineConfig, SglangConfig
-from tidemill.bus.wire.messages import Capabilities
+from tidemill.bus.wire.rows import Capabilities
 from tidemill.launch.checks.devices import PLACEMENT
 from tidemill.launch.checks.findings import Report
 from tidemill.launch.checks.model import size_here

@@ -13,9 +13,9 @@ from tidemill.actors.engines import engine_client
 from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
 from tidemill.actors.serving.sglang import api
 from tidemill.bus.errors import Fenced
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure, refusal
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi, Failure, refusal
 from tidemill.weightstore.transport.http_receiver import HttpReceiver, _NotSupported
 
 WHY = {"error": {"message": "why", "code": 400}}
@@ -104,7 +104,7 @@ async def test_a_compressed_answer_takes_no_memory(status: int, failure: Failure
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
-    client = EngineApi(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
+    client = ApiClient(f"http://127.0.0.1:{runner.addresses[0][1]}", lambda failed: failed)
     try:
         before = psutil.Process().memory_info().rss
         with pytest.raises(CallFailed) as failed:

@@ -16,10 +16,9 @@ from torch import Tensor
 from tests.data_kit import rules, task
 from tests.examples import examples
 from tests.learner_steps import make_batches, make_samples
-from tidemill.bus.wire.budget import Budget
 from tidemill.bus.wire.codec import check_sample
-from tidemill.bus.wire.episodes import SequenceSize, Turns
-from tidemill.bus.wire.messages import Plan, Sample, Span
+from tidemill.bus.wire.episode_limits import Budget
+from tidemill.bus.wire.messages import Plan, Sample, SequenceSize, Span, Turns
 from tidemill.learner.algorithms.advantages import ADVANTAGES
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.choices import AGGREGATIONS, OF_TURNS

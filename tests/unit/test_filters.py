@@ -17,8 +17,7 @@ from tests.unit.test_datasource import Pond
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
 from tidemill.bus.wire.codec import decode_record, encode_record
-from tidemill.bus.wire.episodes import SequenceSize
-from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, Settle, Status
+from tidemill.bus.wire.messages import MASKED_SAMPLES, Plan, SequenceSize, Settle, Status
 from tidemill.learner.batch.batching import build_batches
 from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.plans import chain_of

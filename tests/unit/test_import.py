@@ -11,8 +11,7 @@ import pytest
 from tests import data_kit
 from tidemill.bus.streams.history import StoredSample
 from tidemill.bus.wire.codec import encode_sample
-from tidemill.bus.wire.episodes import SequenceSize
-from tidemill.bus.wire.messages import Sample, Sampling, Status
+from tidemill.bus.wire.messages import Sample, Sampling, SequenceSize, Status
 from tidemill.launch.cli.main import main
 from tidemill.launch.samples.recording import Origin, RecordingWriter
 from tidemill.learner.data.config import DataConfig

@@ -17,7 +17,8 @@ from rich.console import Console
 from tests import data_kit
 from tests.small_disk import small_disk
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
-from tidemill.bus.wire.messages import Done, Evaluated, LiveRow
+from tidemill.bus.wire.messages import Done, Evaluated
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.launch.run import view
 from tidemill.launch.run.curves import draw, reward_limits, scores_of, smooth
 from tidemill.launch.run.learner_process import LearnerRow

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.row_shapes import read_row
+from tidemill.bus.wire.rows import read_row
 from tidemill.learner.feed.feed_keys import FeedKeys
 from tidemill.learner.nodes.agreement import refuse_public, refuse_unlike
 from tidemill.learner.nodes.errors import NodeRefused

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.launch.devices.demand import want_of
 from tidemill.launch.devices.shapes import Node
 from tidemill.launch.run import learner_nodes

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 import pytest
 
-from tidemill.bus.client.reach import HERE
+from tidemill.bus.client.addresses import HERE
 from tidemill.bus.liveness.heartbeats import LiveView
-from tidemill.bus.wire.messages import Capabilities, LiveRow
+from tidemill.bus.wire.rows import Capabilities, LiveRow
 from tidemill.weightstore.config import LARGE_BUCKET, SHARED_BUCKET, SMALL_BUCKET, WeightsConfig
 from tidemill.weightstore.push.push_groups import GroupRules, PushGroups
 from tidemill.weightstore.transport.deadlines import Deadlines

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import pytest
 
-from tidemill.bus.client.reach import Reach, Route, bare, in_url, reach, route_to
+from tidemill.bus.client.addresses import Reach, Route, bare, in_url, reach, route_to
 
 HERE, LAN, ELSEWHERE = Route("127.0.0.1", True), Route("10.0.0.5", True), Route("10.0.0.7", False)
 

@@ -4,12 +4,12 @@ import logging
 
 import pytest
 
-from tidemill.bus.client.repeated import Repeated
+from tidemill.bus.system.failure_log import FailureLog
 
 
 def test_the_first_has_its_traceback_and_the_rest_are_counted(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    repeated = Repeated(logging.getLogger("test"), every_s=60, clock=lambda: now[0])
+    repeated = FailureLog(logging.getLogger("test"), every_s=60, clock=lambda: now[0])
     for number in range(4313):
         now[0] = number * 60 / 4312
         repeated("reward failed", f"task={number}", error=ValueError("no judge"))

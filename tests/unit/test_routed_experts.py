@@ -99,8 +99,9 @@ GOOD = {"layers": 2, "top_k": 3, "dtype": "uint8", "ids": bytes(12)}
 def test_a_wrong_map_is_refused_by_name(change: dict[str, Any] | None) -> None:
     value = 5 if change is None else GOOD | change
     data = msgpack.packb(msgpack.unpackb(encode_sample(PLAIN)) | {"routed_experts": value})
-    with pytest.raises(WireError, match="routed_experts: want nil or a map of layers, top_k, dtype"):
+    with pytest.raises(WireError) as caught:
         decode_sample(data)
+    assert caught.value.field == "routed_experts"
 
 
 @pytest.mark.parametrize("name", GOOD)

@@ -14,7 +14,7 @@ from tests import data_kit
 from tests.check_kit import write_model, write_prompts, write_run
 from tests.feeder_kit import task_settings
 from tidemill.bus.config import BusConfig
-from tidemill.bus.wire.budget import Budget
+from tidemill.bus.wire.episode_limits import Budget
 from tidemill.bus.wire.messages import Sampling
 from tidemill.launch.checks.rows import row_check
 from tidemill.launch.checks.run import Purpose, check

@@ -15,13 +15,13 @@ from tidemill.actors.engines.server_pool import ServerStatus
 from tidemill.actors.scoring import scorer_pool, server
 from tidemill.actors.scoring.scorer_pool import MAX_LOST, RemoteScoring, ScorerClient, ScorerPool
 from tidemill.actors.scoring.server import RewardServer, serving
+from tidemill.bus.http.access import RunAccess
 from tidemill.bus.liveness.keys import Keys, RunKeys
 from tidemill.bus.wire.messages import Status
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.group import GroupRequest
 from tidemill.rewards.port import RewardRequest
 from tidemill.rewards.registry import load
-from tidemill.weightstore.access import RunAccess
 
 KEYS = RunKeys.fixed(Keys.of("admin"))
 REQUEST = RewardRequest(prompt="p", response="4", label="4", status=Status.COMPLETED)

@@ -18,9 +18,8 @@ from tidemill.actors.teachers import request_of, scores_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.section import read
 from tidemill.bus.wire.codec import decode_sample, encode_sample
-from tidemill.bus.wire.episodes import SequenceSize
 from tidemill.bus.wire.invariants import MIN_LOG_PROB, check_sample
-from tidemill.bus.wire.messages import SCHEMA, Sample
+from tidemill.bus.wire.messages import SCHEMA, Sample, SequenceSize
 from tidemill.launch.checks.run import Purpose, check
 from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.algorithms.aggregation import Denominators

@@ -1,7 +1,7 @@
 """Verification of an engine's address, without sockets: errors by nonce, which calls count, and the text for them."""
 
 from tidemill.actors.engines.address_checks import CHECK_EVERY_S, LOOK_EVERY_S, MAX_MISSES, _Called, unreachable, verified
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 
 
 def row(role: str, **reached: str) -> LiveRow:

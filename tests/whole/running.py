@@ -21,7 +21,8 @@ from tidemill.bus.errors import BusUnavailable, NotFound
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.streams.bus import Bus, connect
 from tidemill.bus.wire import subjects
-from tidemill.bus.wire.messages import Done, LiveRow, Plan
+from tidemill.bus.wire.messages import Done, Plan
+from tidemill.bus.wire.rows import LiveRow
 
 ROOT = Path(__file__).resolve().parents[2]
 SMOKE = ROOT / "launch/configs/smoke.yaml"

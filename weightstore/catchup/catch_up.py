@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.catchup.sources import LearnerSnapshot, Load, Loading, OnWait, Peers, SnapshotSource
 from tidemill.weightstore.errors import CatchUpTimeout
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry

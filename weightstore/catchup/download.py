@@ -10,7 +10,7 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.bus.client.http_answer import content_of
+from tidemill.bus.http.client import content_of, open_session
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotUnavailable
 from tidemill.weightstore.store.snapshot import ASIDE, MANIFEST, SnapshotInfo, rename_into_place
 
@@ -38,12 +38,10 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. Digests are computed over the bytes on the wire:
-    # nothing is unpacked.
-    timeout = aiohttp.ClientTimeout(total=None, connect=_CONNECT_S, sock_read=_READ_S)
+    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire: nothing is unpacked.
     try:
         aside.mkdir(parents=True, exist_ok=True)
-        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False, headers=headers) as session:
+        async with open_session(connect_s=_CONNECT_S, read_s=_READ_S, unpack=False, headers=headers) as session:
             text = await _read(session, f"{url}/{MANIFEST}")
             info = SnapshotInfo.parse(f"{url}/{MANIFEST}", text)
             for name, (size, digest) in info.files.items():

@@ -14,12 +14,12 @@ from contextlib import aclosing
 from pathlib import Path
 from typing import Protocol
 
-from tidemill.bus.client.ids import nonce
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import api_keys
 from tidemill.bus.streams.bus import Bus
 from tidemill.bus.system.foreign import errors_as
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
+from tidemill.bus.wire.subjects import nonce
 from tidemill.weightstore.catchup.download import fetch
 from tidemill.weightstore.errors import SnapshotBroken, SnapshotNotLoaded, SnapshotUnavailable
 from tidemill.weightstore.store.registry import SNAPSHOT, VersionRegistry

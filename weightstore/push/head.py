@@ -6,7 +6,7 @@ import logging
 
 from tidemill.bus.errors import BusError
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.push.staged_model import StagedModel
 from tidemill.weightstore.store.registry import WANT, VersionRegistry
 from tidemill.weightstore.store.snapshot_store import SnapshotStore

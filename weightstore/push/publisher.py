@@ -24,13 +24,13 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from tidemill.bus.client.reach import reach, route_to
+from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
 from tidemill.bus.errors import BusError, Fenced
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import admin_keys
 from tidemill.bus.streams.bus import Bus, connect
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PartLost, PublisherClosed, PushFailed
 from tidemill.weightstore.format.manifest import Manifest

@@ -18,15 +18,15 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
-import aiohttp
 from torch import Tensor
 
-from tidemill.bus.client.reach import Reach
+from tidemill.bus.client.addresses import Reach
 from tidemill.bus.errors import BusError
+from tidemill.bus.http.client import open_session
 from tidemill.bus.liveness.heartbeats import LiveView
 from tidemill.bus.liveness.keys import make_keys
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, ReceiverFailed
 from tidemill.weightstore.push.member import Member
@@ -364,8 +364,7 @@ async def open_groups(
     keys = await make_keys(bus)
     # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
     # its deadline.
-    connector = aiohttp.TCPConnector(limit=0)
-    session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector, headers=keys.headers))
+    session = await stack.enter_async_context(open_session(headers=keys.headers))
     for part in rules.parts:
         stack.push_async_callback(part.close)
 

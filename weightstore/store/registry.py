@@ -16,13 +16,12 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 
-from tidemill.bus.client.repeated import Repeated
 from tidemill.bus.client.rows import Value
 from tidemill.bus.errors import Fenced, NotFound, RowConflict, WireError
-from tidemill.bus.liveness.epoch import current_epoch
-from tidemill.bus.streams.bus import Bus
+from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.bus.wire.messages import VersionRow
+from tidemill.bus.wire.rows import VersionRow, row_of
 from tidemill.bus.wire.subjects import natural
 
 _log = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ _log = logging.getLogger(__name__)
 HEAD, SNAPSHOT, WANT, EVICTED = "head", "snapshot", "want", "evicted"
 UNUSED_AFTER_LOSS = 1000
 """Numbers skipped after the highest known one when rows were lost: an engine may have versions without any record."""
-_FIELDS = {field.name for field in dataclasses.fields(VersionRow)}
 
 
 class VersionRegistry:
@@ -39,7 +37,7 @@ class VersionRegistry:
     def __init__(self, bus: Bus) -> None:
         self._bus, self._rows, self._samples = bus, bus.rows("weights"), bus.samples
         self._steps: dict[int, int] = {}
-        self._next, self._repeated = 0, Repeated(_log)
+        self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
         """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored the head."""
@@ -339,6 +337,6 @@ def _parse(key: str, value: JsonObject) -> VersionRow | None:
     if "version" not in value:
         return None
     try:
-        return VersionRow(**{name: item for name, item in value.items() if name in _FIELDS})
-    except TypeError as error:
-        raise WireError(f"weights.{key}", "a version's row", str(error)) from None
+        return row_of(VersionRow, value)
+    except WireError as error:
+        raise WireError(f"weights.{key}.{error.field}", error.want, error.got) from None

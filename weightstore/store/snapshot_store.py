@@ -13,13 +13,13 @@ from typing import Protocol
 
 from torch import Tensor
 
-from tidemill.bus.client.reach import HERE, Reach
+from tidemill.bus.client.addresses import HERE, Reach
+from tidemill.bus.http.access import RunAccess
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import RunKeys
-from tidemill.bus.wire.messages import VersionRow
-from tidemill.weightstore.access import RunAccess
+from tidemill.bus.wire.rows import VersionRow
 from tidemill.weightstore.errors import SnapshotBroken
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.listener import Listener
 from tidemill.weightstore.store import snapshot
 from tidemill.weightstore.store.registry import VersionRegistry
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tidemill.bus.errors import Fenced
 from tidemill.bus.system.coroutines import first_of
-from tidemill.bus.wire.messages import LiveRow
+from tidemill.bus.wire.rows import LiveRow
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec

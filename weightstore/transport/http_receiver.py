@@ -10,11 +10,11 @@ from contextlib import suppress
 import aiohttp
 
 from tidemill.bus.errors import Fenced
+from tidemill.bus.http.client import ApiClient, CallFailed, Failure
 from tidemill.weightstore.errors import ReceiverFailed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import TensorSpec
 from tidemill.weightstore.transport.deadlines import Deadlines
-from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi, Failure
 from tidemill.weightstore.transport.parts import Buckets, Payload, RemoteBucket
 from tidemill.weightstore.transport.port import Rendezvous
 
@@ -30,7 +30,7 @@ class HttpReceiver:
     carries = False
 
     def __init__(self, session: aiohttp.ClientSession, url: str, *, epoch: int, deadlines: Deadlines) -> None:
-        self._api = EngineApi(url, self._error, session=session, connect_s=deadlines.phase_s)
+        self._api = ApiClient(url, self._error, session=session, connect_s=deadlines.phase_s)
         self.url, self._epoch, self._deadlines = self._api.url, epoch, deadlines
         self._groups: list[str] = []
         """Names of the process groups, in the order of the parts of the weights."""

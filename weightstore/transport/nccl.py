@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tidemill.bus.wire.messages import Capabilities
+    from tidemill.bus.wire.rows import Capabilities
 
 MIG = "MIG-"
 

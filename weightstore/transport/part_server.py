@@ -22,15 +22,15 @@ import torch
 from aiohttp import web
 from torch import Tensor
 
-from tidemill.bus.client.reach import Reach
+from tidemill.bus.client.addresses import Reach
+from tidemill.bus.http.access import Route, RunAccess
+from tidemill.bus.http.bodies import body_in, json_in
+from tidemill.bus.http.listener import Listener
 from tidemill.bus.liveness.keys import Keys, RunKeys
-from tidemill.weightstore.access import Route, RunAccess
-from tidemill.weightstore.bodies import body_in, json_in
 from tidemill.weightstore.config import WeightsConfig
 from tidemill.weightstore.errors import PeerLost, PublisherClosed
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Manifest
-from tidemill.weightstore.listener import Listener
 from tidemill.weightstore.loop_thread import LoopThread
 from tidemill.weightstore.side_stream import beside
 from tidemill.weightstore.transport.handles import shared_memory_domain

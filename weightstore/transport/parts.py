@@ -24,13 +24,13 @@ import msgpack
 import torch
 from torch import Tensor
 
+from tidemill.bus.http.client import ApiClient, CallFailed
 from tidemill.bus.liveness.keys import Keys
 from tidemill.bus.system.proxies import direct_opener
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PartLost, PeerLost
 from tidemill.weightstore.format.checksums import ChecksumReport
 from tidemill.weightstore.format.manifest import Bucket, Manifest, TensorSpec, joined
-from tidemill.weightstore.transport.engine_api import CallFailed, EngineApi
 from tidemill.weightstore.transport.nccl import DeviceEnd
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class RemotePart:
         """``number``: of the part, from 1. ``connect_s``: deadline for a connection."""
         self.place, self.number, self.manifest = place, number, Manifest(place.specs)
         self._buckets = self.manifest.buckets(place.bucket_bytes, number)
-        self._api = EngineApi(place.url, self._lost, headers=self._headers, connect_s=connect_s)
+        self._api = ApiClient(place.url, self._lost, headers=self._headers, connect_s=connect_s)
         self._names = self.manifest.by_name.keys()
         self._handles: dict[tuple[RemoteBucket, int], Mapping[str, object]] = {}
         self._closings: set[asyncio.Task[None]] = set()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from tidemill.bus.wire.messages import LiveRow
+    from tidemill.bus.wire.rows import LiveRow
     from tidemill.weightstore.format.checksums import ChecksumReport
     from tidemill.weightstore.format.manifest import TensorSpec
     from tidemill.weightstore.transport.parts import Buckets, Payload

@@ -8,7 +8,7 @@ from typing import Protocol, TypeVar
 
 from torch import Tensor
 
-from tidemill.bus.client.reach import Reach, bare
+from tidemill.bus.client.addresses import Reach, bare
 from tidemill.weightstore.errors import PeerLost
 from tidemill.weightstore.transport.broadcast import BroadcastGroup
 from tidemill.weightstore.transport.handles import StagingMemory

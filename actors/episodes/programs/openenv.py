@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from tidemill.bus.http.client import open_session
+
 MAX_MESSAGE_BYTES = 1 << 24
 RETRY_S = 1.0
 """Pause before a server that is full, or not there, is asked again."""
@@ -112,7 +114,7 @@ class OpenEnv:
 
     async def _begun(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the answer to a reset, for which a server that is full, or not there, is asked for a while."""
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=self._options.seconds))
+        self._session = open_session(connect_s=self._options.seconds)
         loop = asyncio.get_running_loop()
         until = loop.time() + self._options.wait_seconds
         while True:

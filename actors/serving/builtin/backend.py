@@ -29,8 +29,8 @@ from tidemill.actors.serving.command_bodies import PushBody
 from tidemill.actors.serving.host import PROBE, EngineHost
 from tidemill.actors.serving.port import Body, Result
 from tidemill.actors.text.text import Text, beside_loop, size_of
+from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonObject
-from tidemill.weightstore.access import Route
 
 
 class Progress:

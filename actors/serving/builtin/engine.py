@@ -24,7 +24,7 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 from tidemill.actors.serving.host import EngineHost
-from tidemill.bus.wire.messages import Capabilities
+from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 
 from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineUnavailable, UpdateRefused
 from tidemill.actors.serving.port import COMMAND_S
-from tidemill.weightstore.transport.engine_api import CONNECT_S, CallFailed, EngineApi, Failure
+from tidemill.bus.http.client import CONNECT_S, ApiClient, CallFailed, Failure
 
 
 class Aborted(BadRequest):
     """A client aborted the request before it began (HTTP 499)."""
 
 
-class Api(EngineApi):
+class Api(ApiClient):
     """One server at ``url``, which requires ``key``, if that is not empty.
 
     Calls raise EngineUnavailable (HTTP 408, 429, 502 to 504, or no answer), BadRequest (other 4xx), EngineFailed (other

@@ -21,8 +21,8 @@ from tidemill.actors.serving.sglang.releases import NEWEST, Release, release_of,
 from tidemill.actors.serving.sglang.server_process import INFO_S, ServerProcess
 from tidemill.actors.serving.sglang.tensors import layout_of
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
-from tidemill.bus.wire.messages import Capabilities
 from tidemill.bus.wire.routed_experts import RoutedShape
+from tidemill.bus.wire.rows import Capabilities
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from tidemill.actors.serving.sglang.server_process import RETURNS_EXPERTS
 from tidemill.actors.serving.sglang.validation import responses_in
 from tidemill.actors.serving.sglang.weight_updates import SglangUpdates
 from tidemill.actors.text.text import beside_loop, size_of
+from tidemill.bus.http.access import Route
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.routed_experts import RoutedShape
-from tidemill.weightstore.access import Route
 
 HOLD_S = 30.0
 """Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from tidemill.actors.config import EngineConfig
 from tidemill.actors.http_api import NONCE_HEADER
-from tidemill.bus.client.ids import nonce
-from tidemill.bus.wire.messages import Capabilities
+from tidemill.bus.wire.rows import Capabilities
+from tidemill.bus.wire.subjects import nonce
 
 
 class UniformEngine:

@@ -15,10 +15,10 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
-from tidemill.bus.client.reach import bare, in_url
+from tidemill.bus.client.addresses import bare, in_url
 from tidemill.bus.config import is_loopback
-from tidemill.weightstore.access import Access, Handler, Route, Rule
-from tidemill.weightstore.bodies import Bodies, BodyLimits
+from tidemill.bus.http.access import Access, Handler, Route, Rule
+from tidemill.bus.http.bodies import Bodies, BodyLimits
 
 HEADERS_S = 60.0
 """A connection that has brought no whole request for this time is closed; clients close idle ones sooner (aiohttp 15 s, httpx 5 s)."""

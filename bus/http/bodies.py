@@ -12,12 +12,15 @@ from dataclasses import dataclass, replace
 
 from aiohttp import web
 
-from tidemill.weightstore.access import refusal
+from tidemill.bus.http.access import refusal
 
 MAX_BODY_BYTES = 64 << 20
 """Largest body of a request; a larger one is refused with 413."""
 MAX_BODIES_BYTES = 256 << 20
-"""Most bytes of bodies that one listener holds, from the first byte of a body to the end of its request; a request beyond them gets 503."""
+"""Maximum number of bytes of bodies that one listener holds, from the first byte of a body to the end of its request.
+
+A request beyond them gets 503.
+"""
 SMALL_BYTES = 64 << 10
 """Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much of a connection."""
 BODY_S = 120.0
@@ -26,9 +29,9 @@ STALL_S = 15.0
 """Deadline between two pieces of a body."""
 RETRY_AFTER_S = 1
 MAX_DEPTH = 100
-"""Most levels of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones."""
+"""Maximum depth of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones."""
 MAX_NESTED = 1 << 20
-"""Most lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
+"""Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
 
 

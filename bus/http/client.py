@@ -1,9 +1,9 @@
-"""HTTP client of an engine's API, which is SGLang's. The one place that turns statuses and transport errors into a
-``Failure``.
+"""The HTTP client of all processes: sessions, deadlines, bounded answers, and statuses and errors as a ``Failure``.
 
     status, or error of aiohttp --(here)--> CallFailed(failure) --(``translate`` of each room)--> its own error
 
-Knows requests, deadlines and how an error is worded; no path, and nothing of weights or of generating.
+Knows requests, deadlines and how an error is worded; no path, and nothing of weights, of generating or of rewards. Traffic inside a run
+never goes through a proxy of the environment: a session does not read it.
 """
 
 import asyncio
@@ -15,8 +15,7 @@ from typing import Any
 
 import aiohttp
 
-from tidemill.bus.client.http_answer import content_of
-from tidemill.weightstore.errors import WeightstoreError
+from tidemill.bus.errors import BusError, DetailedError
 
 CONNECT_S = 5.0
 """Deadline for a connection."""
@@ -27,7 +26,9 @@ MAX_ANSWER_BYTES = 1 << 30
 MAX_REFUSAL_BYTES = 1 << 20
 """Size of the largest refusal that is read."""
 MAX_REASON_BYTES = 2000
-"""Maximum size of an answer that is no JSON in an error: it may be a page of HTML."""
+"""Maximum number of bytes of an answer that is no JSON in an error: it may be a page of HTML."""
+READ_BUFFER_BYTES = 1 << 20
+"""Buffer of a connection for large answers; aiohttp's default of 64 KB costs a wake-up for each piece."""
 
 
 class Failure(Enum):
@@ -56,19 +57,18 @@ STATUSES = {
 EMPTY: Mapping[str, object] = {}
 
 
-class CallFailed(WeightstoreError):
+class CallFailed(DetailedError, BusError):
     """A call without an answer of status 200."""
 
-    def __init__(
-        self, url: str, path: str, failure: Failure, reason: str, *, status: int = 0, answer: Mapping[str, object] = EMPTY
-    ) -> None:
-        """``status``: of the answer, 0 = none came; ``answer``: the JSON map in its body, empty when that is something
-        else."""
-        super().__init__(url, path, failure, reason)
-        self.url, self.path, self.failure, self.reason, self.status, self.answer = url, path, failure, reason, status, answer
-
-    def __str__(self) -> str:
-        return f"{self.url}{self.path}: {self.reason}"
+    url: str
+    path: str
+    failure: Failure
+    reason: str
+    status: int = 0
+    """Status of the answer; 0 = none came."""
+    answer: Mapping[str, object] = EMPTY
+    """The JSON map in the answer's body; empty when that is something else."""
+    template = "{url}{path}: {reason}"
 
 
 Translate = Callable[[CallFailed], Exception]
@@ -82,8 +82,45 @@ async def no_headers() -> Mapping[str, str]:
     return {}
 
 
-class EngineApi:
-    """One engine at ``url``. Every call raises the exception that ``translate`` makes of its CallFailed."""
+def open_session(
+    *,
+    total_s: float | None = None,
+    connect_s: float | None = None,
+    read_s: float | None = None,
+    headers: Mapping[str, str] | None = None,
+    max_connections: int = 0,
+    keep_s: float | None = None,
+    unpack: bool = True,
+    read_buffer_bytes: int = 1 << 16,
+) -> aiohttp.ClientSession:
+    """Return a session; the caller closes it. A deadline of None is none: requests may take minutes, and bring their own.
+
+    ``max_connections``: 0 = no limit, because a request must not wait for the end of another. ``keep_s``: time for which an idle
+    connection is kept; 0 = each request has a connection of its own, None = as aiohttp has it. ``unpack``: of compressed answers.
+    """
+    timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=read_s)
+    keep: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": keep_s == 0}
+    connector = aiohttp.TCPConnector(limit=max_connections, **keep)
+    return aiohttp.ClientSession(
+        connector=connector, timeout=timeout, headers=headers, auto_decompress=unpack, read_bufsize=read_buffer_bytes
+    )
+
+
+async def content_of(content: aiohttp.StreamReader, max_bytes: int) -> bytes:
+    """Return the body of an answer, ``response.content`` of aiohttp, which unpacks it piece by piece.
+
+    Raises ValueError for more than ``max_bytes``.
+    """
+    body = bytearray()
+    async for piece in content.iter_any():
+        body += piece
+        if len(body) > max_bytes:
+            raise ValueError(f"an answer of more than {max_bytes} bytes")
+    return bytes(body)
+
+
+class ApiClient:
+    """One server at ``url``. Every call raises the exception that ``translate`` makes of its CallFailed."""
 
     def __init__(
         self,
@@ -145,8 +182,7 @@ class EngineApi:
     @property
     def _session(self) -> aiohttp.ClientSession:
         if self._opened is None:
-            # No limit of connections: requests take minutes, and one must not wait for the end of another.
-            self._opened = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S), read_bufsize=1 << 20)
+            self._opened = open_session(keep_s=KEEP_S, read_buffer_bytes=READ_BUFFER_BYTES)
         return self._opened
 
     async def _content(self, path: str, response: aiohttp.ClientResponse) -> bytes:

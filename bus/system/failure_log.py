@@ -16,7 +16,7 @@ class _Tally:
     """Number of failures not logged yet."""
 
 
-class Repeated:
+class FailureLog:
     """A logger for a few kinds of failures, each of which may occur thousands of times."""
 
     def __init__(self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,9 +1,25 @@
-"""The variables of a chat template that a task gives to the chats of its episode."""
+"""Limits and template arguments of an episode, as part of its task. Settings use it, too, so it loads no numpy."""
 
 import json
+from dataclasses import dataclass
 
 from tidemill.bus.errors import WireError
 from tidemill.bus.wire.json_object import JsonMapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """Limits of an episode; 0 = none."""
+
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens."""
+    context: int = 0
+    """Tokens of one sequence."""
+    total_tokens: int = 0
+    """Tokens of all sequences, L."""
+    seconds: float = 0.0
+
 
 OF_TEMPLATE = frozenset(
     ("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")

@@ -1,0 +1,1 @@
+"""HTTP of all processes of a run: the one server with its keys and bodies, and the one client."""
