@@ -42,6 +42,8 @@ def decode(body: object, shape: type[Shape], where: str = "") -> Shape:
         return msgspec.convert(body, shape)
     except msgspec.ValidationError as error:
         raise BadRequest(_reason(str(error), body, where)) from None
+    except UnicodeEncodeError:  # msgspec reads a text as UTF-8 where another type is wanted, too
+        raise BadRequest(f"{where or 'body'}: want text of whole characters, got half of a surrogate pair") from None
 
 
 def need(body: Mapping[str, object], name: str, shape: type[Shape]) -> Shape:

@@ -1,7 +1,7 @@
 """The interface of rewards and of users' other functions: what one gets and gives, and how that is written for another process.
 
 A reward is a function from one finished response to a number. There is one contract for rewards (``rewards/registry.py``), one for rewards
-of groups, and one for the filters of the learner (``learner/data/filters.py``). Knows no reward and no transport.
+of groups, and one for the filters of the learner (``learner/filters/filters.py``). Knows no reward and no transport.
 """
 
 import base64

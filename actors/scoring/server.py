@@ -45,7 +45,7 @@ NO_RESULT = "no result in time"
 class ScoreBody(Struct, kw_only=True):
     """A request as JSON; only ``prompt`` and ``response`` must be there.
 
-    The fields have the order of ``tidemill.rewards.request_json``.
+    The fields have the order of ``tidemill.rewards.port``.
     """
 
     prompt: str | list[Any]

@@ -223,7 +223,10 @@ class Connection:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``. ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once."""
+        """Connect within ``wait_s``.
+
+        ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once.
+        """
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user

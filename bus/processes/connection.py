@@ -29,7 +29,10 @@ class ChildCallFailed(Exception):
     """A call has no result."""
 
     def __init__(self, reason: str, *, ended: bool = False, outside: bool = False) -> None:
-        """``ended``: its process has ended, or takes no more calls. ``outside``: the cause lies outside of the call, so that others fail, too."""
+        """``ended``: its process has ended, or takes no more calls.
+
+        ``outside``: the cause lies outside of the call, so that others fail, too.
+        """
         super().__init__(reason)
         self.reason, self.ended, self.outside = reason, ended, outside
 

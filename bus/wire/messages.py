@@ -214,8 +214,8 @@ class Sample:
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
-    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k] (``tidemill.bus.wire.routed_experts``);
-    None = not known."""
+    """Experts that the engine has chosen for each token as an input, [L, layers with experts, top_k]
+    (``tidemill.bus.wire.routed_experts``); None = not known."""
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
 

@@ -1,4 +1,5 @@
-"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus (``tidemill.launch.run.workers``)."""
+"""``tidemill engine``, ``tidemill actor`` and ``tidemill scorer``: processes that need nothing but the bus
+(``tidemill.launch.run.workers``)."""
 
 import argparse
 import asyncio

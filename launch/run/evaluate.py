@@ -2,8 +2,8 @@
 
     bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
 
-Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/evaluation/evaluations.py``), so a checkpoint
-gets the scores here that its version got there, as far as engines give the same tokens.
+Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/evaluation/evaluations.py``), so a
+checkpoint gets the scores here that its version got there, as far as engines give the same tokens.
 """
 
 import asyncio

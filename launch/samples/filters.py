@@ -66,7 +66,7 @@ class Headline:
     """Number of tokens of the response."""
     engine: str | None = None
     lag: int | None = None
-    """Lag in steps when it was stored: see ``tidemill.launch.samples.lags``."""
+    """Lag in steps when it was stored: see ``tidemill.launch.samples.sample_history``."""
 
 
 def headline(glimpse: Glimpse) -> Headline:

@@ -14,7 +14,7 @@ from tidemill.bus.section import PositiveFloat, ShortNamed, refusal, section, sh
 from tidemill.bus.wire.json_object import JsonObject
 
 BUILT_IN = ("equal_rewards", "gibberish", "length", "mean_reward", "repetition", "truncated")
-"""Names of the filters that ship (``learner/data/filters.py``)."""
+"""Names of the filters that ship (``learner/filters/filters.py``)."""
 _PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 

@@ -143,11 +143,11 @@ async def run_part(
 ) -> None:
     """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
 
-    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and ``--feeder-keys``.
-    ``variables``: environment of each rank, over the one that it gets here; empty = no more.
-    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it obeys after its step.
-    Raises ChildFailed, with the child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is
-    that of a child with a final exit code if there is one, because failures of the others follow from it.
+    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and
+    ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more. ``on_step`` is called after
+    steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it obeys after its step. Raises ChildFailed, with the
+    child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is that of a child with a final
+    exit code if there is one, because failures of the others follow from it.
     """
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None

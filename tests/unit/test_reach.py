@@ -124,7 +124,7 @@ class Probe:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
     found = Kernel()
-    monkeypatch.setattr("tidemill.bus.client.reach.socket", found)
+    monkeypatch.setattr("tidemill.bus.client.addresses.socket", found)
     return found
 
 

@@ -105,7 +105,7 @@ def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, mo
         assert not report.errors
         assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
     for name in ("SURE_ROWS", "READ_S"):
-        monkeypatch.setattr(f"tidemill.launch.checks.reading.{name}", 0)
+        monkeypatch.setattr(f"tidemill.launch.checks.data.{name}", 0)
     assert not check(load(config, given), Purpose()).warnings, "rows that were not read may have it"
     warnings = check(load(config, [*given[1:], "prepare.kind=digits", "data.path="]), Purpose()).warnings
     assert ["none of 1" in one.text for one in warnings if "group_reward_when" in one.text] == [True]
