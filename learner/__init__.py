@@ -1,1 +1,51 @@
 """Training: from the sample stream to the next version of the weights."""
+
+from typing import TYPE_CHECKING
+
+from tidemill.bus.public_names import public_names
+
+if TYPE_CHECKING:
+    from tidemill.learner.algorithms.aggregation import Denominators
+    from tidemill.learner.algorithms.config import AlgorithmConfig
+    from tidemill.learner.algorithms.objective import Tokens
+    from tidemill.learner.algorithms.policy_losses import PolicyLoss
+    from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
+    from tidemill.learner.debug.train_file import read_train
+    from tidemill.learner.filters.buffer_filters import FilterBuffer
+    from tidemill.learner.filters.filters import Decision, FilterGroup
+    from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+    from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
+
+_MODULES = {
+    "AlgorithmConfig": "algorithms.config",
+    "BeforeLogProbs": "megatron.hooks",
+    "BeforeStep": "megatron.hooks",
+    "Decision": "filters.filters",
+    "Denominators": "algorithms.aggregation",
+    "FilterBuffer": "filters.buffer_filters",
+    "FilterGroup": "filters.filters",
+    "LocalLayers": "megatron.bridges.local_layers",
+    "PolicyLoss": "algorithms.policy_losses",
+    "Tokens": "algorithms.objective",
+    "log_ratio": "algorithms.ratios",
+    "read_train": "debug.train_file",
+    "sequence_means": "algorithms.ratios",
+    "spread": "algorithms.ratios",
+}
+__all__ = [
+    "AlgorithmConfig",
+    "BeforeLogProbs",
+    "BeforeStep",
+    "Decision",
+    "Denominators",
+    "FilterBuffer",
+    "FilterGroup",
+    "LocalLayers",
+    "PolicyLoss",
+    "Tokens",
+    "log_ratio",
+    "read_train",
+    "sequence_means",
+    "spread",
+]
+__getattr__ = public_names(__name__, _MODULES)

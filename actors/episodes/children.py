@@ -30,6 +30,7 @@ from tidemill.bus.processes.connection import START_S, ChildCallFailed, ChildCon
 from tidemill.bus.processes.limits import environment, kill_tree
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.system.failure_log import FailureLog
+from tidemill.bus.system.functions import present_name
 from tidemill.bus.system.proxies import without_proxy
 from tidemill.bus.wire.invariants import MAX_REWARD
 from tidemill.bus.wire.json_object import JsonMapping, JsonObject
@@ -245,7 +246,9 @@ class Children:
             raise ProgramFailed(child.calls.ended) from None
         except ChildCallFailed as error:
             self._kill(child, "not loaded")
-            raise ProgramFailed(error.reason if error.ended else f"{self._use}: {error.reason}", ended=error.ended) from None
+            present = present_name(self._use.partition(":")[0])
+            reason = f"{self._use}: {error.reason}" + (f" (its module is {present} now)" if present else "")
+            raise ProgramFailed(error.reason if error.ended else reason, ended=error.ended) from None
         except BaseException:
             self._kill(child, "not loaded")
             raise

@@ -5,6 +5,7 @@ Modules are searched in the working directory and in PYTHONPATH, as Python does 
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from enum import StrEnum
@@ -15,6 +16,8 @@ from tidemill.bus.system.foreign import described, errors_as
 
 FUNCTION = "module:function"
 """Form of an import path in messages."""
+_ROOMS = ("actors", "bus", "launch", "learner", "rewards", "weightstore")
+"""Packages that were import names of their own, and are packages of ``tidemill``."""
 
 
 class Defect(StrEnum):
@@ -67,6 +70,8 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise refused(Defect.FORM, "no module, or no name in it")
+    if present := present_name(module_name):
+        raise refused(Defect.MODULE, f"{module_name} is {present} now")
     try:
         with errors_as(lambda error: refused(Defect.IMPORT, f"importing {module_name}: {described(error)}"), but=(ImportError,)):
             place: Any = importlib.import_module(module_name)
@@ -77,6 +82,21 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
             raise refused(Defect.NAME, f"{module_name} has no {name!r}{nearest(part, getattr(place, '__dict__', {}))}")
         place = getattr(place, part)
     return place
+
+
+def present_name(module_name: str) -> str:
+    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for others.
+
+    A user's own ``rewards.py`` or ``bus/`` is such a name's rightful owner.
+    """
+    room = module_name.partition(".")[0]
+    if room not in _ROOMS:
+        return ""
+    here, ours = importlib.util.find_spec(room), importlib.util.find_spec(f"tidemill.{room}")
+    assert ours is not None
+    if here is not None and [*(here.submodule_search_locations or ())] != [*(ours.submodule_search_locations or ())]:
+        return ""
+    return f"tidemill.{module_name}"
 
 
 def nearest(word: str, words: Mapping[str, object]) -> str:

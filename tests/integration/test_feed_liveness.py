@@ -121,7 +121,8 @@ async def test_a_sigterm_reaches_the_parent_while_the_rank_computes() -> None:
     """The rank is in one call that never returns, so no handler in Python runs."""
     begun, notified = asyncio.Event(), asyncio.Event()
     code = (
-        "import ctypes, sys; from tidemill.learner.feed.feed_client import FeedClient; from tidemill.learner.feed.feed_keys import FeedKeys\n"
+        "import ctypes, sys\nfrom tidemill.learner.feed.feed_client import FeedClient\n"
+        "from tidemill.learner.feed.feed_keys import FeedKeys\n"
         "from tidemill.learner.feed.progress import note_step; progress = int(sys.argv[sys.argv.index('--progress') + 1])\n"
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
         "with FeedClient('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, dp_rank=0, dp_size=1).drained_by_sigterm(progress):\n"

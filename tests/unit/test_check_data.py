@@ -42,7 +42,9 @@ def test_rows_are_shown_as_the_model_reads_them(tmp_path: Path, capsys: pytest.C
     words = ["data", "check", str(file), "--preview", "3", "--set", "data.tools_key=tools", "--set", "data.reward_key=r"]
     assert cli.main([*words, "--set", f"model.path={tmp_path}/model"]) == 0
     one, two, three, _ = capsys.readouterr().out.splitlines()
-    assert one.endswith("metadata {'reward': 'sums', 'tools': [{'type': 'function', 'function': {'name': 'plus'}}]} 5 tokens 'plus what is one <eos>'")
+    assert one.endswith(
+        "metadata {'reward': 'sums', 'tools': [{'type': 'function', 'function': {'name': 'plus'}}]} 5 tokens 'plus what is one <eos>'"
+    )
     assert two.endswith("metadata {'reward': 'sums'} 4 tokens 'what is one <eos>'")
     assert three.endswith("prompt 'the answer' label '1' 2 tokens 'the answer'")
     assert cli.main(words) == 0

@@ -1,6 +1,7 @@
 """Functions by import path: found, or refused with the defect; what cannot be called ends a process for good, and no restart cures it."""
 
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,8 @@ HERE = "tests.unit.test_functions"
         ("needs_nowhere:f", Defect.MODULE, "cannot import needs_nowhere: No module named 'nowhere'"),
         ("raises:f", Defect.IMPORT, "importing raises: ZeroDivisionError: division by zero"),
         ("exits:f", Defect.IMPORT, "importing exits: SystemExit: 3"),
+        ("rewards.registry:load", Defect.MODULE, "rewards.registry is tidemill.rewards.registry now"),
+        ("bus:f", Defect.MODULE, "bus is tidemill.bus now"),
         ("math", Defect.FORM, "no module, or no name in it"),
         (":f", Defect.FORM, "no module, or no name in it"),
         ("math:", Defect.FORM, "no module, or no name in it"),
@@ -66,3 +69,10 @@ def test_what_cannot_be_called_is_refused_for_good(
 def test_a_name_may_have_dots() -> None:
     assert find_object(f"{HERE}:Kind.NUMBER") == 4
     assert check_call(find_function(f"{HERE}:plain"), ("a",), path="", setting="") == frozenset()
+
+
+def test_a_module_of_the_users_own_may_have_the_name_of_a_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "actors.py").write_text("def mine(a): return a")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find_function("actors:mine")(3) == 3
+    monkeypatch.delitem(sys.modules, "actors")

@@ -10,11 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tidemill.learner.algorithms.aggregation import Denominators
-from tidemill.learner.algorithms.config import AlgorithmConfig
-from tidemill.learner.algorithms.objective import Tokens
-from tidemill.learner.algorithms.policy_losses import PolicyLoss
-from tidemill.learner.algorithms.ratios import log_ratio, sequence_means, spread
+from tidemill.learner import AlgorithmConfig, Denominators, PolicyLoss, Tokens, log_ratio, sequence_means, spread
 
 
 def one_sided(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from mbridge.models.qwen2 import Qwen2Bridge
 from transformers import AutoConfig, Qwen2Config
 
-from tidemill.learner.megatron.bridges.local_layers import LocalLayers
+from tidemill.learner import LocalLayers
 
 LAYER = "model.layers.{layer_number}."
 

@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from tidemill.learner.filters.buffer_filters import FilterBuffer
-from tidemill.learner.filters.filters import Decision
+from tidemill.learner import Decision, FilterBuffer
 
 
 def balanced(buffer: FilterBuffer, *, max_lag: int = 4) -> list[Decision]:

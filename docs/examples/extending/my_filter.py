@@ -1,6 +1,6 @@
 """A filter: groups that are solved already are dropped, responses without a word are not trained, hard prompts come first."""
 
-from tidemill.learner.filters.filters import Decision, FilterGroup
+from tidemill.learner import Decision, FilterGroup
 
 
 def useful(group: FilterGroup, *, solved: float = 0.9) -> Decision:

@@ -1,7 +1,7 @@
 """A reward of groups: what is left of each reward when the best one of the prompt is taken off."""
 
-from tidemill.bus.wire.messages import score_of
-from tidemill.rewards.group import GroupRequest
+from tidemill.bus import score_of
+from tidemill.rewards import GroupRequest
 
 
 def behind_the_best(request: GroupRequest, *, scale: float = 1.0) -> list[dict[str, float]]:

@@ -4,7 +4,7 @@ import logging
 
 import torch
 
-from tidemill.learner.megatron.hooks import BeforeLogProbs, BeforeStep
+from tidemill.learner import BeforeLogProbs, BeforeStep
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 import re
 
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards import RewardRequest
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -3,7 +3,7 @@
 import json
 import urllib.request
 
-from tidemill.launch.metrics.port import StepMetrics
+from tidemill.launch import StepMetrics
 
 
 def hook(one: StepMetrics, *, url: str, seconds: float = 10.0) -> None:

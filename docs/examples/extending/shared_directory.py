@@ -7,10 +7,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tidemill.weightstore.format.manifest import Bucket, TensorSpec, unflatten
+from tidemill.weightstore import Bucket, Payload, Rendezvous, TensorSpec, WeightReceiver, unflatten
 from tidemill.weightstore.store import snapshot
-from tidemill.weightstore.transport.parts import Payload
-from tidemill.weightstore.transport.port import Rendezvous, WeightReceiver
 
 
 class SharedDirectory:

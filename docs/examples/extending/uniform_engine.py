@@ -10,10 +10,8 @@ from typing import Any
 import numpy as np
 from aiohttp import web
 
-from tidemill.actors.config import EngineConfig
-from tidemill.actors.http_api import NONCE_HEADER
-from tidemill.bus.wire.rows import Capabilities
-from tidemill.bus.wire.subjects import nonce
+from tidemill.actors import NONCE_HEADER, EngineConfig
+from tidemill.bus import Capabilities, nonce
 
 
 class UniformEngine:

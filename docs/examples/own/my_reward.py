@@ -2,7 +2,7 @@
 
 import aiohttp
 
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards import RewardRequest
 
 
 def contains(request: RewardRequest, *, brevity: float = 0.1) -> dict[str, float]:

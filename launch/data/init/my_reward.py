@@ -1,6 +1,6 @@
 """The reward of the run: a function that takes a request and returns a number."""
 
-from tidemill.rewards.port import RewardRequest
+from tidemill.rewards import RewardRequest
 
 
 def contains(request: RewardRequest) -> float:
