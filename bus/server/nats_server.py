@@ -1,8 +1,11 @@
 """nats-server as a child of this process: finds, configures and starts it; it ends with this process."""
 
 import fcntl
+import http.client
 import json
 import os
+import re
+import secrets
 import shutil
 import signal
 import subprocess
@@ -11,16 +14,64 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
+from urllib.parse import urlsplit
 
 from tidemill.bus.client.addresses import in_url
 from tidemill.bus.config import STORE_SHARE, BusConfig
 from tidemill.bus.errors import ServerFailed
-from tidemill.bus.server.monitoring import Monitor
 from tidemill.bus.server.ports import KeptPort
 from tidemill.bus.server.quoting import quoted
 from tidemill.bus.server.readonly import ReaderLock, ask_to_end, holder
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.system.processes import die_with_parent, tail
+from tidemill.bus.wire.json_object import JsonObject
+
+_ANSWER_S = 2.0
+"""Seconds for an answer: a frozen server gives none."""
+_SECRET_BYTES = 24
+_STOPPED = re.compile(r"write error|not enabled|disabled")
+"""Reasons of a failed health check that only a restart cures. A cluster that is catching up has others, which pass."""
+
+
+class Monitor:
+    """Reader of one server's state; ``lines`` belong into its configuration."""
+
+    def __init__(self) -> None:
+        self._path, self._address = f"/{secrets.token_urlsafe(_SECRET_BYTES)}", ""
+
+    @property
+    def lines(self) -> list[str]:
+        """Lines of the server's configuration: any free port of loopback, and the secret path."""
+        return ['http: "127.0.0.1:-1"', f"http_base_path: {quoted(self._path)}"]
+
+    def found(self, url: str) -> None:
+        """Set the address, which is known when the server has started."""
+        self._address = urlsplit(url).netloc
+
+    def write_fault(self) -> str:
+        """Return why the server stores nothing until it is started again; empty when it does, or gives no answer."""
+        try:
+            health = str(self.read("healthz").get("error", ""))
+            store = self.read("jsz")
+        except (OSError, http.client.HTTPException, ValueError):
+            return ""
+        if _STOPPED.search(health):
+            return health
+        most, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
+        return f"its store is at its limit of {most / 1e6:.1f} MB (three quarters of the room at its start)" if used >= most else ""
+
+    def read(self, page: str) -> JsonObject:
+        """Return one page. Raises OSError, HTTPException; ValueError when it is no JSON object."""
+        connection = http.client.HTTPConnection(self._address, timeout=_ANSWER_S)  # urllib would take the way through a proxy
+        try:
+            connection.request("GET", f"{self._path}/{page}")
+            fields = json.loads(connection.getresponse().read())
+        finally:
+            connection.close()
+        if not isinstance(fields, dict):
+            raise ValueError(f"{page}: want an object, got {fields!r}")
+        return fields
+
 
 LOCK_FILE = "lock"
 """File in a server's directory that is locked as long as the server lives."""

@@ -105,8 +105,7 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
     """Open the run's evaluation sets with the model's tokenizer. Raises PromptError."""
-    from tidemill.learner.evaluation.evaluations import EvalPlan
-    from tidemill.learner.evaluation.prompts import EvalPrompts
+    from tidemill.learner.evaluation.evaluations import EvalPlan, EvalPrompts
 
     chosen = config.eval
     if not chosen.every:

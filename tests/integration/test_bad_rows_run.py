@@ -13,8 +13,7 @@ from tests.integration.test_evaluation import evaluated, respond
 from tests.integration.test_feeder import OpenWorld, check_history, finish, open_world
 from tidemill.bus.wire.messages import Done, Kind, Sampling, Task
 from tidemill.learner.errors import ConfigRefused, PromptError
-from tidemill.learner.evaluation.evaluations import EvalPlan
-from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.evaluations import EvalPlan, EvalPrompts
 from tidemill.learner.prompts.prompt_file import PromptFile
 
 __all__ = ["open_world"]

@@ -14,8 +14,7 @@ from tests.data_kit import sample
 from tests.feeder_kit import World
 from tests.integration.test_feeder import OpenWorld, check_history, open_world
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Plan, Sample, Sampling, Status, Task
-from tidemill.learner.evaluation.evaluations import EvalPlan
-from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.evaluations import EvalPlan, EvalPrompts
 from tidemill.learner.prompts.prompt_file import PromptFile
 from tidemill.weightstore.store.registry import VersionRegistry
 

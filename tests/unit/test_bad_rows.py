@@ -23,7 +23,7 @@ from tidemill.launch.settings.config_loader import SettingsError, load
 from tidemill.learner.buffer.admission import TaskDemand
 from tidemill.learner.data.source import Source
 from tidemill.learner.errors import ConfigRefused, PromptError
-from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.feed.new_task import prompt_for
 from tidemill.learner.prompts.bad_rows import MAX_LOGGED, BadRows, RowTooLong
 from tidemill.learner.prompts.curriculum import Curriculum, CurriculumRules

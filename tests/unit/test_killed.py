@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.bus.system import killed
+from tidemill.bus.system import processes
 
 V2, V1 = "0::/job\n", "4:memory:/job\n0::/\n"
 EVENTS, CONTROL, VMSTAT = "sys/fs/cgroup/{}memory.events", "sys/fs/cgroup/memory/{}memory.oom_control", "proc/vmstat"
@@ -46,14 +46,14 @@ def test_the_killer_is_named_by_the_counts(tmp_path: Path, cgroups: str, files: 
     write(tmp_path, "proc/7/cgroup", cgroups)
     for file in files:
         write(tmp_path, file, "low 0\noom 3\noom_kill 3\noom_group_kill 0\n")
-    last = killed.look(7, tmp_path)
+    last = processes.look(7, tmp_path)
     (tmp_path / "proc/7/status").unlink()
     (tmp_path / "proc/7/cgroup").unlink()
     if grows is not None:
         write(tmp_path, files[grows], "low 0\noom 4\noom_kill 4\noom_group_kill 0\n")
-    cause = killed.cause(last)
+    cause = processes.cause(last)
     assert origin in cause and "it had 8.3 GB" in cause, cause
-    assert (killed.CURE in cause) is (origin == BY_OOM)
+    assert (processes.CURE in cause) is (origin == BY_OOM)
 
 
 def test_the_count_of_a_group_that_is_removed_with_its_process_is_that_of_the_machine(tmp_path: Path) -> None:
@@ -61,15 +61,15 @@ def test_the_count_of_a_group_that_is_removed_with_its_process_is_that_of_the_ma
     write(tmp_path, "proc/7/cgroup", V2)
     for file in (EVENTS.format("job/"), EVENTS.format(""), VMSTAT):
         write(tmp_path, file, "oom_kill 3\n")
-    last = killed.look(7, tmp_path)
+    last = processes.look(7, tmp_path)
     (tmp_path / EVENTS.format("job/")).unlink()
     write(tmp_path, VMSTAT, "oom_kill 4\n")
-    assert BY_OOM in killed.cause(last)
+    assert BY_OOM in processes.cause(last)
 
 
 def test_without_any_file_the_cause_is_still_a_sentence() -> None:
-    assert "its memory is not known" in killed.cause(killed.Look())
+    assert "its memory is not known" in processes.cause(processes.Look())
 
 
 def test_a_look_at_this_process_has_its_memory() -> None:
-    assert 1e7 < killed.look(os.getpid()).rss_bytes < 1e12
+    assert 1e7 < processes.look(os.getpid()).rss_bytes < 1e12

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.launch.settings.datasets import gsm8k_prompts, prompts, solve
-from tidemill.launch.settings.prepare import Prepared, PreparedOtherwise, prepare
+from tidemill.launch.settings.prepare import CHARACTERS, Prepared, PreparedOtherwise, bpe_tokenizer, character_tokenizer, prepare
 from tidemill.launch.settings.prepare_config import TASKS, PrepareConfig
-from tidemill.launch.settings.tiny_model import CHARACTERS, bpe_tokenizer, character_tokenizer
 
 SMALL = PrepareConfig(count=20, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16)
 

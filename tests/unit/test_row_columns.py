@@ -26,7 +26,7 @@ from tidemill.learner.buffer.groups import mismatch
 from tidemill.learner.data.config import DataConfig
 from tidemill.learner.errors import PromptError
 from tidemill.learner.evaluation.config import EvalConfig
-from tidemill.learner.evaluation.prompts import EvalPrompts
+from tidemill.learner.evaluation.evaluations import EvalPrompts
 from tidemill.learner.evaluation.rounds import Place, Rounds
 from tidemill.learner.feed.new_task import task_of
 from tidemill.learner.prompts.columns import RowSampling

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.unit.test_prepare import SMALL
 from tidemill.actors.episodes.programs.walk import LAST, Walk
 from tidemill.launch.settings.datasets import prompts
+from tidemill.launch.settings.prepare import character_tokenizer
 from tidemill.launch.settings.prepare_config import PrepareConfig
-from tidemill.launch.settings.tiny_model import character_tokenizer
 
 
 def begun(prompt: str) -> Walk:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.weightstore.transport.slots import DoubleBuffer
+from tidemill.weightstore.transport.broadcast import DoubleBuffer
 
 
 class LateBuffers:
