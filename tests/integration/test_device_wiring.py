@@ -28,9 +28,10 @@ from tidemill.bus.wire.rows import Capabilities, LiveRow
 ROOT = Path(__file__).resolve().parents[2]
 RECORDER = """
 import json, os, sys, time
-import tidemill.launch.devices.nccl
-tidemill.launch.devices.nccl.nccl_of = lambda program="": "2.29.7"
-words = sys.orig_argv[3:] if sys.orig_argv[1:3] == ["-m", "tidemill"] else [""]
+import tidemill.launch.devices.visible
+tidemill.launch.devices.visible.nccl_of = lambda program="": "2.29.7"
+place = sys.orig_argv.index("-m") + 1 if "-m" in sys.orig_argv else 0
+words = sys.orig_argv[place + 1 :] if sys.orig_argv[place] == "tidemill" else [""]
 if words[0] in ("engine", "rank", "feeder", "actor"):
     name = words[words.index("--id") + 1] if "--id" in words else words[0] + os.environ.get("RANK", "")
     with open(os.environ["RECORDED"] + "/" + name + ".tmp", "w") as file:
