@@ -38,7 +38,7 @@ async def run_feeder(
     from tidemill.learner.feed.feeder_settings import FeederSettings, ModelFacts
     from tidemill.learner.prompts.curriculum import CurriculumRules
 
-    model, debug = Path(config.model.path), config.debug
+    model, debug, data = Path(config.model.path), config.debug, config.data
     vocab_size, max_context = model_shape(model)
     sampling = Sampling(**dataclasses.asdict(config.sampling))
     places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
@@ -64,17 +64,14 @@ async def run_feeder(
         push_every=config.weights.push_every,
         evaluation=eval_plan(config, sampling, max_context),
         curriculum=CurriculumRules(
-            skip_easy=config.data.skip_easy,
-            skip_hard=config.data.skip_hard,
-            skip_passes=config.data.skip_passes,
-            passes_at=config.data.passes_at,
+            skip_easy=data.skip_easy, skip_hard=data.skip_hard, skip_passes=data.skip_passes, passes_at=data.passes_at
         ),
-        filters=tuple(config.data.filters.values()),
+        filters=tuple(data.filters.values()),
         budgets=budgets(config, max_context),
         debug=debug,
         recorded=recorded_in(config.rollouts),
     )
-    prompts = open_prompts(config, config.data, max_context, config.sampling.max_new_tokens)
+    prompts = open_prompts(config, data, max_context, config.sampling.max_new_tokens)
     await feeder.run_feeder(settings, prompts, draining)
 
 

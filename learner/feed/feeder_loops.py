@@ -110,14 +110,7 @@ class Feeder:
         age = EpisodeAge(settings.learner.algorithm.alarms, Context(max_lag=self._source.rules.max_lag, gate=self._source.rules.gate))
         kept = KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best)
         self._outcomes = Outcomes(
-            bus,
-            server,
-            resumed,
-            epoch=self._epoch,
-            steps=self._source.rules.steps,
-            age=age,
-            kept=kept,
-            on_published=self._published,
+            bus, server, resumed, epoch=self._epoch, steps=self._source.rules.steps, age=age, kept=kept, on_published=self._published
         )
         self._intake = Intake(
             bus,
