@@ -415,5 +415,5 @@ def test_a_rule_that_does_not_exist_is_refused() -> None:
 def test_other_functions_that_do_not_exist_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}: want .*no_such_module"):
         Objective(AlgorithmConfig(**{name: "no_such_module:f"}))
-    with pytest.raises(ValueError, match=rf"{name}: want token|{name}: want none.* or module:function, got 'tokens'"):
+    with pytest.raises(ValueError, match=rf"{name}: want .*token.* got 'tokens'"):
         AlgorithmConfig(**{name: "tokens"})

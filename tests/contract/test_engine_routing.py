@@ -178,7 +178,7 @@ async def test_a_continued_response_has_its_first_experts_or_none(directory: Pat
         at, marked = 7, np.array(whole.routed_experts[: len(PROMPT) + 7])
         marked[3:5] = marked[5:7]  # as if other weights had chosen them
         marked[-1] = np.iinfo(marked.dtype).max
-        begun = replace(whole, tokens=whole.tokens[:at], log_probs=whole.log_probs[:at], spans=(replace(whole.spans[0], num_tokens=at),))
+        begun = replace(whole, tokens=whole.tokens[:at], log_probs=whole.log_probs[:at], spans=(whole.spans[0]._replace(num_tokens=at),))
         again = await client.generate(PROMPT, SAMPLED, begun=replace(begun, routed_experts=marked if kept else None))
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert again.routed_experts is not None

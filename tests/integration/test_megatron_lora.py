@@ -288,7 +288,7 @@ def test_a_checkpoint_has_the_adapters_and_belongs_to_their_model(here: Any, mod
     other = write_tiny_model(tmp_path / "other", seed=8, vocab_size=VOCAB)
     refused: list[tuple[Path, LoraConfig, str]] = [
         (other, LORA, "model.path: want .* in .*saved, got"),
-        (model_dir, replace(LORA, alpha=4), "learner.lora.alpha: want .*: 8 in .*saved, got 4"),
+        (model_dir, replace(LORA, alpha=4), "learner.lora.alpha: want .*: 8.0 in .*saved, got 4.0"),
         (model_dir, LoraConfig(), "learner.lora.rank: want .*saved has only adapters, got 0"),
     ]
     for directory, lora, message in refused:

@@ -23,7 +23,7 @@ TASKS_EACH = 24
 def broken(kind: str, task: Task, index: int) -> Sample:
     good = data_kit.sample(task, index, ((task.min_version, 3),), actor=kind, attempt=kind)
     if kind == "prophet":
-        return replace(good, spans=(replace(good.spans[0], version=task.min_version + 1000 + task.id % 3),))
+        return replace(good, spans=(good.spans[0]._replace(version=task.min_version + 1000 + task.id % 3),))
     return replace(good, rollout_log_probs=np.ones(3, np.float32))
 
 

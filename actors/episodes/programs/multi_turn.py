@@ -18,12 +18,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-import aiohttp
-
 from tidemill.actors.episodes.programs.call_threads import MAX_HUNG, CallThreads
 from tidemill.actors.episodes.programs.gyms import Gem, SkyRL
 from tidemill.actors.episodes.programs.openenv import OpenEnv
 from tidemill.actors.episodes.programs.tools import FAILED, Tool, tools_of
+from tidemill.bus.http.client import READ_BUFFER_BYTES, open_session
 from tidemill.bus.system.coroutines import to_the_end
 from tidemill.bus.system.functions import find_object
 from tidemill.bus.wire.chat_messages import chat_messages, chat_tools
@@ -46,9 +45,7 @@ class PolicyClient:
     def __init__(self, base_url: str, api_key: str) -> None:
         self._base_url = base_url
         # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
-        self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {api_key}"}, timeout=aiohttp.ClientTimeout(total=None), read_bufsize=1 << 20
-        )
+        self._session = open_session(headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES)
 
     async def __aenter__(self) -> "PolicyClient":
         return self

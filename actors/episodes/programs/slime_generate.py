@@ -21,8 +21,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from tidemill.bus.http.client import open_session
-
 TRIES, PAUSE_S = 5, 0.5
 """Tries of a request with a failing connection, and the pause between them."""
 
@@ -90,7 +88,7 @@ async def post(url: str, payload: object, max_retries: int = TRIES, headers: Map
     """Return the JSON that a POST is answered with. Raises RuntimeError for another status than 200."""
     for left in reversed(range(max_retries)):
         try:
-            async with open_session() as session:
+            async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
                 async with session.post(url, json=payload, headers=headers) as answer:
                     if answer.status != 200:
                         raise RuntimeError(f"{answer.status}: {(await answer.text())[:1000]}")
