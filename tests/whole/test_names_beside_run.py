@@ -17,7 +17,7 @@ REWARD = "def longest(request):\n    return float(len(request.response))\n"
 )
 def test_a_run_beside_files_named_like_ours_and_pythons_own(command: list[str], tmp_path: Path) -> None:
     """``rewards.py`` is the user's own, and found; the others would raise. With the script the whole run, with the module its check."""
-    for name in ("actors", "bus", "learner", "types", "queue"):
+    for name in ("actors", "bus", "learner", "types", "queue", "json"):
         (tmp_path / f"{name}.py").write_text(RAISES)
     for name in ("launch", "tests", "weightstore"):
         (tmp_path / name).mkdir()
