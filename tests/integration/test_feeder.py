@@ -136,7 +136,7 @@ async def test_five_steps(open_world: OpenWorld, max_lag: int, data_parallel: in
 async def test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups(
     open_world: OpenWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with open_world(steps=2, groups_per_step=60, max_tokens_per_micro_batch=1000) as world:
+    async with open_world(max_lag=0, steps=2, groups_per_step=60, max_tokens_per_micro_batch=1000) as world:
         assert world.bus.plans.max_record_bytes == 3072
         async with world.actors():
             await finish(world)
