@@ -1,4 +1,5 @@
-"""Request bodies decoded into structs of msgspec. An error names the path of a value, the values accepted there and the value received.
+"""Request bodies decoded into structs of msgspec. An error names the path of a value, the values accepted there and the
+value received.
 
 A struct is the one description of a body: types and bounds are checked here alone, rules between fields in its
 ``__post_init__``.
@@ -79,7 +80,9 @@ def shortened(value: object) -> str:
 
 
 def _nearest(name: object, names: Sequence[str]) -> str:
-    """Return the end of an error that proposes the name most like ``name``, or else shows them, unless they are many."""
+    """Return the end of an error that proposes the name most like ``name``, or else shows them, unless they are
+    many.
+    """
     nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if nearest:
         return f"; did you mean {nearest[0]}?"

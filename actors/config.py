@@ -11,7 +11,11 @@ from tidemill.bus.section import BASIC, Derived, NotNegative, NotNegativeFloat, 
 from tidemill.bus.wire.json_object import JsonObject
 from tidemill.rewards.part_settings import SCORE, RewardParts
 
-OF_RANKS = (("tp_size", "tensor_parallel_size", "tp"), ("pp_size", "pipeline_parallel_size", "pp"), ("dp_size", "data_parallel_size", "dp"))
+OF_RANKS = (
+    ("tp_size", "tensor_parallel_size", "tp"),
+    ("pp_size", "pipeline_parallel_size", "pp"),
+    ("dp_size", "data_parallel_size", "dp"),
+)
 """Arguments of SGLang, each with its other names; their product is the number of its devices."""
 
 
@@ -25,15 +29,21 @@ class SglangConfig:
     python: str = "python3"
     """Interpreter that has SGLang, usually of an environment of its own."""
     arguments: JsonObject = field(default_factory=dict)
-    """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}`` (docs/sglang.md)."""
+    """Command-line arguments of the server that have been tried: ``{tp_size: 2, mem_fraction_static: 0.8}``
+    (docs/sglang.md).
+    """
     environment: dict[str, str] = field(default_factory=dict)
     """Variables set for the server besides the variables of this process."""
     start_timeout_s: PositiveFloat = 900.0
     """Loading a large model takes minutes."""
     silent_s: PositiveFloat = 60.0
-    """Seconds without an answer of its scheduler after which a server counts as dead; must be longer than its longest step."""
+    """Seconds without an answer of its scheduler after which a server counts as dead; must be longer than its longest
+    step.
+    """
     pause: Literal["in_place", "retract"] = "in_place"
-    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new weights)."""
+    """Running requests during an update: in_place (their KV cache is kept) | retract (it is computed again with the new
+    weights).
+    """
     log: str = ""
     """File for the server's output; empty = one in the directory for temporary files."""
 
@@ -51,8 +61,10 @@ class EngineConfig:
     kind: Annotated[Literal["builtin", "sglang"], BASIC] = "builtin"
     """Adapter by name (see launch/settings/wiring.py): builtin | sglang."""
     host: str = "auto"
-    """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this machine). Engines that
-    are started without ``--config`` take ``--host`` instead: an address belongs to a machine, not to a run."""
+    """Address to listen on; auto = the address of the interface that leads to the bus (127.0.0.1 for a bus on this
+    machine). Engines that are started without ``--config`` take ``--host`` instead: an address belongs to a machine,
+    not to a run.
+    """
     advertise: str = ""
     """Host, or host:port, at which other processes reach it, where that is not ``host`` (containers, NAT)."""
     insecure: bool = False
@@ -62,10 +74,14 @@ class EngineConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
-    """GPUs of the engines of a machine: numbers of nvidia-smi or UUIDs, as many for each engine as it has ranks; empty = those that the
-    learner leaves (docs/devices.md). Engines that are started without ``--config`` take ``TIDEMILL_ENGINE__DEVICES`` instead."""
+    """GPUs of the engines of a machine: numbers of nvidia-smi or UUIDs, as many for each engine as it has ranks; empty
+    = those that the learner leaves (docs/devices.md). Engines that are started without ``--config`` take
+    ``TIDEMILL_ENGINE__DEVICES`` instead.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info`` have the one in use."""
+    """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The engine's log and ``/server_info``
+    have the one in use.
+    """
     max_running: Annotated[Positive, BASIC] = 64
     """Sequences decoded together."""
     max_context: NotNegative = 0
@@ -87,21 +103,27 @@ class EngineConfig:
 @section
 @dataclass(frozen=True, kw_only=True)
 class GatewayConfig:
-    """The listener of an actor through which programs of episodes ask the model. Every request needs the key of its episode."""
+    """The listener of an actor through which programs of episodes ask the model. Every request needs the key of its
+    episode.
+    """
 
     host: str = "127.0.0.1"
-    """Address to listen on; auto = the address of the interface that leads to the bus, 0.0.0.0 = all. Beyond loopback it is for agents in
-    containers and on other hosts; their requests are not encrypted (docs/security.md)."""
+    """Address to listen on; auto = the address of the interface that leads to the bus, 0.0.0.0 = all. Beyond loopback
+    it is for agents in containers and on other hosts; their requests are not encrypted (docs/security.md).
+    """
     advertise: str = ""
     """Host, or host:port, in the ``base_url`` of programs, where that is not ``host`` (containers, NAT)."""
     renderer: str = ""
-    """Renderer of the library ``renderers`` (extra ``renderers``) that makes token ids of chats, and reasoning and calls of tools of token
-    ids, in the model's own format (docs/rollouts.md): its name (qwen3, glm-4.5, deepseek-v3, ...), or auto = that of the model's public
-    name. Empty = the model's chat template, and calls of two formats."""
+    """Renderer of the library ``renderers`` (extra ``renderers``) that makes token ids of chats, and reasoning and
+    calls of tools of token ids, in the model's own format (docs/rollouts.md): its name (qwen3, glm-4.5, deepseek-v3,
+    ...), or auto = that of the model's public name. Empty = the model's chat template, and calls of two formats.
+    """
     renderer_options: JsonObject = field(default_factory=dict)
     """Fields of the renderer's config: ``{enable_thinking: false}``, ``{thinking_retention: all}``."""
     untrained_models: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a judge."""
+    """Names in ``model`` of a request with which it is served as it asks, and is context only: of a simulated user, a
+    judge.
+    """
 
     def __post_init__(self) -> None:
         if self.renderer_options and not self.renderer:
@@ -116,7 +138,9 @@ class ScorersConfig:
     enabled: bool = False
     """True = actors send their samples to scorers, which they find on the bus, and load no reward themselves."""
     host: str = "auto"
-    """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus, 0.0.0.0 = all."""
+    """Address on which a scorer of this machine listens; auto = the address of the interface that leads to the bus,
+    0.0.0.0 = all.
+    """
     advertise: str = ""
     """Host, or host:port, at which actors reach it, where that is not ``host`` (containers, NAT)."""
 
@@ -131,41 +155,55 @@ class ActorConfig:
     engines: tuple[str, ...] = ()
     """Engine URLs; empty = those found on the bus."""
     rollouts: tuple[str, ...] = ()
-    """Names of ``rollouts`` that the actor loads, and whose tasks it leases; ``single_turn`` for tasks without one. Empty = all, and single
-    turns. For one actor: ``tidemill actor --rollouts a,b``."""
+    """Names of ``rollouts`` that the actor loads, and whose tasks it leases; ``single_turn`` for tasks without one.
+    Empty = all, and single turns. For one actor: ``tidemill actor --rollouts a,b``.
+    """
     reward: Annotated[str, BASIC] = ""
     """Reward by name (docs/rewards.md) or import path ``module:function``; a run is refused without one."""
     reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward."""
     reward_parts: RewardParts = field(default_factory=RewardParts)
-    """Instead of ``reward``: named rewards, whose weighted scores are added: ``{NAME: {reward, weight, options, when}}``."""
+    """Instead of ``reward``: named rewards, whose weighted scores are added: ``{NAME: {reward, weight, options,
+    when}}``.
+    """
     group_reward: str = ""
-    """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward`` (docs/rewards.md). Empty = none."""
+    """Reward of all samples of a task at once, by name or import path; it replaces that of ``reward``
+    (docs/rewards.md). Empty = none.
+    """
     group_reward_options: JsonObject = field(default_factory=dict)
     """Passed to the reward of groups."""
     group_reward_when: JsonObject = field(default_factory=dict)
-    """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward. Empty = any."""
+    """Metadata that a row must have for its samples to be scored together; samples of other rows keep their reward.
+    Empty = any.
+    """
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds for one call of the reward; the sample is FAILED after it."""
     reward_workers: Positive = 16
-    """Child processes of a plain reward by import path, each with one call at a time. They are started when there is work."""
+    """Child processes of a plain reward by import path, each with one call at a time. They are started when there is
+    work.
+    """
     reward_memory_mb: NotNegative = 4096
     """Private memory of each of these processes; 0 = no limit."""
     scorers: ScorersConfig = field(default_factory=ScorersConfig)
     """Processes of their own for the rewards."""
     teachers: Teachers = field(default_factory=Teachers)
-    """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when`` that fits a row scores
-    its samples (docs/distillation.md)."""
+    """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when``
+    that fits a row scores its samples (docs/distillation.md).
+    """
     teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill_top_k"), SkipJsonSchema()] = 0
     """Tokens that a teacher lists at each position."""
     teacher_timeout_s: PositiveFloat = 120.0
-    """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED after them."""
+    """Seconds to have a sequence scored, the wait for a teacher that is starting or away included; the sample is FAILED
+    after them.
+    """
     teacher_attempts: Positive = 3
     """Failures of a teacher, or answers that are no scores, after which the sample is FAILED."""
     generate_timeout_s: PositiveFloat = 300.0
     """Bound on one response, waiting for the engine included."""
     join_requests: bool = False
-    """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the longest is done."""
+    """Request all responses of a group in one HTTP request: cheaper for short responses, but all arrive when the
+    longest is done.
+    """
     routed_experts: Annotated[bool, Derived("learner.routing_replay"), SkipJsonSchema()] = False
     """Engines return the experts of each token, which become part of samples."""
     retries: Positive = 3
@@ -173,9 +211,12 @@ class ActorConfig:
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     """Where programs of episodes reach the actor."""
     partials: bool = True
-    """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first."""
+    """On a drain, store unfinished responses, so that another actor continues them. False = finish all of them first.
+    """
     drain_finish_s: NotNegativeFloat = 10.0
-    """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this process."""
+    """Seconds to finish responses before that; must be less than ``up.drain_s`` and any other drain limit of this
+    process.
+    """
 
     def __post_init__(self) -> None:
         if self.reward and self.reward_parts:

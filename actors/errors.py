@@ -11,11 +11,16 @@ class ActorRefused(Exception):
         self.actor, self.invalid, self.reason = actor, invalid, reason
 
     def __str__(self) -> str:
-        return f"actor {self.actor}: refused by the learner: {self.invalid} invalid samples in a row, the last one: {self.reason}"
+        return (
+            f"actor {self.actor}: refused by the learner: {self.invalid} invalid samples in a row, the last one: "
+            f"{self.reason}"
+        )
 
 
 class ServerFault(Exception):
-    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/server_pool.py``), and another may do it."""
+    """A server of a pool could not do its work: it is left alone for a while (``actors/engines/server_pool.py``), and
+    another may do it.
+    """
 
 
 class EngineError(Exception):
@@ -48,7 +53,9 @@ class VersionUnavailable(EngineUnavailable):
 
 
 class EngineFailed(EngineError, ServerFault):
-    """The engine accepted the request and could not complete it (its own fault, HTTP 500), or its answer cannot be parsed."""
+    """The engine accepted the request and could not complete it (its own fault, HTTP 500), or its answer cannot be
+    parsed.
+    """
 
     def __init__(self, engine: str, reason: str) -> None:
         super().__init__(engine, reason)
@@ -95,7 +102,10 @@ class StaleEpoch(EngineError):
         self.what, self.mine, self.seen = what, mine, seen
 
     def __str__(self) -> str:
-        return f"{self.what}: epoch {self.mine} is stale, epoch {self.seen} was seen: another learner has taken over this run"
+        return (
+            f"{self.what}: epoch {self.mine} is stale, epoch {self.seen} was seen: another learner has taken over "
+            "this run"
+        )
 
 
 class UpdateRefused(EngineError):
@@ -170,7 +180,10 @@ class NotAllowed(EngineError, ValueError):
         self.where, self.named, self.cure = where, named, cure
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.named}; not accepted from the bus unless this machine allows it: {self.cure} (or TIDEMILL_ALLOW)"
+        return (
+            f"{self.where}: {self.named}; not accepted from the bus unless this machine allows it: {self.cure} "
+            "(or TIDEMILL_ALLOW)"
+        )
 
 
 class BadRow(EngineError, ValueError):

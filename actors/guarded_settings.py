@@ -1,7 +1,8 @@
-"""Settings that name code, programs, environment or files: from the run's row on the bus they are taken only where this machine allows it.
+"""Settings that name code, programs, environment or files: from the run's row on the bus they are taken only where this
+machine allows it.
 
-Otherwise the right to write one row would be the right to run programs on the machine of every engine and actor. Processes that are
-started with a configuration file of their own (``tidemill up``) read no row and are not checked.
+Otherwise the right to write one row would be the right to run programs on the machine of every engine and actor.
+Processes that are started with a configuration file of their own (``tidemill up``) read no row and are not checked.
 """
 
 import json
@@ -26,8 +27,9 @@ GUARDED = {
     "engine.sglang.log": "a file to write",
     "rollouts": "code",
 }
-"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in rewards are allowed, but
-for those with options that name servers, variables or programs."""
+"""Setting -> the kind of thing it names. Each entry of a map is checked separately. Defaults, numbers and built-in
+rewards are allowed, but for those with options that name servers, variables or programs.
+"""
 
 ROLLOUTS = {"use": "code", "python": "a program"}
 """Settings of each entry of ``rollouts``, a section for actors, and the kind of thing they name."""
@@ -37,20 +39,29 @@ _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded setting can fit."""
+    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded
+    setting can fit.
+    """
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
-            raise ValueError(f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}")
+            raise ValueError(
+                f"--allow: want SETTING=VALUE (* for anything) with a setting of {', '.join(GUARDED)}, got {pattern!r}"
+            )
     return tuple(patterns)
 
 
-def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()) -> None:
-    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in ``allowed``.
+def refuse_foreign(
+    row: Mapping[str, object], role: str, allowed: Sequence[str], *, where: str, changed: Iterable[str] = ()
+) -> None:
+    """Raise NotAllowed for settings of ``role`` (actor | engine | scorer) in ``row`` that fit none of the patterns in
+    ``allowed``.
 
     ``changed``: settings, by path, that this machine replaces after the check.
     """
-    no_scorers = any(path == "actor" or path.startswith("actor.scorers") for path in changed)  # the row's setting of them does not count
+    no_scorers = any(
+        path == "actor" or path.startswith("actor.scorers") for path in changed
+    )  # the row's setting of them does not count
     refused = {
         f"{path}={text}": what
         for path, what, text in _guarded(row if not no_scorers else _without_scorers(row), role)
@@ -62,7 +73,9 @@ def refuse_foreign(row: Mapping[str, object], role: str, allowed: Sequence[str],
 
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always allowed."""
+    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always
+    allowed.
+    """
     rollouts = row.get("rollouts")
     for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
         if isinstance(entry, Mapping) and entry.get("use") == DATASET:  # no actor runs anything for it
@@ -99,7 +112,9 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is exactly true."""
+    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is
+    exactly true.
+    """
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")
@@ -110,5 +125,7 @@ def _harmless(path: str, value: object, default: object) -> bool:
     named = value.get("reward") if isinstance(value, Mapping) and path.startswith("actor.reward_parts.") else value
     ours = TABLE.keys() - NAMING
     tables = {"actor.reward": ours, "actor.reward_parts": ours, "actor.group_reward": OF_GROUPS.keys() - ASKING}
-    of_the_house = any(path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items())
+    of_the_house = any(
+        path.startswith(start) and isinstance(named, str) and named in table for start, table in tables.items()
+    )
     return value is None or value == default or is_number or of_the_house

@@ -1,8 +1,8 @@
 """Parts shared by the HTTP servers of engines and routers: bodies as JSON maps, and errors in SGLang's JSON.
 
-400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is no run,
-404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported by this engine,
-503 = not serving now. ``tidemill.bus.http.bodies`` has those of bodies.
+400 = the request is wrong (the message states why), 401 = a key of the run is required, 403 = a command where there is
+no run, 404 = no such path or snapshot, 409 = the learner's epoch is stale, 500 = the engine failed, 501 = not supported
+by this engine, 503 = not serving now. ``tidemill.bus.http.bodies`` has those of bodies.
 """
 
 import logging
@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from aiohttp import web
 
 from tidemill.actors.config import EngineConfig
-from tidemill.actors.errors import BadRequest, CannotTell, EngineError, EngineUnavailable, PeerTransferRefused, StaleEpoch, UpdateRefused
+from tidemill.actors.errors import (
+    BadRequest,
+    CannotTell,
+    EngineError,
+    EngineUnavailable,
+    PeerTransferRefused,
+    StaleEpoch,
+    UpdateRefused,
+)
 from tidemill.bus.client.addresses import AUTO, LOOPBACK
 from tidemill.bus.http.access import Handler
 from tidemill.bus.http.bodies import body_in, json_in
@@ -32,8 +40,9 @@ SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other exception a 500 with its
-    repr."""
+    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other
+    exception a 500 with its repr.
+    """
     try:
         return await handler(request)
     except BadRequest as error:
@@ -41,7 +50,9 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
     except UpdateRefused as error:
         return web.json_response({"success": False, "message": str(error), **error_of(str(error), 400)}, status=400)
     except StaleEpoch as error:
-        return web.json_response({"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409)
+        return web.json_response(
+            {"success": False, "message": str(error), **error_of(str(error), 409), "epoch": error.seen}, status=409
+        )
     except PeerTransferRefused as error:
         return web.json_response(error_of(str(error), 404), status=404)
     except CannotTell as error:
@@ -81,7 +92,8 @@ def json_map(raw: bytes) -> JsonObject:
 
 
 async def listen(listener: Listener, config: EngineConfig, host: str | None, port: int | None) -> str:
-    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine only.
+    """Start an engine's listener with its settings and return the URL. An engine without a bus serves this machine
+    only.
 
     ``host`` and ``port``: used instead of the settings, unless None. Raises ValueError for an address that other
     machines reach without a key, OSError.

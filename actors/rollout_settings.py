@@ -28,7 +28,9 @@ OF_VERIFIERS = "verifiers:"
 VERIFIERS = f"{Path(__file__).parent / 'episodes/programs/verifiers_taskset.py'}:Taskset"
 """The program that plays it: a file, because its interpreter may have nothing of ours."""
 DATASET = "dataset"
-"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and no actor does."""
+"""``use`` of a rollout that takes the recorded responses of the rows as samples: the learner's feeder makes them, and
+no actor does.
+"""
 MULTI_TURN = "multi_turn"
 BUILT_IN = {MULTI_TURN: "tidemill.actors.episodes.programs.multi_turn:MultiTurn"}
 """Rollouts that ship, by name."""
@@ -76,13 +78,16 @@ class RolloutConfig:
     """One rollout, an entry of ``rollouts``."""
 
     use: Annotated[str, AfterValidator(_program)]
-    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function), ``slime:MODULE:NAME``,
-    ``verifiers:TASKSET``, ``openenv:URL``, or ``dataset`` (the recorded responses of the rows: docs/sft.md)."""
+    """``multi_turn``, ``agent:MODULE:NAME`` (a class with ``run(data, **extra)``, or a function),
+    ``slime:MODULE:NAME``,
+    ``verifiers:TASKSET``, ``openenv:URL``, or ``dataset`` (the recorded responses of the rows: docs/sft.md).
+    """
     options: JsonObject = field(default_factory=dict)
     """Passed to the class, or to every call of the function."""
     python: str = ""
-    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need aiohttp); empty = the
-    actor's own."""
+    """Interpreter of the program, which needs nothing of Tidemill (``multi_turn``, ``slime:`` and ``openenv:`` need
+    aiohttp); empty = the actor's own.
+    """
     processes: Positive = 4
     """Child processes of an actor; they are started when there is work."""
     episodes_per_child: Positive = 8
@@ -90,7 +95,9 @@ class RolloutConfig:
     memory_mb: NotNegative = MEMORY_MB
     """Private memory of a child, and of each process that it starts; 0 = no limit."""
     cpu_s: NotNegative = 0
-    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs more. 0 = no limit."""
+    """Processor seconds of a child over its life, and of each process that it starts; the kernel ends one that needs
+    more. 0 = no limit.
+    """
     open_files: NotNegative = 0
     """Open files of a child, and of each process that it starts; 0 = no limit."""
     file_mb: NotNegative = 0
@@ -98,12 +105,16 @@ class RolloutConfig:
     max_calls_in_flight: Positive = 16
     """Model calls of one episode at once; others wait."""
     drain_s: NotNegativeFloat | None = None
-    """Time that an actor which drains gives running episodes before it hands them back; null = ``actor.drain_finish_s``."""
+    """Time that an actor which drains gives running episodes before it hands them back; null =
+    ``actor.drain_finish_s``.
+    """
     again: Annotated[str, OneOf(AGAIN)] = "restart"
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     unlogged: Literal["continue", "fail"] | None = None
-    """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on without its log) | fail
-    (the answer is not delivered, and the episode ends); null = fail with resume, continue with replay."""
+    """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on
+    without its log) | fail (the answer is not delivered, and the episode ends); null = fail with resume, continue with
+    replay.
+    """
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     """Limits of an episode: turns, tokens, context, total_tokens, seconds; 0 = none."""
 
@@ -111,7 +122,9 @@ class RolloutConfig:
         if self.recorded and (changed := [name for name in _names(self) if name != "use"]):
             raise ValueError(f"{changed[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
         if self.unlogged == "fail" and self.again == AGAIN[0]:
-            raise ValueError(f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers")
+            raise ValueError(
+                f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers"
+            )
         if self.use.startswith(OF_OPENENV) and not isinstance(self.options.get("environment_options", {}), Mapping):
             raise ValueError(f"options.environment_options: want a map, got {self.options['environment_options']!r}")
         if self.taskset:
@@ -120,9 +133,13 @@ class RolloutConfig:
     def _refuse_for_taskset(self) -> None:
         """Raise ValueError for settings that no taskset of verifiers takes."""
         if unknown := sorted(set(self.options) - {"taskset", "agent", "env", "renderer"}):
-            raise ValueError(f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer")
+            raise ValueError(
+                f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer"
+            )
         if self.again == "resume":
-            raise ValueError("again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'")
+            raise ValueError(
+                "again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'"
+            )
 
     @property
     def recorded(self) -> bool:
@@ -169,13 +186,19 @@ class RolloutConfig:
         if self.use.startswith(OF_OPENENV):
             arguments = {"url": self.use.removeprefix(OF_OPENENV), **self.options.get("environment_options", {})}
             return {**self.options, "environment": "openenv", "environment_options": arguments}
-        return {"generate": self.use.removeprefix(OF_SLIME), **self.options} if self.use.startswith(OF_SLIME) else self.options
+        return (
+            {"generate": self.use.removeprefix(OF_SLIME), **self.options}
+            if self.use.startswith(OF_SLIME)
+            else self.options
+        )
 
 
 def _names(config: RolloutConfig) -> list[str]:
     """Return the settings that differ from their defaults."""
     fields = dataclasses.fields(config)
-    defaults = {field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields}
+    defaults = {
+        field.name: field.default_factory() if callable(field.default_factory) else field.default for field in fields
+    }
     return [name for name, default in defaults.items() if getattr(config, name) != default]
 
 
@@ -198,14 +221,24 @@ class RolloutPrograms:
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises ValueError."""
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises
+    ValueError.
+    """
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:
             recorded = "whose samples are the recorded responses of its rows, and no actor makes them"
             nearest = difflib.get_close_matches(str(name), able, n=1, cutoff=0.5)
-            why = recorded if name in rollouts else f"did you mean {nearest[0]!r}?" if nearest else "which is none of them"
-            raise ValueError(f"actor.rollouts: want names in rollouts, or {SINGLE_TURN} ({', '.join(able)}), got {name!r}, {why}")
+            why = (
+                recorded
+                if name in rollouts
+                else f"did you mean {nearest[0]!r}?"
+                if nearest
+                else "which is none of them"
+            )
+            raise ValueError(
+                f"actor.rollouts: want names in rollouts, or {SINGLE_TURN} ({', '.join(able)}), got {name!r}, {why}"
+            )
     return tuple(name for name in able if name in names) if names else able
 
 

@@ -34,18 +34,25 @@ class TeacherConfig:
     """One teacher, an entry of ``actor.teachers``."""
 
     name: SkipJsonSchema[str] = field(default="", init=False)
-    urls: Annotated[tuple[Server, ...], Strict(False), BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls)] = ()
-    """Addresses of its servers, each with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several."""
+    urls: Annotated[
+        tuple[Server, ...], Strict(False), BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls)
+    ] = ()
+    """Addresses of its servers, each with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several.
+    """
     url: Server | None = None
     """One more of these addresses."""
     model: str = ""
-    """Directory of its model: ``tidemill up`` starts the built-in engine with it on this machine's CPUs, and sets ``urls``."""
+    """Directory of its model: ``tidemill up`` starts the built-in engine with it on this machine's CPUs, and sets
+    ``urls``.
+    """
     when: JsonObject = field(default_factory=dict)
     """Metadata that a row must have for this teacher to score its samples; empty = any row."""
 
     def __post_init__(self) -> None:
         if not self.servers and not self.model:
-            raise ValueError("urls: want urls, of servers that run, or model, a directory that `tidemill up` serves; got neither")
+            raise ValueError(
+                "urls: want urls, of servers that run, or model, a directory that `tidemill up` serves; got neither"
+            )
 
     @property
     def servers(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The teachers of a run, as an actor asks them: each sequence of a sample is scored at the sampling temperature.
 
-A teacher is fixed, so its scores never get stale: they are made once, where the sample is made, and travel with it. Waits for the teacher's
-answers, each with a time limit, and between two attempts for a pause.
+A teacher is fixed, so its scores never get stale: they are made once, where the sample is made, and travel with it.
+Waits for the teacher's answers, each with a time limit, and between two attempts for a pause.
 
 Shape letters: R = tokens of the response, K = listed tokens.
 """
@@ -38,8 +38,12 @@ class Scores:
     """Their log-probs, [R x K] in one dimension."""
 
 
-def request_of(tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str) -> dict[str, object]:
-    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a token before it."""
+def request_of(
+    tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str
+) -> dict[str, object]:
+    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a
+    token before it.
+    """
     return {
         "rid": rid,
         "input_ids": tokens.tolist(),
@@ -52,7 +56,9 @@ def request_of(tokens: NDArray[np.int32], response_length: int, *, temperature: 
 
 
 def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float, top_k: int, url: str) -> Scores:
-    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another temperature."""
+    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another
+    temperature.
+    """
     try:
         meta = answer["meta_info"]  # type: ignore[index]
         _require_temperature(meta, temperature, url)
@@ -60,12 +66,16 @@ def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float
         ids = [entry[1] for entry in entries]
         log_probs = np.array([entry[0] for entry in entries], np.float32)
         listed = meta["input_top_logprobs"][-len(response) :] if top_k else []
-        top_ids = np.array([[one[1] for one in place[:top_k]] for place in listed], np.int32).reshape(len(listed), top_k)
+        top_ids = np.array([[one[1] for one in place[:top_k]] for place in listed], np.int32).reshape(
+            len(listed), top_k
+        )
         top = np.array([[one[0] for one in place[:top_k]] for place in listed], np.float32).reshape(len(listed), top_k)
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError) as error:
         raise EngineFailed(url, f"its scores cannot be parsed: {error!r}") from error
     if ids != response.tolist():
-        raise EngineFailed(url, f"want scores of the {len(response)} tokens of the response, got those of {len(ids)} others: {ids[:8]}")
+        raise EngineFailed(
+            url, f"want scores of the {len(response)} tokens of the response, got those of {len(ids)} others: {ids[:8]}"
+        )
     if top_k and len(top) != len(response):
         raise EngineFailed(url, f"want {top_k} listed tokens at each of {len(response)} places, got {len(top)} places")
     for values in (log_probs, top):
@@ -84,13 +94,16 @@ def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> Non
     if scored_at != temperature:
         raise EngineFailed(
             url,
-            f"its scores are at temperature {scored_at:g}, the samples at {temperature:g}; want a teacher that scores at the sampling "
+            f"its scores are at temperature {scored_at:g}, the samples at {temperature:g}; want a teacher "
+            "that scores at the sampling "
             "temperature (tidemill teacher), or temperature 1 in the run and in its rows",
         )
 
 
 def _bounded(log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return log-probs within the bounds of a sample: a teacher may exclude a token further than any sampler draws one."""
+    """Return log-probs within the bounds of a sample: a teacher may exclude a token further than any sampler draws
+    one.
+    """
     return np.clip(log_probs, MIN_LOG_PROB, 0.0).astype(np.float32)
 
 
@@ -119,7 +132,11 @@ class Teachers:
 
     def __init__(self, config: ActorConfig) -> None:
         self._teachers = list(config.teachers.values())
-        self._timeout_s, self._attempts, self._top_k = config.teacher_timeout_s, config.teacher_attempts, config.teacher_top_k
+        self._timeout_s, self._attempts, self._top_k = (
+            config.teacher_timeout_s,
+            config.teacher_attempts,
+            config.teacher_top_k,
+        )
         self._servers = {url: ApiClient(url, error_of_call) for teacher in self._teachers for url in teacher.servers}
         self._in_flight = dict.fromkeys(self._servers, 0)
         self._numbers = count(1)
@@ -128,17 +145,23 @@ class Teachers:
         """Return the sample with the scores of its teacher, chosen by the metadata of its row. Raises TeacherFailed."""
         teacher = chosen(self._teachers, metadata)
         if teacher is None:
-            raise TeacherFailed("", f"none applies to a row with metadata {dict(metadata)!r:.200}; add one without when")
+            raise TeacherFailed(
+                "", f"none applies to a row with metadata {dict(metadata)!r:.200}; add one without when"
+            )
         if not teacher.servers:
             cure = f"start `tidemill teacher {teacher.model}`, and set its address"
-            raise TeacherFailed(teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}", outside=True)
+            raise TeacherFailed(
+                teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}", outside=True
+            )
         left = 0
         asked = []
         for size in sample.sizes if sample.response_length else ():
             tokens = sample.tokens[left : left + size.num_tokens]
             asked.append((tokens, size.response_length))
             left += size.num_tokens
-        scores = await asyncio.gather(*(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in asked))
+        scores = await asyncio.gather(
+            *(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in asked)
+        )
         return _with_scores(sample, scores, self._top_k)
 
     async def close(self) -> None:
@@ -146,10 +169,13 @@ class Teachers:
         for server in self._servers.values():
             await server.close()
 
-    async def _sequence(self, teacher: TeacherConfig, tokens: NDArray[np.int32], response_length: int, temperature: float) -> Scores:
+    async def _sequence(
+        self, teacher: TeacherConfig, tokens: NDArray[np.int32], response_length: int, temperature: float
+    ) -> Scores:
         """Score one sequence on the server with the fewest requests in flight. Raises TeacherFailed.
 
-        Servers that cannot be reached or do not serve are asked again until the time is over, those that fail a few times.
+        Servers that cannot be reached or do not serve are asked again until the time is over, those that fail a few
+        times.
         """
         deadline, pause_s, failures = time.monotonic() + self._timeout_s, FIRST_PAUSE_S, 0
         last: dict[str, float] = {}
@@ -157,19 +183,25 @@ class Teachers:
             url = min(teacher.servers, key=lambda one: (last.get(one, 0.0), self._in_flight[one]))
             try:
                 left_s = max(deadline - time.monotonic(), LAST_S)
-                each_s = min(left_s, self._timeout_s / min(2, len(teacher.servers)))  # one that hangs leaves time for another
+                each_s = min(
+                    left_s, self._timeout_s / min(2, len(teacher.servers))
+                )  # one that hangs leaves time for another
                 return await self._ask(url, tokens, response_length, temperature, timeout_s=each_s)
             except EngineError as error:
                 failures += not isinstance(error, EngineUnavailable)
                 last[url] = time.monotonic()
-                over = isinstance(error, BadRequest) or failures >= self._attempts or time.monotonic() + pause_s > deadline
+                over = (
+                    isinstance(error, BadRequest) or failures >= self._attempts or time.monotonic() + pause_s > deadline
+                )
                 if over:
                     raise TeacherFailed(teacher.name, str(error), outside=not isinstance(error, BadRequest)) from None
                 logger.info("teacher failed, asked again teacher=%s error=%s", teacher.name, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
-    async def _ask(self, url: str, tokens: NDArray[np.int32], response_length: int, temperature: float, *, timeout_s: float) -> Scores:
+    async def _ask(
+        self, url: str, tokens: NDArray[np.int32], response_length: int, temperature: float, *, timeout_s: float
+    ) -> Scores:
         rid = f"teacher-{id(self):x}-{next(self._numbers)}"
         body = request_of(tokens, response_length, temperature=temperature, top_k=self._top_k, rid=rid)
         self._in_flight[url] += 1
@@ -177,7 +209,9 @@ class Teachers:
             answer = await self._servers[url].call("POST", "/generate", body, timeout_s=timeout_s)
         finally:
             self._in_flight[url] -= 1
-        return scores_in(answer, tokens[len(tokens) - response_length :], temperature=temperature, top_k=self._top_k, url=url)
+        return scores_in(
+            answer, tokens[len(tokens) - response_length :], temperature=temperature, top_k=self._top_k, url=url
+        )
 
 
 def _with_scores(sample: Sample, found: Sequence[Scores], top_k: int) -> Sample:

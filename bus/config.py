@@ -15,13 +15,16 @@ SINGLE_TURN = "single_turn"
 RUN_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A run's name can be part of a subject and of a stream's name."""
 UNQUOTABLE = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
-"""Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them."""
+"""Control characters, and bytes of a file's name that are no UTF-8: the configuration of nats-server cannot hold them.
+"""
 MAX_REPLICAS = 5
 """Copies of a stream that nats-server keeps at most."""
 STORE_SHARE = 0.75
 """Share of a disk's free room that an embedded server takes for its store, beside what the store holds already."""
 OLDEST_SERVER = (2, 10)
-"""Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream metadata)."""
+"""Oldest version of nats-server. Older ones silently ignore settings we need (several filter subjects, stream
+metadata).
+"""
 
 
 @section
@@ -30,7 +33,9 @@ class BusConfig:
     """Where the bus is and how its streams are kept."""
 
     url: str = ""
-    """NATS URL of a running server (``nats://host:4222``, or several, with commas); empty = an embedded nats-server child."""
+    """NATS URL of a running server (``nats://host:4222``, or several, with commas); empty = an embedded nats-server
+    child.
+    """
     host: str = "127.0.0.1"
     """Address the embedded server listens on; others than this machine's own want ``auth``."""
     port: Annotated[int, Field(ge=-1, le=65535)] = -1
@@ -56,7 +61,9 @@ class BusConfig:
     rollouts: Annotated[tuple[Name, ...], Derived("rollouts"), SkipJsonSchema()] = ()
     """Rollouts, each with a queue of its own."""
     auth: bool = False
-    """The embedded server lets in only the users it made, each of them only to the subjects that its role needs (docs/security.md)."""
+    """The embedded server lets in only the users it made, each of them only to the subjects that its role needs
+    (docs/security.md).
+    """
     auth_dir: str = ""
     """Directory of the users' passwords; derived: <directory>/auth."""
     auth_users: NotNegative = 16
@@ -70,7 +77,9 @@ class BusConfig:
     tls_ca: str = ""
     """PEM file: certificate authority of the server's certificate, for clients; empty = the system's."""
     tls_verify: bool = False
-    """The server requires a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show ``tls_cert``."""
+    """The server requires a certificate of every client, too, signed by ``tls_ca``; clients of this configuration show
+    ``tls_cert``.
+    """
     cluster: Annotated[int, OneOf((1, 3))] = 1
     """Servers of the embedded bus on this machine: 1 or 3."""
     server_name: str = ""
@@ -95,7 +104,9 @@ class BusConfig:
         for name in ("tls_cert", "tls_key", "tls_ca"):
             refuse_odd(name, getattr(self, name))
         if "@" in self.url:
-            raise ValueError("url: want no user and password in it (other users can read this file); set TIDEMILL_BUS_CREDENTIALS")
+            raise ValueError(
+                "url: want no user and password in it (other users can read this file); set TIDEMILL_BUS_CREDENTIALS"
+            )
         if not self.url and not (is_loopback(self.host) or self.auth or self.insecure):
             raise ValueError(f"host: {self.host} is open to other machines; want auth: true, or insecure: true")
         if bool(self.tls_cert) != bool(self.tls_key):
@@ -108,18 +119,23 @@ class BusConfig:
             raise ValueError("server_name, cluster_listen, cluster_routes: want all or none")
         if self.replicas > self.cluster and not (self.url or self.server_name):
             raise ValueError(
-                f"replicas: want at most cluster = {self.cluster}, the servers of the embedded bus, got {self.replicas}; set bus.cluster: 3"
+                f"replicas: want at most cluster = {self.cluster}, the servers of the embedded bus, got "
+                f"{self.replicas}; set bus.cluster: 3"
             )
         if self.server_name and self.cluster != 1:
             raise ValueError("cluster: want 1 with server_name: this machine has one server of the cluster")
         if self.server_name and not (is_loopback(self.cluster_listen.rpartition(":")[0]) or self.auth or self.insecure):
-            raise ValueError(f"cluster_listen: {self.cluster_listen} is open to other machines; want auth: true, or insecure: true")
+            raise ValueError(
+                f"cluster_listen: {self.cluster_listen} is open to other machines; want auth: true, or insecure: true"
+            )
 
 
 def refuse_odd(name: str, text: str) -> None:
     """Raise ValueError for a setting, by its name, that cannot be written."""
     if (odd := UNQUOTABLE.search(text)) is not None:
-        raise ValueError(f"{name}: want a name without control characters, in UTF-8, got {odd[0]!r} in {text!r}; use another name")
+        raise ValueError(
+            f"{name}: want a name without control characters, in UTF-8, got {odd[0]!r} in {text!r}; use another name"
+        )
 
 
 def is_loopback(host: str) -> bool:

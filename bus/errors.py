@@ -15,7 +15,8 @@ _REQUIRED: Any = object()
 class DetailedError(Exception):
     """An error whose class declares its fields like a dataclass, and its text as one ``template``.
 
-    ``args`` are the values of the fields in their order, so the error can be pickled. The template may name any attribute, properties
+    ``args`` are the values of the fields in their order, so the error can be pickled. The template may name any
+    attribute, properties
     included: ``template = "{where}: want {want}, got {got!r}"``.
     """
 
@@ -36,7 +37,9 @@ class DetailedError(Exception):
             raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got {values}, {named}")
         fields.update(by_place, **named)
         if missing := [name for name, value in fields.items() if value is _REQUIRED]:
-            raise TypeError(f"{type(self).__name__}: want the fields {', '.join(fields)}, got none for {', '.join(missing)}")
+            raise TypeError(
+                f"{type(self).__name__}: want the fields {', '.join(fields)}, got none for {', '.join(missing)}"
+            )
         super().__init__(*fields.values())
         self.__dict__.update(fields)
 
@@ -110,7 +113,9 @@ class ServerFailed(DetailedError, BusError):
 
 
 class Unquotable(DetailedError, BusError, ValueError):
-    """A text, such as the path of a directory, with characters that cannot be written into the configuration of nats-server."""
+    """A text, such as the path of a directory, with characters that cannot be written into the configuration of
+    nats-server.
+    """
 
     exit_code = exit_codes.CONFIG
     text: str
@@ -130,7 +135,9 @@ class ConfigMismatch(DetailedError, BusError):
 
 
 class WireError(DetailedError, BusError, ValueError):
-    """A message cannot be decoded or breaks an invariant; the error names the field, the expected and the actual value."""
+    """A message cannot be decoded or breaks an invariant; the error names the field, the expected and the actual
+    value.
+    """
 
     field: str
     want: str
@@ -146,7 +153,8 @@ _ROW_CURES = {
     "run.epoch": 'end every learner of the run, then store {"epoch": N} with N above every epoch it had',
     "run.checkpoint": 'store {"directory": PATH, "step": N} of its newest checkpoint',
 }
-"""Cures of rows whose values no process can restore from other records; one of the others is restored by the learner."""
+"""Cures of rows whose values no process can restore from other records; one of the others is restored by the learner.
+"""
 
 
 class UnreadableRow(WireError):
@@ -208,7 +216,8 @@ class NoRoom(DetailedError, BusError):
     stream: str
     max_bytes: int
     template = (
-        "{stream}: want room for {max_gb:.1f} GB ({setting}) in three quarters of what is free on the disk of the nats-server, got less; "
+        "{stream}: want room for {max_gb:.1f} GB ({setting}) in three quarters of what is free on the disk "
+        "of the nats-server, got less; "
         "lower {setting}, or keep the server's store on a larger disk"
     )
 
@@ -232,7 +241,8 @@ class StreamReplaced(DetailedError, BusError):
     got: str
     template = (
         "{stream}: the cursor is for the stream created at {want}, this one was created at {got}; "
-        "put the bus's store back, or begin a new run with the newest model (tidemill up --from-checkpoint; docs/recovery.md)"
+        "put the bus's store back, or begin a new run with the newest model (tidemill up --from-checkpoint; "
+        "docs/recovery.md)"
     )
 
 

@@ -1,7 +1,9 @@
-"""Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that line.
+"""Exit codes of processes, and the last line a process writes about the error that ended it: its parent repeats that
+line.
 
 The line goes to stderr, and into a file in memory (``ReasonFile``): on a full disk a log has no room for it.
-An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error class.
+An error class names its code in an attribute ``exit_code``; without one it is CRASHED. Knows no process and no error
+class.
 """
 
 import contextlib
@@ -28,7 +30,9 @@ def of(error: BaseException) -> int:
 
 
 def message(error: BaseException) -> str:
-    """Return the first line of the error's message, with its type unless the error names an exit code (then it is one of ours)."""
+    """Return the first line of the error's message, with its type unless the error names an exit code (then it is one
+    of ours).
+    """
     text = (str(error).splitlines() or [""])[0]
     name = type(error).__name__
     return text if hasattr(error, "exit_code") and text else f"{name}: {text}" if text else name
@@ -47,7 +51,9 @@ def report(error: BaseException, log: logging.Logger) -> int:
 
 
 def write_reason(text: str) -> None:
-    """Write the last line of a process that ends, for its parent: to stderr and into the parent's ReasonFile, if it has made one."""
+    """Write the last line of a process that ends, for its parent: to stderr and into the parent's ReasonFile, if it has
+    made one.
+    """
     line = f"{LINE}{text}\n"
     sys.stderr.write(line)
     sys.stderr.flush()
@@ -59,7 +65,9 @@ def write_reason(text: str) -> None:
 
 
 class ReasonFile:
-    """A file in memory that a child inherits and writes its last line into. Without such files (not Linux) it stays empty."""
+    """A file in memory that a child inherits and writes its last line into. Without such files (not Linux) it stays
+    empty.
+    """
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_file_name(os.getpid())) if hasattr(os, "memfd_create") else -1
@@ -84,7 +92,9 @@ class ReasonFile:
 
 
 def _file_name(parent: int) -> str:
-    """Return the name of the files that ``parent`` makes: a process writes into no file that it has made for its own children."""
+    """Return the name of the files that ``parent`` makes: a process writes into no file that it has made for its own
+    children.
+    """
     return f"tidemill-reason-for-{parent}-"
 
 

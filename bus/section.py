@@ -1,6 +1,8 @@
-"""Sections of settings: frozen dataclasses with bounds and choices in their types, which pydantic checks, and one form of error for all.
+"""Sections of settings: frozen dataclasses with bounds and choices in their types, which pydantic checks, and one form
+of error for all.
 
-Knows no setting by name. The JSON Schema of a section, and so the reference, follow from the same types (``launch/settings/reference.py``).
+Knows no setting by name. The JSON Schema of a section, and so the reference, follow from the same types
+(``launch/settings/reference.py``).
 """
 
 import dataclasses
@@ -70,7 +72,9 @@ ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 
 def section(cls: type[Section]) -> type[Section]:
-    """Check the values of a keyword-only dataclass when it is made. Raises ValueError that names each wrong field, want and got."""
+    """Check the values of a keyword-only dataclass when it is made. Raises ValueError that names each wrong field, want
+    and got.
+    """
     cls.__pydantic_config__ = _CONFIG  # type: ignore[attr-defined]
 
     def init(self: Any, /, **values: object) -> None:
@@ -85,7 +89,8 @@ def section(cls: type[Section]) -> type[Section]:
 
 
 def read(kind: Any, values: object, where: str = "") -> Any:
-    """Return what plain values, as JSON has them, stand for: a section, or ``Sections`` of a kind. Raises SectionRefused.
+    """Return what plain values, as JSON has them, stand for: a section, or ``Sections`` of a kind. Raises
+    SectionRefused.
 
     ``where``: path before the names of settings in errors.
     """
@@ -97,7 +102,8 @@ def read(kind: Any, values: object, where: str = "") -> Any:
 
 def schema(cls: type) -> dict[str, Any]:
     """Return the JSON Schema of a section, with the strings below its fields as descriptions."""
-    # Not for values: the sources of all sections would be parsed, which takes longer than all else at the start of a process.
+    # Not for values: the sources of all sections would be parsed, which takes longer than all else at the start of a
+    # process.
     _CONFIG["use_attribute_docstrings"] = True
     try:
         return TypeAdapter(cls).json_schema()
@@ -143,7 +149,9 @@ class Derived:
 
 @functools.cache
 def derived(cls: type, prefix: str = "") -> dict[str, str]:
-    """Return the paths of the derived fields of a section and of those in it, with the setting that each follows from."""
+    """Return the paths of the derived fields of a section and of those in it, with the setting that each follows
+    from.
+    """
     result = {}
     for name, kind in typing.get_type_hints(cls, include_extras=True).items():
         marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else ()
@@ -156,7 +164,9 @@ def derived(cls: type, prefix: str = "") -> dict[str, str]:
 
 def short(key: str, entry: type) -> BeforeValidator:
     """Return the mark of an entry of a map that may be one text alone, which stands for a map with this key."""
-    return BeforeValidator(lambda value: {key: value} if isinstance(value, str) else value, json_schema_input_type=str | entry)
+    return BeforeValidator(
+        lambda value: {key: value} if isinstance(value, str) else value, json_schema_input_type=str | entry
+    )
 
 
 class Sections(dict[str, Section], Generic[Section]):
@@ -165,7 +175,9 @@ class Sections(dict[str, Section], Generic[Section]):
     names: typing.ClassVar[Any] = Name
 
     def __init__(
-        self, entries: Iterable[tuple[str, Section]] | Mapping[str, Section] = (), given: Mapping[str, object] | None = None
+        self,
+        entries: Iterable[tuple[str, Section]] | Mapping[str, Section] = (),
+        given: Mapping[str, object] | None = None,
     ) -> None:
         super().__init__(entries)
         self.given: dict[str, Any] = dict(given or {})
@@ -199,7 +211,9 @@ def _fields(entry: Any) -> Any:
 
 
 def _made(cls: type, value: object, info: ValidationInfo) -> object:
-    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone, where all else is strict."""
+    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone, where all else is
+    strict.
+    """
     return cls(**value) if info.mode == "python" and isinstance(value, Mapping) else value
 
 
@@ -250,7 +264,10 @@ def _problems(refused: ValidationError, kind: Any, above: str = "") -> Iterator[
         elif cause == "unexpected_keyword_argument":
             yield Problem((path,), f"{path}: {_unknown(_kind_at(kind, where[:-1]), path)}", unknown=True)
         elif is_key:
-            yield Problem((path,), f"{path}: want a name like {error.get('ctx', {}).get('pattern', 'text')}, got {shown(error['input'])}")
+            yield Problem(
+                (path,),
+                f"{path}: want a name like {error.get('ctx', {}).get('pattern', 'text')}, got {shown(error['input'])}",
+            )
         else:
             text = f"{path}: want {_want(error, kind)}, got {_got(error)}{_CURES.get(cause, '')}"
             yield Problem((path,), text, place=where if cause == "string_type" else ())
@@ -307,7 +324,9 @@ def _unknown(kind: Any, path: str) -> str:
     prefix, _, key = path.rpartition(".")
     names = [field.name for field in dataclasses.fields(kind) if field.init]
     near = difflib.get_close_matches(key, names, n=1)
-    return "no such setting" + (f"; did you mean {prefix}{'.' * bool(prefix)}{near[0]}?" if near else f"; there are {', '.join(names)}")
+    return "no such setting" + (
+        f"; did you mean {prefix}{'.' * bool(prefix)}{near[0]}?" if near else f"; there are {', '.join(names)}"
+    )
 
 
 def _kind_at(kind: Any, where: Iterable[int | str]) -> Any:

@@ -4,7 +4,10 @@ from collections.abc import Mapping
 
 from tidemill.bus import exit_codes
 
-NEW_RUN = "begin a new run with the model of a checkpoint (tidemill up CONFIG --from-checkpoint CHECKPOINT --set directory=NEW)"
+NEW_RUN = (
+    "begin a new run with the model of a checkpoint (tidemill up CONFIG --from-checkpoint CHECKPOINT --set "
+    "directory=NEW)"
+)
 
 
 class LearnerError(Exception):
@@ -154,7 +157,8 @@ class RunLost(LearnerError):
     def __str__(self) -> str:
         onward = NEW_RUN.replace("CHECKPOINT", self.newest)
         return (
-            f"{self.newest}: want the bus's records of run {self.run} up to this checkpoint, got a bus with no row run/checkpoint "
+            f"{self.newest}: want the bus's records of run {self.run} up to this checkpoint, got a bus with "
+            "no row run/checkpoint "
             f"and no plan of it: its store was emptied, or it is another bus. Put the bus's store back; or {onward}; "
             "or throw the checkpoints away (tidemill up CONFIG --fresh)"
         )
@@ -172,8 +176,10 @@ class NothingTrained(LearnerError):
     def __str__(self) -> str:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
         return (
-            f"learner.num_epochs: want a group to train in {self.num_epochs} pass{'es' * (self.num_epochs > 1)} over the prompts, "
-            f"got none (tasks: {reasons or 'none'}{f'; the last that failed: {self.last_failure}' if self.last_failure else ''}); "
+            f"learner.num_epochs: want a group to train in {self.num_epochs} "
+            f"pass{'es' * (self.num_epochs > 1)} over the prompts, "
+            "got none (tasks: "
+            f"{reasons or 'none'}{f'; the last that failed: {self.last_failure}' if self.last_failure else ''}); "
             "look at the data, the rewards and `tidemill dead`"
         )
 
@@ -189,7 +195,8 @@ class TasksFail(LearnerError):
 
     def __str__(self) -> str:
         return (
-            f"every task fails: want a complete group, got {self.count} tasks in a row that failed for good in {self.seconds:.0f} s "
+            f"every task fails: want a complete group, got {self.count} tasks in a row that failed for good "
+            f"in {self.seconds:.0f} s "
             f"(learner.failing_tasks, learner.failing_s); the last: {self.reason}; mend that and go on with --resume "
             "(tidemill dead lists the tasks, and requeues their prompts)"
         )
@@ -285,7 +292,9 @@ class MemoryReleased(LearnerError):
 
 
 class AlarmStop(LearnerError):
-    """A diagnostic has been at error level for ``alarms.patience`` steps, and ``alarms.action`` is stop, or no step trains anything."""
+    """A diagnostic has been at error level for ``alarms.patience`` steps, and ``alarms.action`` is stop, or no step
+    trains anything.
+    """
 
     exit_code = exit_codes.CONFIG
 

@@ -29,7 +29,9 @@ class BadRewardOption(RewardError, ValueError):
 
     exit_code = exit_codes.CONFIG
 
-    def __init__(self, reward: str, option: str, reason: str, word: str = "reward", setting: str = "reward_options") -> None:
+    def __init__(
+        self, reward: str, option: str, reason: str, word: str = "reward", setting: str = "reward_options"
+    ) -> None:
         super().__init__(reward, option, reason, word, setting)
         self.reward, self.option, self.reason, self.word, self.setting = reward, option, reason, word, setting
 
@@ -38,10 +40,14 @@ class BadRewardOption(RewardError, ValueError):
 
 
 class RewardFailed(RewardError):
-    """A reward, or another function of its kind, has no result: it returned something else than it may, or too many of its calls hang."""
+    """A reward, or another function of its kind, has no result: it returned something else than it may, or too many of
+    its calls hang.
+    """
 
     def __init__(self, reward: str, reason: str, word: str = "reward", *, outside: bool = False) -> None:
-        """``outside``: the cause lies outside of the row (a server that cannot be reached), so that calls for other rows fail, too."""
+        """``outside``: the cause lies outside of the row (a server that cannot be reached), so that calls for other
+        rows fail, too.
+        """
         super().__init__(reward, reason, word)
         self.reward, self.reason, self.word, self.outside = reward, reason, word, outside
 

@@ -1,4 +1,5 @@
-"""Rewards of groups: functions of all responses to a prompt at once, which see the reward that ``actor.reward`` gave to each.
+"""Rewards of groups: functions of all responses to a prompt at once, which see the reward that ``actor.reward`` gave to
+each.
 
 The actor calls one when every sample of a task is generated; its results replace the rewards of the samples.
 """
@@ -30,12 +31,15 @@ class GroupRequest:
 
 
 def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
-    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong one gets at most 0.
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong
+    one gets at most 0.
 
     A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
-        raise RewardFailed("relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word)
+        raise RewardFailed(
+            "relative_length", "want actor.reward: it is added to the reward of each response", GROUP.word
+        )
     lengths = [sample.sampled_length for sample in request.samples]
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     rewards = []
@@ -47,10 +51,15 @@ def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: flo
     return rewards
 
 
-TABLE = {"relative_length": "tidemill.rewards.group:relative_length", "remote": "tidemill.rewards.http.remote:RemoteGroupReward"}
+TABLE = {
+    "relative_length": "tidemill.rewards.group:relative_length",
+    "remote": "tidemill.rewards.http.remote:RemoteGroupReward",
+}
 """Built-in rewards of groups."""
 ASKING = frozenset({"remote"})
-"""Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted with them."""
+"""Those that ask a server: an actor runs them in a child process, and a configuration from elsewhere is not trusted
+with them.
+"""
 
 
 # ---- contract
@@ -72,7 +81,9 @@ def _encode(request: GroupRequest) -> bytes:
 
 
 def _decode(fields: JsonMapping) -> GroupRequest:
-    return GroupRequest(samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"]))
+    return GroupRequest(
+        samples=tuple(to_request(sample) for sample in fields["samples"]), rewards=tuple(fields["rewards"])
+    )
 
 
 GROUP = Contract(

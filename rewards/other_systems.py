@@ -1,8 +1,10 @@
-"""Reward functions written for slime, verl and TRL, as they are: ``slime:MODULE:NAME``, ``verl:MODULE:NAME``, ``trl:MODULE:NAME``.
+"""Reward functions written for slime, verl and TRL, as they are: ``slime:MODULE:NAME``, ``verl:MODULE:NAME``,
+``trl:MODULE:NAME``.
 
     RewardRequest -> the arguments of the system -> its function -> a number, or named numbers
 
-Their modules may also be written with a dot (``verl:my_rewards.compute_score``), as those systems name them. An async function is awaited.
+Their modules may also be written with a dot (``verl:my_rewards.compute_score``), as those systems name them. An async
+function is awaited.
 """
 
 import enum
@@ -34,7 +36,9 @@ class SlimeArgs(SimpleNamespace):
 
 
 def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``--custom-rm-path``: ``(args, sample)``. Source: slime at 624b824a8, ``slime/rollout/rm_hub``."""
+    """Return the arguments of ``--custom-rm-path``: ``(args, sample)``. Source: slime at 624b824a8,
+    ``slime/rollout/rm_hub``.
+    """
     sample = SimpleNamespace(
         prompt=request.prompt,
         response=request.response,
@@ -53,7 +57,8 @@ def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
 
 
 def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info, **reward_kwargs)``.
+    """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info,
+    **reward_kwargs)``.
 
     ``data_source`` is taken from the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
     """
@@ -65,8 +70,8 @@ def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
 def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     """Return the arguments of ``reward_funcs``: ``(prompts, completions, **columns)``, lists of one element each.
 
-    Columns are the metadata, and the label under the option ``label_column`` (default ``label``). With messages as the prompt the
-    completion is a message, too. Source: documentation of TRL 1.12, "Reward Functions".
+    Columns are the metadata, and the label under the option ``label_column`` (default ``label``). With messages as the
+    prompt the completion is a message, too. Source: documentation of TRL 1.12, "Reward Functions".
     """
     conversational = not isinstance(request.prompt, str)
     completion: object = [{"role": "assistant", "content": request.response}] if conversational else request.response
@@ -77,7 +82,11 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **others}
 
 
-SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {"slime": _slime, "verl": _verl, "trl": _trl}
+SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {
+    "slime": _slime,
+    "verl": _verl,
+    "trl": _trl,
+}
 """Systems by the first word of a name, each with the function that returns the arguments."""
 SIGNATURES: Mapping[tuple[str, ...], str] = {
     ("args", "sample"): "slime",

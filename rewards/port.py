@@ -1,7 +1,9 @@
-"""The interface of rewards and of users' other functions: what one gets and gives, and how that is written for another process.
+"""The interface of rewards and of users' other functions: what one gets and gives, and how that is written for another
+process.
 
-A reward is a function from one finished response to a number. There is one contract for rewards (``rewards/registry.py``), one for rewards
-of groups, and one for the filters of the learner (``learner/filters/filters.py``). Knows no reward and no transport.
+A reward is a function from one finished response to a number. There is one contract for rewards
+(``rewards/registry.py``), one for rewards of groups, and one for the filters of the learner
+(``learner/filters/filters.py``). Knows no reward and no transport.
 """
 
 import base64
@@ -46,8 +48,9 @@ class RewardRequest:
 
 
 Reward = Callable[[RewardRequest], Parts | Awaitable[Parts]]
-"""A plain or an async callable. Its keyword parameters are its options. If it raises, or returns a number that no sample
-may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with that reason."""
+"""A plain or an async callable. Its keyword parameters are its options. If it raises, or returns a number that no
+sample may have (outside +-1e6, ``bus/wire/invariants.py``), the sample is FAILED with that reason.
+"""
 
 Scorer = Callable[[RewardRequest], Awaitable[float | dict[str, float]]]
 """A reward as an actor calls it: options bound, always awaitable, result validated.
@@ -77,7 +80,9 @@ def fields_of(request: RewardRequest) -> JsonObject:
 
 
 def to_request(fields: JsonMapping) -> RewardRequest:
-    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one call."""
+    """Return the request in the map that ``fields_of`` returned; without the fields of episodes it is a response of one
+    call.
+    """
     return RewardRequest(
         prompt=fields["prompt"],
         response=fields["response"],

@@ -47,8 +47,10 @@ TABLE = {
 """Built-in rewards. All but those in ``UNBOUNDED`` take time linear in the response, and run in the event loop."""
 
 UNBOUNDED = frozenset({"code", "ifeval", "judge", "math_verify", "regex", "remote", "reward_model"})
-"""Built-in rewards that can take long: an actor runs them in child processes. ``ifeval`` takes time linear in the response for each
-instruction, but the data decides how many instructions a prompt has: ten of them, with a response of 400,000 characters, took 2 s."""
+"""Built-in rewards that can take long: an actor runs them in child processes. ``ifeval`` takes time linear in the
+response for each instruction, but the data decides how many instructions a prompt has: ten of them, with a response of
+400,000 characters, took 2 s.
+"""
 
 UNBOUNDED_WITH = {"math": "rest"}
 """Options with which other built-in rewards can take long, too."""
@@ -56,16 +58,24 @@ UNBOUNDED_WITH = {"math": "rest"}
 ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
 NAMING = ASKING | {"code"}
-"""Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted with them."""
+"""Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted
+with them.
+"""
 SANDBOXED = frozenset({"code"})
-"""Built-in rewards that run programs in a sandbox, which not every machine has: ``obstacle()`` of their modules returns why."""
-COMPARING = frozenset({"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"})
+"""Built-in rewards that run programs in a sandbox, which not every machine has: ``obstacle()`` of their modules returns
+why.
+"""
+COMPARING = frozenset(
+    {"dapo", "deepscaler", "digits", "exact", "f1", "gpqa", "gsm8k", "math", "math_answer", "math_verify"}
+)
 """Built-in rewards that compare the response with the label, which must be text or a number."""
 SEVERAL = frozenset({"deepscaler", "exact", "f1", "math", "math_verify"})
 """Those of them that take a list of labels, too."""
 
 IN_THREAD = "in_thread"
-"""Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for built-in rewards."""
+"""Option of every plain (not async) reward: run it in a thread of its own. Default: true for import paths, false for
+built-in rewards.
+"""
 
 _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 """Option types that are checked, with their names in error messages."""
@@ -73,14 +83,17 @@ _KINDS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "
 MAX_PARTS = 256
 """Limit of the named numbers of a reward."""
 MAX_THREADS = 256
-"""Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would accumulate."""
+"""Limit of concurrent threads per reward. A thread cannot be stopped, so without a limit calls that hang would
+accumulate.
+"""
 
 
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer raises RewardFailed when the reward raises anything but TimeoutError, and when the result is not a number, or map of
-    numbers, that a sample may have (``bus/wire/invariants.py``). It has no time limit; the caller sets one.
+    The scorer raises RewardFailed when the reward raises anything but TimeoutError, and when the result is not a
+    number, or map of numbers, that a sample may have (``bus/wire/invariants.py``). It has no time limit; the caller
+    sets one.
     Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     bound = bind(name, options)
@@ -92,7 +105,10 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
         """Call the reward with its options, and validate its result."""
-        with errors_as(lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)), but=(RewardFailed, TimeoutError)):
+        with errors_as(
+            lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)),
+            but=(RewardFailed, TimeoutError),
+        ):
             result: object = call(request)
             if inspect.isawaitable(result):
                 result = await result
@@ -119,7 +135,9 @@ class Bound:
         return self.function(argument, **self.options)
 
     def checked(self, argument: object) -> Any:
-        """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the function."""
+        """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the
+        function.
+        """
         with errors_as(lambda error: RewardFailed(self.name, repr_at(error), self.contract.word), but=(RewardFailed,)):
             return self.contract.checked(self.name, self(argument))
 
@@ -146,11 +164,16 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     if contract is REWARD and (path := path_in(name)):
         function_of_system = _find(path, contract)
         return Bound(
-            name, (AsyncPeerReward if _is_async(function_of_system) else PeerReward)(name, function_of_system, own_options), {}, contract
+            name,
+            (AsyncPeerReward if _is_async(function_of_system) else PeerReward)(name, function_of_system, own_options),
+            {},
+            contract,
         )
     function = _find(name, contract)
     if contract is REWARD and name not in TABLE and not inspect.isclass(function) and (system := system_of(function)):
-        raise UnknownReward(name, f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so")
+        raise UnknownReward(
+            name, f"its parameters are those of a reward of {system}; want {system}:{name}, which calls it so"
+        )
     if not inspect.isclass(function):
         _check_options(name, function, own_options, contract)
         return Bound(name, function, own_options, contract)
@@ -159,7 +182,9 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
         made = function(**own_options)
     if not callable(made):
-        raise UnknownReward(name, f"want a class whose instances can be called with the {contract.argument}", contract.word)
+        raise UnknownReward(
+            name, f"want a class whose instances can be called with the {contract.argument}", contract.word
+        )
     return Bound(name, made, {}, contract)
 
 
@@ -176,7 +201,9 @@ def _is_async(function: Callable[..., Any]) -> bool:
 def _find(name: str, contract: Contract) -> Callable[..., Any]:
     table, word = contract.table, contract.word
     if ":" not in name and name not in table:
-        raise UnknownReward(name, f"want one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function", word)
+        raise UnknownReward(
+            name, f"want one of {sorted(table)}{nearest(name, table)}, or an import path package.module:function", word
+        )
     try:
         return find_function(table.get(name, name))
     except FunctionRefused as error:
@@ -184,8 +211,11 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
         raise refused(name, error.reason, word) from error
 
 
-def _check_options(name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract) -> None:
-    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS`` or a Literal.
+def _check_options(
+    name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract
+) -> None:
+    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``
+    or a Literal.
 
     Raises UnknownReward or BadRewardOption.
     """
@@ -220,7 +250,9 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _wanted_instead(value: object, kind: Any) -> str:
-    """Return the wanted values in words where this is none of them; empty where it is one, or the annotation is not checked."""
+    """Return the wanted values in words where this is none of them; empty where it is one, or the annotation is not
+    checked.
+    """
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"one of {', '.join(map(repr, get_args(kind)))}"
     if kind not in _KINDS:
@@ -237,7 +269,9 @@ def checked(name: str, result: object) -> float | dict[str, float]:
             raise RewardFailed(name, f"want at most {MAX_PARTS} named numbers, got {len(result)}")
         if unwritable := [part for part in map(str, result) if not part.isprintable()]:
             raise RewardFailed(name, f"want names of printable characters, got {unwritable[0]!r}"[:500])
-        reward: float | dict[str, float] = {str(part): _number(f"{name}.{part}", value) for part, value in result.items()}
+        reward: float | dict[str, float] = {
+            str(part): _number(f"{name}.{part}", value) for part, value in result.items()
+        }
     else:
         reward = _number(name, result)
     try:
@@ -270,11 +304,16 @@ REWARD = Contract(
 
 def by_rollout(request: RewardRequest) -> float:
     """Raise RewardFailed: it is asked only for a response that has no reward yet."""
-    raise RewardFailed(BY_ROLLOUT, "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes")
+    raise RewardFailed(
+        BY_ROLLOUT,
+        "the rollout gave the episode no reward; let its program return one, or name a reward for such episodes",
+    )
 
 
 class _Threaded:
-    """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls, nor the exit."""
+    """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls,
+    nor the exit.
+    """
 
     def __init__(self, reward: Bound) -> None:
         self._name, self._reward = reward.name, reward
@@ -282,7 +321,9 @@ class _Threaded:
 
     async def __call__(self, request: RewardRequest) -> Parts:
         if self._running >= MAX_THREADS:
-            raise RewardFailed(self._name, f"{self._running} calls are running or hang; no more are started", outside=True)
+            raise RewardFailed(
+                self._name, f"{self._running} calls are running or hang; no more are started", outside=True
+            )
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Parts] = loop.create_future()
 
@@ -304,13 +345,16 @@ class _Threaded:
                 result = self._reward(request)
             except (RewardFailed, TimeoutError) as raised:
                 error = raised
-            except BaseException as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
+            except (
+                BaseException
+            ) as raised:  # SystemExit and its like must not end the actor, and a future refuses StopIteration
                 error = RewardFailed(self._name, repr_at(raised), outside=is_outside(raised))
                 error.__cause__ = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed, and with it the future
                 loop.call_soon_threadsafe(finish, result, error)
 
         threading.Thread(target=work, name=f"reward-{self._name}", daemon=True).start()
-        # Counted only now, because ``start`` raises where the machine has no thread left. ``finish`` runs in this loop, so it comes later.
+        # Counted only now, because ``start`` raises where the machine has no thread left. ``finish`` runs in this loop,
+        # so it comes later.
         self._running += 1
         return await future

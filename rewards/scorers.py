@@ -1,7 +1,8 @@
-"""Scorers: a reward, a sum of rewards or a reward of groups as an actor calls it, in its own process or in child processes.
+"""Scorers: a reward, a sum of rewards or a reward of groups as an actor calls it, in its own process or in child
+processes.
 
-A sum has named parts with weights, each for all samples or for those with certain metadata. Its score is the weighted sum of the parts that
-apply; the value of each is kept beside it, so ``tail`` and ``show`` have it.
+A sum has named parts with weights, each for all samples or for those with certain metadata. Its score is the weighted
+sum of the parts that apply; the value of each is kept beside it, so ``tail`` and ``show`` have it.
 """
 
 import asyncio
@@ -23,10 +24,14 @@ from tidemill.rewards.registry import IN_THREAD, REWARD, TABLE, bind, checked, i
 
 
 @asynccontextmanager
-async def opened(name: str, options: Mapping[str, object] | None = None, limits: ProcessLimits | None = None) -> AsyncIterator[Scorer]:
-    """Give the scorer of a reward: a built-in one runs in this process, one by import path in children, with their limits.
+async def opened(
+    name: str, options: Mapping[str, object] | None = None, limits: ProcessLimits | None = None
+) -> AsyncIterator[Scorer]:
+    """Give the scorer of a reward: a built-in one runs in this process, one by import path in children, with their
+    limits.
 
-    The option ``in_thread`` keeps a reward by import path in this process. A scorer raises TimeoutError after ``limits.timeout_s``.
+    The option ``in_thread`` keeps a reward by import path in this process. A scorer raises TimeoutError after
+    ``limits.timeout_s``.
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
     """
     limits = limits or ProcessLimits()
@@ -52,11 +57,14 @@ def _within(score: Scorer, timeout_s: float) -> Scorer:
 async def opened_parts(parts: Sequence[RewardPart], limits: ProcessLimits) -> AsyncIterator[Scorer]:
     """Give the scorer of a sum; each part has its own processes and limits. Raises as ``opened``."""
     async with AsyncExitStack() as stack:
-        yield summed([(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts])
+        yield summed(
+            [(part, await stack.enter_async_context(opened(part.reward, part.options, limits))) for part in parts]
+        )
 
 
 def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
-    """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are ``part.name``.
+    """Return a scorer with ``score``, the weighted sum, and the value of each part; a part's own parts are
+    ``part.name``.
 
     It fails when one part fails, and when no part applies.
     """
@@ -66,7 +74,9 @@ def summed(scorers: Sequence[tuple[RewardPart, Scorer]]) -> Scorer:
         applying = [(part, scorer) for part, scorer in scorers if part.applies(request.metadata)]
         if not applying:
             conditions = "; ".join(f"{part.name}: {dict(part.when)}" for part, _ in scorers)
-            raise RewardFailed("reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000])
+            raise RewardFailed(
+                "reward_parts", f"no part applies to metadata {dict(request.metadata)!r}; they want {conditions}"[:2000]
+            )
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(_named(part, scorer, request)) for part, scorer in applying]
@@ -100,7 +110,8 @@ GroupScorer = Callable[[GroupRequest], Awaitable[list[Reward]]]
 
 @asynccontextmanager
 async def opened_group(name: str, options: Mapping[str, object], limits: ProcessLimits) -> AsyncIterator[GroupScorer]:
-    """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in child processes.
+    """Give the scorer of a reward of groups: a built-in one runs here, one that asks a server, or by import path, in
+    child processes.
 
     Raises UnknownReward, BadRewardOption, RewardFailed (the process with the reward could not be started).
     """
@@ -122,7 +133,9 @@ def _of_all(name: str, call: Callable[[GroupRequest], Awaitable[list[Reward]]]) 
         """Score, and compare the number of rewards with the number of samples."""
         rewards = await call(request)
         if len(rewards) != len(request.samples):
-            raise RewardFailed(name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word)
+            raise RewardFailed(
+                name, f"want {len(request.samples)} rewards, one for each sample, got {len(rewards)}", GROUP.word
+            )
         return rewards
 
     return score

@@ -32,7 +32,9 @@ from tidemill.launch.settings.prepare_config import PrepareConfig
 
 PROMPT = "482="
 LABEL = "284"
-SHAPE = PrepareConfig(count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256)
+SHAPE = PrepareConfig(
+    count=8, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16, vocab_size=97, max_position=256
+)
 """Shape of the model, with a vocabulary of 97: random weights seldom generate end-of-sequence."""
 
 
@@ -52,9 +54,13 @@ def prompt_tokens() -> tuple[int, ...]:
 
 
 @asynccontextmanager
-async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "serving", version: int = 0) -> AsyncIterator[BuiltinEngine]:
+async def engine(
+    bus: Bus | None = None, *, id: str = "e1", phase: str = "serving", version: int = 0
+) -> AsyncIterator[BuiltinEngine]:
     """Run the built-in engine in this process, with a live row if there is a bus."""
-    built = BuiltinEngine(model_dir(), EngineConfig(max_running=32), version=version, authority=Authority(unguarded=True))
+    built = BuiltinEngine(
+        model_dir(), EngineConfig(max_running=32), version=version, authority=Authority(unguarded=True)
+    )
     await asyncio.to_thread(built.load)
     address = await built.start()
     built.phase = phase
@@ -69,7 +75,9 @@ async def engine(bus: Bus | None = None, *, id: str = "e1", phase: str = "servin
 
 
 def engine_row(address: str, *, id: str = "e1", phase: str = "serving", version: int = 0) -> LiveRow:
-    return LiveRow(role="engine", id=id, host=socket.gethostname(), pid=os.getpid(), phase=phase, address=address, version=version)
+    return LiveRow(
+        role="engine", id=id, host=socket.gethostname(), pid=os.getpid(), phase=phase, address=address, version=version
+    )
 
 
 async def take_over(bus: Bus) -> int:
@@ -85,7 +93,9 @@ async def issue(bus: Bus, epoch: int, count: int = 1, **changes: Any) -> list[in
     prompt = np.array(prompt_tokens(), np.int32)
     return [
         await bus.tasks.issue(
-            Task(run=bus.run, epoch=epoch, prompt=PROMPT, prompt_tokens=prompt, prompt_epoch=0, offset=offset, **settings)
+            Task(
+                run=bus.run, epoch=epoch, prompt=PROMPT, prompt_tokens=prompt, prompt_epoch=0, offset=offset, **settings
+            )
         )
         for offset in range(count)
     ]
@@ -107,13 +117,19 @@ async def samples_until(bus: Bus, enough: Callable[[list[Sample]], bool]) -> lis
 
 async def all_samples(bus: Bus) -> list[Sample]:
     """Return the present content of SAMPLES."""
-    return [received.sample async for received in bus.samples.tail(last=10_000, follow=False) if isinstance(received.sample, Sample)]
+    return [
+        received.sample
+        async for received in bus.samples.tail(last=10_000, follow=False)
+        if isinstance(received.sample, Sample)
+    ]
 
 
 def complete(tasks: list[int], group_size: int = 4) -> Callable[[list[Sample]], bool]:
     """Return a condition: every (task, index) has a valid sample."""
     wanted = {(task, index) for task in tasks for index in range(group_size)}
-    return lambda found: wanted <= {(s.task, s.index) for s in found if s.status in (Status.COMPLETED, Status.TRUNCATED)}
+    return lambda found: (
+        wanted <= {(s.task, s.index) for s in found if s.status in (Status.COMPLETED, Status.TRUNCATED)}
+    )
 
 
 async def row_until(rows: Rows, key: str, reached: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

@@ -23,7 +23,10 @@ EVERY_REJECTION = "every rejection"
 CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "distillation over listed tokens": (ENGINE | {"distill_loss": "forward_kl", "distill_top_k": 3}, 2),
     **{name: ({"correction": name}, 1) for name in PRESETS},
-    **{f"{name} in 2 minibatches": ({"correction": name}, 2) for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")},
+    **{
+        f"{name} in 2 minibatches": ({"correction": name}, 2)
+        for name in ("naive", "bypass", "tis", "decoupled", "m2po", "cispo", "gspo")
+    },
     **{f"advantage {name}": ({"advantage": name}, 1) for name in ADVANTAGES if name not in ("grpo", "none")},
     **{f"aggregation {name}": ({"aggregation": name, "entropy_coef": 0.01}, 2) for name in AGGREGATIONS},
     **{f"kl {name}": ({"kl": KLConfig(coef=0.1, estimator=name)}, 1) for name in KL_ESTIMATORS},
@@ -31,7 +34,10 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
     "geo_mask, loose": ({"correction": "geo_mask", "reject": ("k1 seq_mean 0.9 1.1",)}, 1),
     "kl uncorrected": ({"kl": KLConfig(coef=0.1, estimator="k2", corrected=False)}, 1),
     "kl in the reward, adaptive": ({"kl": KLConfig(reward_coef=0.05, target=0.01, horizon=100)}, 2),
-    "kl in the reward of tokens": ({"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")}, 1),
+    "kl in the reward of tokens": (
+        {"advantage": "reinforce_pp_baseline", "kl": KLConfig(reward_coef=0.05, reward_by="token")},
+        1,
+    ),
     "distillation": ({"advantage": "reinforce", "distill_coef": 1.0}, 1),
     REFERENCE: ({"advantage": "none", "distill_coef": 0.5, "distill_loss": "reverse_kl", "distill_top_k": 3}, 1),
     "distillation from an engine": (ENGINE | {"advantage": "grpo"}, 2),
@@ -89,15 +95,17 @@ CASES: Mapping[str, tuple[Mapping[str, Any], int]] = {
 }
 """Cases by name: (settings, minibatches)."""
 EVERYWHERE = (EVERY_TERM, EVERY_REJECTION)
-"""Cases that a layout trains besides those of its stride: together they have every metric, a teacher's and the reference's tokens, and a
-running baseline."""
+"""Cases that a layout trains besides those of its stride: together they have every metric, a teacher's and the
+reference's tokens, and a running baseline.
+"""
 SHOWN_GROUPS: Mapping[str, int] = {SHOWN: 6, EVERY_TERM: 2}
 """Groups of demonstrations among the six of a step."""
 OWN_TEMPERATURES = (EVERY_REJECTION,)
 """Cases with another temperature for each group."""
 FRESH = (EVERY_TERM,)
-"""Cases with samples that the newest weights alone have made, others that are older than usual, responses that ran into their limit, and a
-group of equal rewards."""
+"""Cases with samples that the newest weights alone have made, others that are older than usual, responses that ran into
+their limit, and a group of equal rewards.
+"""
 
 
 def reporting(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: AlgorithmConfig) -> PolicyLoss:

@@ -1,7 +1,8 @@
-"""Graders that misbehave for a third of their calls: a reward by import path, and an HTTP server for the reward ``remote``.
+"""Graders that misbehave for a third of their calls: a reward by import path, and an HTTP server for the reward
+``remote``.
 
-In a module of its own, which keepers import: it must need nothing of pytest. A label decides how its calls go, so that a prompt that fails
-fails again, and is dead after its last attempt.
+In a module of its own, which keepers import: it must need nothing of pytest. A label decides how its calls go, so that
+a prompt that fails fails again, and is dead after its last attempt.
 """
 
 import asyncio

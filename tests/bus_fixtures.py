@@ -29,12 +29,14 @@ def nats_server(tmp_path: Path) -> Iterator[EmbeddedServer]:
 
 @pytest.fixture
 def open_bus(nats_server: EmbeddedServer, run_id: str) -> BusOpener:
-    """Return the opener of a bus on a server of its own, with its layout created: ``async with open_bus() as bus``. Keywords: settings of
-    BusConfig, name, run.
+    """Return the opener of a bus on a server of its own, with its layout created: ``async with open_bus() as bus``.
+    Keywords: settings of BusConfig, name, run.
     """
 
     @asynccontextmanager
-    async def opened(*, name: str = "test", run: str = run_id, layout: bool = True, **settings: Any) -> AsyncIterator[Bus]:
+    async def opened(
+        *, name: str = "test", run: str = run_id, layout: bool = True, **settings: Any
+    ) -> AsyncIterator[Bus]:
         config = BusConfig(**settings)
         async with connect(nats_server.url, run, config, name=name, wait_s=60) as bus:
             if layout:

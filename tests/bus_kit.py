@@ -156,7 +156,10 @@ class Proxy:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         upstream, upstream_writer = await asyncio.open_connection("127.0.0.1", self._port)
         self._writers += [writer, upstream_writer]
-        pumps = {asyncio.create_task(self._pump(reader, upstream_writer, False)), asyncio.create_task(self._pump(upstream, writer, True))}
+        pumps = {
+            asyncio.create_task(self._pump(reader, upstream_writer, False)),
+            asyncio.create_task(self._pump(upstream, writer, True)),
+        }
         self._pumps |= pumps
         await asyncio.wait(pumps)
         self._pumps -= pumps

@@ -1,4 +1,6 @@
-"""A model directory, prompts and a configuration that pass every check, for tests that break one place. Loads no torch."""
+"""A model directory, prompts and a configuration that pass every check, for tests that break one place. Loads no
+torch.
+"""
 
 import json
 import sys
@@ -24,7 +26,12 @@ VALUES: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
-WORDS = ("<pad>", "<eos>", "<unk>", *["what", "is", "plus", "minus", "the", "answer", "of", "and", "one", "two", "three", "four", "five"])
+WORDS = (
+    "<pad>",
+    "<eos>",
+    "<unk>",
+    *["what", "is", "plus", "minus", "the", "answer", "of", "and", "one", "two", "three", "four", "five"],
+)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 STARTS = ("subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec")
 """Events of the interpreter that start a process."""

@@ -1,4 +1,5 @@
-"""Filters for the tests of child processes: well-behaved ones, and one for each way in which a filter can fail its feeder.
+"""Filters for the tests of child processes: well-behaved ones, and one for each way in which a filter can fail its
+feeder.
 
 In a module of its own, which keepers import: it must need nothing of pytest.
 """

@@ -1,4 +1,6 @@
-"""Rewards of groups for tests of child processes, in a module that imports nothing of pytest or torch: every child imports it."""
+"""Rewards of groups for tests of child processes, in a module that imports nothing of pytest or torch: every child
+imports it.
+"""
 
 from tidemill.bus.wire.messages import score_of
 from tidemill.rewards.group import GroupRequest

@@ -1,4 +1,5 @@
-"""Rewards for the tests of child processes: well-behaved ones, and one for each way in which a reward can fail its actor.
+"""Rewards for the tests of child processes: well-behaved ones, and one for each way in which a reward can fail its
+actor.
 
 In a module of its own, which keepers import: it must need nothing of pytest.
 """
@@ -106,7 +107,9 @@ def _write_to_sockets(data: bytes) -> None:
 
 
 def leaves_processes(request: RewardRequest, *, file: str) -> float:
-    """Write the ids of two processes that outlive everything but SIGKILL, one in a session of its own and without a parent; then hang."""
+    """Write the ids of two processes that outlive everything but SIGKILL, one in a session of its own and without a
+    parent; then hang.
+    """
     plain = subprocess.Popen(["sleep", "1000"])
     if os.fork() == 0:
         os.setsid()

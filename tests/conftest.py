@@ -24,20 +24,39 @@ from tests.workers import fork_workers
 pytest_plugins = ["tests.bus_fixtures", "tests.cost", "tests.sglang_servers", "tests.skips"]
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-"""Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a core waste it."""
+"""Threads of torch, here and in children that do not set it: tests run beside each other, and threads that wait for a
+core waste it.
+"""
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-"""Nothing is compiled on CPUs, and Megatron's decorators import the compiler unless it is off: two of nine seconds of a start."""
+"""Nothing is compiled on CPUs, and Megatron's decorators import the compiler unless it is off: two of nine seconds of a
+start.
+"""
 
 settings.register_profile(
-    "tests", max_examples=examples(100), deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+    "tests",
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("tests")
 
 BLOCKED_S = 20.0
-"""Callbacks between two looks at the sockets that take longer than this fail the test; time in which the thread had no core is not counted.
-Generous: a first import of transformers' models, which a test may do in a callback, takes 10 s of a busy core."""
+"""Callbacks between two looks at the sockets that take longer than this fail the test; time in which the thread had no
+core is not counted.
+Generous: a first import of transformers' models, which a test may do in a callback, takes 10 s of a busy core.
+"""
 
-COMPUTING = ("test_adamw", "test_expert", "test_families", "test_lora", "test_megatron", "test_model_families", "test_routing")
+COMPUTING = (
+    "test_adamw",
+    "test_expert",
+    "test_families",
+    "test_lora",
+    "test_megatron",
+    "test_model_families",
+    "test_routing",
+)
 """Beginnings of the names of files that compute for most of their time; most of the others wait."""
 
 LIMIT_S = {"unit": 120.0}
@@ -58,7 +77,9 @@ FIRST = (
 """Files of minutes, the longest first: a worker that begins with one later is the last one of all."""
 
 PROCESSES_LIMIT_S = 400.0
-"""Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their own."""
+"""Seconds that any other test may take: these start processes, whole runs among them, and have waits of 300 s of their
+own.
+"""
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +99,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
         return None
     args = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
     watched = WatchedSelector()
-    # Without asyncio's debug mode, which keeps the whole stack of every future: half of a test's time. PYTHONASYNCIODEBUG=1 turns it on.
+    # Without asyncio's debug mode, which keeps the whole stack of every future: half of a test's time.
+    # PYTHONASYNCIODEBUG=1 turns it on.
     with asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(watched)) as runner:
         runner.run(_guarded(pyfuncitem.obj, args, LIMIT_S.get(pyfuncitem.path.parent.name, PROCESSES_LIMIT_S)))
     assert not watched.blocked_s, f"the event loop was blocked, in seconds: {watched.blocked_s}"
@@ -87,7 +109,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Leave the root logger as it was before the test: commands that run in this process set up logging for a process of their own."""
+    """Leave the root logger as it was before the test: commands that run in this process set up logging for a process
+    of their own.
+    """
     root = logging.getLogger()
     level, handlers = root.level, root.handlers[:]
     try:
@@ -104,7 +128,9 @@ class WatchedSelector(selectors.DefaultSelector):  # type: ignore[misc, valid-ty
         super().__init__()
         self.blocked_s: list[float] = []
         """Durations of more than ``BLOCKED_S``."""
-        self._waited_s = waited_for_a_core_s()  # before the time: a wait between the two is in both differences, or in this one alone
+        self._waited_s = (
+            waited_for_a_core_s()
+        )  # before the time: a wait between the two is in both differences, or in this one alone
         self._left_s = self._noted_s = time.monotonic()
 
     def select(self, timeout: float | None = None) -> Any:
@@ -130,35 +156,84 @@ async def _guarded(test: Callable[..., Coroutine[Any, Any, None]], args: dict[st
 
 
 def waited_for_a_core_s() -> float:
-    """Return the seconds for which this thread was runnable and did not run. Source: Linux, Documentation/scheduler/sched-stats.rst."""
+    """Return the seconds for which this thread was runnable and did not run. Source: Linux,
+    Documentation/scheduler/sched-stats.rst.
+    """
     file = Path("/proc/thread-self/schedstat")
     return int(file.read_text().split()[1]) / 1e9 if file.exists() else 0.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     for name in ("weight", "aggregation", "reject"):
-        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help=f"a {name} of yours, likewise")
-    parser.addoption("--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests")
-    parser.addoption("--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise")
+        parser.addoption(
+            f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help=f"a {name} of yours, likewise"
+        )
+    parser.addoption(
+        "--loss", action="append", default=[], metavar="MODULE:FUNCTION", help="a loss of yours, for the contract tests"
+    )
+    parser.addoption(
+        "--advantage", action="append", default=[], metavar="MODULE:FUNCTION", help="an estimator of yours, likewise"
+    )
     for name in ("reward", "group-reward", "filter", "buffer-filter", "source", "tool", "rollout", "sink"):
-        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:NAME", help=f"a {name} of yours, likewise")
+        parser.addoption(
+            f"--{name}", action="append", default=[], metavar="MODULE:NAME", help=f"a {name} of yours, likewise"
+        )
     for name, about in (("bridge", "a model bridge"), ("environment", "an environment of multi_turn")):
-        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:CLASS", help=f"{about} of yours, likewise")
+        parser.addoption(
+            f"--{name}", action="append", default=[], metavar="MODULE:CLASS", help=f"{about} of yours, likewise"
+        )
     for name in ("hook-before-log-probs", "hook-before-step"):
-        parser.addoption(f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help="a hook of yours, likewise")
-    parser.addoption("--bridge-model", default="", metavar="DIR", help="a small model of the family of --bridge; default: the example's")
-    parser.addoption("--bridge-log-probs", default="", metavar="JSON", help="its log-probs, where transformers has no such model")
-    parser.addoption("--environment-row", default="{}", metavar="JSON", help="data row of --environment: prompt, label, metadata")
-    parser.addoption("--environment-actions", default="[]", metavar="JSON", help="texts that end an episode with this row")
-    parser.addoption("--environment-again", default="restart", choices=["restart", "replay"], help="replay: actions give the same again")
-    parser.addoption("--function-options", default="{}", metavar="JSON", help="options of these functions of yours, a JSON map")
+        parser.addoption(
+            f"--{name}", action="append", default=[], metavar="MODULE:FUNCTION", help="a hook of yours, likewise"
+        )
+    parser.addoption(
+        "--bridge-model",
+        default="",
+        metavar="DIR",
+        help="a small model of the family of --bridge; default: the example's",
+    )
+    parser.addoption(
+        "--bridge-log-probs", default="", metavar="JSON", help="its log-probs, where transformers has no such model"
+    )
+    parser.addoption(
+        "--environment-row", default="{}", metavar="JSON", help="data row of --environment: prompt, label, metadata"
+    )
+    parser.addoption(
+        "--environment-actions", default="[]", metavar="JSON", help="texts that end an episode with this row"
+    )
+    parser.addoption(
+        "--environment-again",
+        default="restart",
+        choices=["restart", "replay"],
+        help="replay: actions give the same again",
+    )
+    parser.addoption(
+        "--function-options", default="{}", metavar="JSON", help="options of these functions of yours, a JSON map"
+    )
     parser.addoption("--storm-seed", type=int, metavar="N", help="who is killed when, in the tests of tests/chaos")
-    parser.addoption("--storm-s", type=float, metavar="SECONDS", help="length of the storm beside a foreign actor, in place of ten minutes")
-    parser.addoption("--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)")
-    parser.addoption("--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)")
-    parser.addoption("--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)")
-    parser.addoption("--gyms-python", metavar="PYTHON", help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)")
-    parser.addoption("--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU")
+    parser.addoption(
+        "--storm-s",
+        type=float,
+        metavar="SECONDS",
+        help="length of the storm beside a foreign actor, in place of ten minutes",
+    )
+    parser.addoption(
+        "--sglang-python", metavar="PYTHON", help="interpreter that has SGLang: runs tests/sglang (make test-sglang)"
+    )
+    parser.addoption(
+        "--openenv-python", metavar="PYTHON", help="interpreter that has openenv: runs tests/env (make test-env)"
+    )
+    parser.addoption(
+        "--verifiers-python", metavar="PYTHON", help="interpreter that has verifiers: runs tests/env (make test-env)"
+    )
+    parser.addoption(
+        "--gyms-python",
+        metavar="PYTHON",
+        help="interpreter that has gem-llm and skyrl-gym: runs tests/env (make test-env)",
+    )
+    parser.addoption(
+        "--gpu-device", default="auto", choices=["auto", "cpu"], help="cpu: tests/gpu at tiny sizes without a GPU"
+    )
     parser.addoption("--require", default="", help="comma-separated parts that must be there: nats, megatron")
 
 
@@ -189,7 +264,9 @@ def wants_gpus(marks: str) -> bool:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Import the tests, and with them torch and Megatron, without garbage collections: they free nothing, and take a fifth of the time."""
+    """Import the tests, and with them torch and Megatron, without garbage collections: they free nothing, and take a
+    fifth of the time.
+    """
     gc.disable()
     try:
         yield
@@ -202,7 +279,9 @@ def pytest_collection() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put ``FIRST`` first, and the files that compute among those that wait, which are before the unit tests."""
     first = {name: number - len(FIRST) for number, name in enumerate(FIRST)}
-    files = list(dict.fromkeys(item.path for item in items if _name(item) not in first and item.path.parent.name != "unit"))
+    files = list(
+        dict.fromkeys(item.path for item in items if _name(item) not in first and item.path.parent.name != "unit")
+    )
     computing = [file for file in files if file.name.startswith(COMPUTING)]
     waiting = [file for file in files if file not in computing]
     # The first number of a file is its part of the way through its list.

@@ -1,7 +1,9 @@
-"""Processor time of the tests, a plugin of pytest: the seconds of the whole run and the twenty costliest tests, printed at its end.
+"""Processor time of the tests, a plugin of pytest: the seconds of the whole run and the twenty costliest tests, printed
+at its end.
 
-Processor time decides what a test costs on a slow machine; wall time on shared cores says little. A test's time is that of its worker and
-of the processes that the worker has waited for. What a fixture of a module costs is counted with the module's first and last test.
+Processor time decides what a test costs on a slow machine; wall time on shared cores says little. A test's time is that
+of its worker and of the processes that the worker has waited for. What a fixture of a module costs is counted with the
+module's first and last test.
 """
 
 import resource

@@ -1,6 +1,7 @@
 """Operations that raise on CUDA in the learner's deterministic mode, recorded where there is no CUDA.
 
-Source: the documentation of ``torch.use_deterministic_algorithms`` (torch 2.13), the list of operations that throw a RuntimeError.
+Source: the documentation of ``torch.use_deterministic_algorithms`` (torch 2.13), the list of operations that throw a
+RuntimeError.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +26,14 @@ RAISING: Mapping[str, Callable[[Mapping[str, Any]], bool]] = {
     **{f"{name}_backward": _always for name in (*POOLS, "fractional_max_pool2d", "fractional_max_pool3d")},
     **{f"reflection_pad{dims}d_backward": _always for dims in (1, 2, 3)},
     **{f"{name}_backward": _always for name in UPSAMPLE},
-    **{name: _always for name in ("max_unpool2d", "max_unpool3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward")},
-    **{name: _always for name in ("nll_loss_forward", "nll_loss2d_forward", "_ctc_loss_backward", "put", "put_", "histc")},
+    **{
+        name: _always
+        for name in ("max_unpool2d", "max_unpool3d", "grid_sampler_2d_backward", "grid_sampler_3d_backward")
+    },
+    **{
+        name: _always
+        for name in ("nll_loss_forward", "nll_loss2d_forward", "_ctc_loss_backward", "put", "put_", "histc")
+    },
     "_embedding_bag_dense_backward": lambda arguments: arguments["mode"] == 2,
     "bincount": lambda arguments: arguments.get("weights") is not None,
     "median": lambda arguments: "dim" in arguments,
@@ -46,7 +53,9 @@ class RaisingOnCuda(TorchDispatchMode):
         super().__init__()
         self.found: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         name = func._schema.name.removeprefix("aten::")
         if name in RAISING:
             names = [argument.name for argument in func._schema.arguments]

@@ -12,7 +12,13 @@ RUN = "r"
 
 
 def rules(**changes: Any) -> DataRules:
-    values: dict[str, Any] = {"run": RUN, "steps": 8, "groups_per_step": 2, "max_lag": 1, "max_tokens_per_micro_batch": 32}
+    values: dict[str, Any] = {
+        "run": RUN,
+        "steps": 8,
+        "groups_per_step": 2,
+        "max_lag": 1,
+        "max_tokens_per_micro_batch": 32,
+    }
     return DataRules(**(values | changes))
 
 
@@ -31,7 +37,9 @@ def task(id: int, **changes: Any) -> Task:
     return Task(**(values | changes))
 
 
-def sample(of: Task, index: int, spans: Sequence[tuple[int, int]] = ((0, 3),), *, attempt: str = "a", **changes: Any) -> Sample:
+def sample(
+    of: Task, index: int, spans: Sequence[tuple[int, int]] = ((0, 3),), *, attempt: str = "a", **changes: Any
+) -> Sample:
     """Return a sample of ``spans`` (version, tokens); its tokens and log-probs identify task, index and position."""
     length = sum(count for _, count in spans)
     response = (np.arange(length) + 10 * of.id + 100 * index) % 50 + 4

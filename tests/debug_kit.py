@@ -9,7 +9,9 @@ from tidemill.learner.debug.rollout_file import Rollout
 VOCAB = 300
 
 
-def rollout(step: int = 3, *, groups: int = 4, group_size: int = 4, oldest_step: int | None = None, vocab: int = VOCAB) -> Rollout:
+def rollout(
+    step: int = 3, *, groups: int = 4, group_size: int = 4, oldest_step: int | None = None, vocab: int = VOCAB
+) -> Rollout:
     """Return a step with random samples, packed for one rank in one micro-batch."""
     samples = make_samples(vocab=vocab, step=step, groups=groups, group_size=group_size)
     zeros = np.zeros(len(samples), np.int32)

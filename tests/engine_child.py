@@ -1,4 +1,5 @@
-"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT [STEPS]``. Prints its URL, and ends with its input.
+"""A built-in engine as a process: ``python -m tests.engine_child MODEL_DIR PORT [STEPS]``. Prints its URL, and ends
+with its input.
 
 It does no more than ``STEPS`` decoding steps, if the number is given.
 """

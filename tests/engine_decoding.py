@@ -1,4 +1,6 @@
-"""The decoder of the built-in engine without its scheduler: weights of a directory, room for keys and values, scores of given tokens."""
+"""The decoder of the built-in engine without its scheduler: weights of a directory, room for keys and values, scores of
+given tokens.
+"""
 
 from pathlib import Path
 
@@ -43,6 +45,8 @@ def decode_all(weights: Weights, tokens_BT: torch.Tensor, prefilled: int) -> tor
     for position in range(prefilled, length):
         slots.reserve(position + 1)
         positions = torch.full((rows,), position)
-        x = decoder.forward(weights, tokens_BT[:, position, None], table.at(positions[:, None]), slots.decoding(positions, position + 1))
+        x = decoder.forward(
+            weights, tokens_BT[:, position, None], table.at(positions[:, None]), slots.decoding(positions, position + 1)
+        )
         found.append(decoder.logits(weights, x))
     return torch.cat(found, 1)

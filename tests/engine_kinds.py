@@ -1,6 +1,7 @@
 """Both kinds of engine behind one kit: the built-in one in this process, and a proxy in front of a real SGLang server.
 
-Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, and with ``--sglang-python`` on SGLang as well.
+Tests of ``tests/contract`` that take ``kind`` run on the built-in engine, and with ``--sglang-python`` on SGLang as
+well.
 """
 
 import asyncio
@@ -36,7 +37,8 @@ class Kind(Protocol):
     name: str
     dtype: str
     in_standby: bool
-    """True when an interrupted push leaves the older weights served; otherwise nothing is served before the next push."""
+    """True when an interrupted push leaves the older weights served; otherwise nothing is served before the next push.
+    """
     seeds: bool
     """True when a request with a seed is answered equally each time; otherwise a greedy one is."""
 
@@ -45,7 +47,9 @@ class Kind(Protocol):
         ...
 
     def hold(self, served: Served, *, after: int) -> Gate:
-        """Let the engine of a test do ``after`` decoding steps, and more when the gate lets it. SGLang is only slowed until it is open."""
+        """Let the engine of a test do ``after`` decoding steps, and more when the gate lets it. SGLang is only slowed
+        until it is open.
+        """
         ...
 
 
@@ -59,7 +63,9 @@ class Builtin:
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
-        engine = BuiltinEngine(directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version, authority=UNGUARDED)
+        engine = BuiltinEngine(
+            directory, EngineConfig(max_running=MAX_RUNNING, dtype=self.dtype), version=version, authority=UNGUARDED
+        )
         await asyncio.to_thread(engine.load)
         async with _served(engine) as served:
             yield served
@@ -69,7 +75,9 @@ class Builtin:
 
 
 class Brake(Gate):
-    """Slows a server of SGLang down: a file (``tests/sglang/stand_in``). It lets no number of steps pass, and opens for all of them."""
+    """Slows a server of SGLang down: a file (``tests/sglang/stand_in``). It lets no number of steps pass, and opens for
+    all of them.
+    """
 
     def __init__(self, file: Path) -> None:
         super().__init__(0)
@@ -96,7 +104,9 @@ class Sglang:
 
     @asynccontextmanager
     async def serving(self, directory: Path, *, version: int = 0) -> AsyncIterator[Served]:
-        engine = SglangEngine(directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1, authority=UNGUARDED)
+        engine = SglangEngine(
+            directory, replace(config(self.python, url=self.url), dtype=self.dtype), version=-1, authority=UNGUARDED
+        )
         await asyncio.to_thread(engine.load)
         try:
             async with _served(engine, first=(directory, version)) as served:
@@ -124,11 +134,17 @@ async def _served(engine: Any, first: tuple[Path, int] | None = None) -> AsyncIt
 
 
 @contextmanager
-def sglang_server(python: str, directory: Path, log: Path, *, dtype: str, slowed: Path | None = None, **more: Any) -> Iterator[str]:
-    """Run a server in a loop and a thread of its own; yield its URL. It decodes slowly while there is the file ``slowed``."""
+def sglang_server(
+    python: str, directory: Path, log: Path, *, dtype: str, slowed: Path | None = None, **more: Any
+) -> Iterator[str]:
+    """Run a server in a loop and a thread of its own; yield its URL. It decodes slowly while there is the file
+    ``slowed``.
+    """
     kept = KeptPort()
     port = kept.number
-    words = command_line(python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING, **more})
+    words = command_line(
+        python, directory, port, {**ARGUMENTS, "dtype": dtype, "max_running_requests": MAX_RUNNING, **more}
+    )
     ready, stop, failed = threading.Event(), threading.Event(), list[str]()
 
     async def run() -> None:

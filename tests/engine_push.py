@@ -1,4 +1,6 @@
-"""The learner's side of a push by broadcast, and the weights that an engine has afterwards; without the learner's code."""
+"""The learner's side of a push by broadcast, and the weights that an engine has afterwards; without the learner's
+code.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -15,13 +17,17 @@ DEADLINE_S = 45.0
 
 
 class Push:
-    """The learner's side: one group of two processes, buckets sent while the engine's request to receive them is open."""
+    """The learner's side: one group of two processes, buckets sent while the engine's request to receive them is
+    open.
+    """
 
     def __init__(self, served: Served, group: BroadcastGroup, **fields: Any) -> None:
         self.served, self.group, self.fields = served, group, fields
 
     async def begin(self, version: int | None = None) -> tuple[int, Any]:
-        return await self.served.post("/begin_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
+        return await self.served.post(
+            "/begin_weight_update", self.fields | {"weight_version": None if version is None else str(version)}
+        )
 
     async def bucket(
         self, tensors: Iterable[tuple[str, Tensor]], *, send: bool = True, flat: bool = True, **fields: Any
@@ -36,7 +42,9 @@ class Push:
         return await asked
 
     async def end(self, version: int | None = None) -> tuple[int, Any]:
-        return await self.served.post("/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)})
+        return await self.served.post(
+            "/end_weight_update", self.fields | {"weight_version": None if version is None else str(version)}
+        )
 
     async def at_once(self, model: Any, version: int, *, serve: bool) -> tuple[int, Any]:
         """Push in one request, in three buckets."""
@@ -47,9 +55,16 @@ class Push:
             await asyncio.to_thread(self.group.send, flat(part), DEADLINE_S)
         return await asked
 
-    async def ask_at_once(self, parts: Sequence[Iterable[tuple[str, Tensor]]], version: int, *, serve: bool = True) -> tuple[int, Any]:
+    async def ask_at_once(
+        self, parts: Sequence[Iterable[tuple[str, Tensor]]], version: int, *, serve: bool = True
+    ) -> tuple[int, Any]:
         """Send the request of a single-request push, and no bucket."""
-        body = {"group_name": self.group.name, "weight_version": str(version), "serve": serve, "buckets": [told(part) for part in parts]}
+        body = {
+            "group_name": self.group.name,
+            "weight_version": str(version),
+            "serve": serve,
+            "buckets": [told(part) for part in parts],
+        }
         return await self.served.post("/receive_push", self.fields | body)
 
     async def whole(self, model: Any, version: int) -> Any:

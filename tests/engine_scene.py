@@ -17,7 +17,9 @@ Answer = Generation | Exception | Callable[[Sampling], Generation] | tuple[Gener
 """A tuple has the states of a stream, and the error that breaks it off."""
 
 
-def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, finish: str = "stop", **changes: Any) -> Generation:
+def generation(
+    *, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, finish: str = "stop", **changes: Any
+) -> Generation:
     """Return a response as engines return it."""
     spans = (Span(version=3, num_tokens=len(tokens)),) if tokens else ()
     settings: dict[str, Any] = {
@@ -33,7 +35,9 @@ def generation(*, tokens: Sequence[int] = (5, 6, 7), log_prob: float = -0.5, fin
 
 
 class ScriptedEngine:
-    """Implementation of the Engine port: returns its answers one after the other, the last one for ever; records its requests."""
+    """Implementation of the Engine port: returns its answers one after the other, the last one for ever; records its
+    requests.
+    """
 
     def __init__(self, url: str, answers: Sequence[Answer] = ()) -> None:
         self.url, self.answers = url, list(answers) or [generation()]

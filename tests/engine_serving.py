@@ -25,7 +25,9 @@ HELD_STEP_S = 0.02
 
 
 class Gate:
-    """Decoding steps that a test lets a built-in engine do. It obeys commands, and begins new responses, while there are none left."""
+    """Decoding steps that a test lets a built-in engine do. It obeys commands, and begins new responses, while there
+    are none left.
+    """
 
     def __init__(self, steps: int) -> None:
         self._left, self._changed = steps, threading.Condition()
@@ -41,7 +43,9 @@ class Gate:
         self.let(sys.maxsize)
 
     def passed(self) -> bool:
-        """Return whether a step is allowed, and count it; the decoding thread, which looks for commands in between, waits a little."""
+        """Return whether a step is allowed, and count it; the decoding thread, which looks for commands in between,
+        waits a little.
+        """
         with self._changed:
             if not self._left:
                 self._changed.wait(HELD_STEP_S)
@@ -82,7 +86,9 @@ class Served:
         return await asyncio.gather(*tasks)
 
     def hold(self, *, after: int) -> Gate:
-        """Let the engine do ``after`` decoding steps, and more when the gate lets it: a late command still finds a response unfinished."""
+        """Let the engine do ``after`` decoding steps, and more when the gate lets it: a late command still finds a
+        response unfinished.
+        """
         return hold(self.engine, after=after)
 
     async def until(self, reached: Any) -> None:
@@ -146,7 +152,9 @@ async def greedy(model: Any, prompt: Sequence[int], max_new_tokens: int) -> list
 
 
 async def log_probs_across(models: Sequence[Any], answer: Any, prompt: Sequence[int], *, kept: bool) -> Any:
-    """Return log-probs of an answer's tokens, each by the version its span names: with keys and values ``kept``, or recomputed."""
+    """Return log-probs of an answer's tokens, each by the version its span names: with keys and values ``kept``, or
+    recomputed.
+    """
     tokens, spans = answer["output_ids"], answer["meta_info"]["weight_versions"]
     if kept:
         stretches = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
@@ -155,8 +163,12 @@ async def log_probs_across(models: Sequence[Any], answer: Any, prompt: Sequence[
     return np.concatenate([by_version[int(span["version"])][span["start"] : span["end"]] for span in spans])
 
 
-async def scores_across(models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Return scores with weights that changed on the way and kept keys and values: ``models`` = (model, its number of tokens)."""
+async def scores_across(
+    models: Sequence[tuple[Any, int]], prompt: Sequence[int], tokens: Sequence[int]
+) -> torch.Tensor:
+    """Return scores with weights that changed on the way and kept keys and values: ``models`` = (model, its number of
+    tokens).
+    """
     return await asyncio.to_thread(_scores_across, models, prompt, tokens)
 
 

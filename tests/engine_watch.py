@@ -42,8 +42,16 @@ class Watched:
 
 
 @asynccontextmanager
-async def watching(served: Served, prompt: Sequence[int], *, gate: Gate | None = None, **sampling: Any) -> AsyncIterator[Watched]:
-    body = {"input_ids": list(prompt), "sampling_params": sampling, "rid": "watched", "stream": True, "return_logprob": True}
+async def watching(
+    served: Served, prompt: Sequence[int], *, gate: Gate | None = None, **sampling: Any
+) -> AsyncIterator[Watched]:
+    body = {
+        "input_ids": list(prompt),
+        "sampling_params": sampling,
+        "rid": "watched",
+        "stream": True,
+        "return_logprob": True,
+    }
     watched = Watched(served, body, gate)
     try:
         yield watched

@@ -1,4 +1,6 @@
-"""A policy small enough to be exact: three tokens, three steps, all 27 responses in one packed row with their probabilities."""
+"""A policy small enough to be exact: three tokens, three steps, all 27 responses in one packed row with their
+probabilities.
+"""
 
 import itertools
 from dataclasses import dataclass
@@ -20,12 +22,16 @@ class Policy:
     @staticmethod
     def random(seed: int, *, like: "Policy | None" = None, spread: float = 1.0) -> "Policy":
         """Return a random policy, or one near another."""
-        noise = spread * torch.randn(len(PREFIXES), VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        noise = spread * torch.randn(
+            len(PREFIXES), VOCABULARY, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         return Policy((like.logits_PV.detach() if like else 0) + noise)
 
     @property
     def log_probs_T(self) -> Tensor:
-        """Return the log-prob of each token of each response in one row, [81]; with gradient where the logits have one."""
+        """Return the log-prob of each token of each response in one row, [81]; with gradient where the logits have
+        one.
+        """
         table = self.logits_PV.log_softmax(-1)
         places = [(PREFIXES.index(response[:step]), response[step]) for response in RESPONSES for step in range(STEPS)]
         rows, columns = zip(*places, strict=True)

@@ -92,7 +92,13 @@ class Stage:
     session: aiohttp.ClientSession
 
 
-def task(*, budget: Budget | None = None, seed: int | None = 7, chat_template_args: dict[str, Any] | None = None, **sampling: Any) -> Task:
+def task(
+    *,
+    budget: Budget | None = None,
+    seed: int | None = 7,
+    chat_template_args: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> Task:
     return Task(
         id=5,
         run="r",
@@ -134,7 +140,9 @@ async def stage(
         await gateway.start(at)
         programs = InProcess(session, program)
         try:
-            rollout = ProgramRollout(gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again, needs_log=needs_log)
+            rollout = ProgramRollout(
+                gateway, programs, max_calls_in_flight=max_calls, turns=turns, again=again, needs_log=needs_log
+            )
             yield Stage(served, engines, responses, gateway, programs, rollout, session)
         finally:
             await gateway.close()

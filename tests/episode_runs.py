@@ -23,7 +23,9 @@ def trained(
     settings: Sequence[str] = (),
     limit_s: float = 150.0,
 ) -> Up:
-    """Train on a rollout, check the guarantees of every run, and return the run. ``overlay``: configurations of its engine."""
+    """Train on a rollout, check the guarantees of every run, and return the run. ``overlay``: configurations of its
+    engine.
+    """
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in prompts))
     config = tmp_path / "env.yaml"
     written = {
@@ -46,7 +48,9 @@ def trained(
 
 
 def assert_turns(run: Up, turns: int) -> None:
-    """Check that the tokens of all turns are trained, and that the learner computes the engine's log-probs for tokens without lag."""
+    """Check that the tokens of all turns are trained, and that the learner computes the engine's log-probs for tokens
+    without lag.
+    """
     most = GROUPS * SIZE * turns * NEW_TOKENS
     assert "offpolicy/fresh_logprob_diff_abs" in run.metrics[0]
     for step in run.metrics:

@@ -1,4 +1,6 @@
-"""Number of examples of the property tests with many: ``make test-all`` tries all of them, the other targets a third."""
+"""Number of examples of the property tests with many: ``make test-all`` tries all of them, the other targets a
+third.
+"""
 
 import os
 

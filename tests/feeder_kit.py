@@ -68,12 +68,16 @@ class World:
     def prompts(self) -> PromptFile:
         path = self.root.parent / "prompts.jsonl"
         if not path.exists():
-            path.write_text("".join(json.dumps({"prompt": f"p{number}", "label": number}) + "\n" for number in range(7)))
+            path.write_text(
+                "".join(json.dumps({"prompt": f"p{number}", "label": number}) + "\n" for number in range(7))
+            )
         return PromptFile(path, tokenize=lambda prompt: [ord(letter) for letter in prompt], max_tokens=8)
 
     @asynccontextmanager
     async def feeder(self, **changes: Any) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
-        """Run a feeder; yield its URL and task. Leaving the block kills it; an error of its own is raised by awaiting the task."""
+        """Run a feeder; yield its URL and task. Leaving the block kills it; an error of its own is raised by awaiting
+        the task.
+        """
         values: dict[str, Any] = {
             "model": ModelFacts(vocab_size=256),
             "learner": self.learner,
@@ -84,7 +88,13 @@ class World:
         with KeptPort() as port:
             url = f"tcp://127.0.0.1:{port.number}"
             places = FeederPlaces(
-                run=self.run, bus_url=self.url, bus=self.config, listen=url, keys=KEYS, checkpoints=self.root, num_nodes=self.num_nodes
+                run=self.run,
+                bus_url=self.url,
+                bus=self.config,
+                listen=url,
+                keys=KEYS,
+                checkpoints=self.root,
+                num_nodes=self.num_nodes,
             )
             settings = FeederSettings(places=places, **(values | changes))
             feeding = asyncio.create_task(run_feeder(settings, self.prompts(), draining), name="feeder")
@@ -95,7 +105,9 @@ class World:
                 await asyncio.gather(feeding, return_exceptions=True)
 
     @asynccontextmanager
-    async def actors(self, make: Callable[[Task, int], Sample] | None = None, *, kind: Kind = Kind.TRAIN) -> AsyncIterator[None]:
+    async def actors(
+        self, make: Callable[[Task, int], Sample] | None = None, *, kind: Kind = Kind.TRAIN
+    ) -> AsyncIterator[None]:
         """Run two scripted actors."""
         acting = [asyncio.create_task(self._act(make or self._respond, kind)) for _ in range(2)]
         try:
@@ -132,8 +144,12 @@ class World:
         self.versions[version] = step
         return version
 
-    async def train(self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False) -> Start:
-        """Act as a rank, in a thread, until the end or until ``stop(what, step)`` is true; what: batch | done | checkpoint | publish."""
+    async def train(
+        self, url: str, *, rank: int = 0, stop: Callable[[str, int], bool] = lambda what, step: False
+    ) -> Start:
+        """Act as a rank, in a thread, until the end or until ``stop(what, step)`` is true; what: batch | done |
+        checkpoint | publish.
+        """
         return await asyncio.to_thread(self._rank, url, rank, stop, asyncio.get_running_loop())
 
     def _rank(self, url: str, rank: int, stop: Callable[[str, int], bool], loop: asyncio.AbstractEventLoop) -> Start:
@@ -186,14 +202,18 @@ class World:
         raise LearnerError("no end was served")
 
     async def records(self) -> list[Plan | Done | Settle | Requeue]:
-        return [record async for _, record in self.bus.plans.scan() if isinstance(record, Plan | Done | Settle | Requeue)]
+        return [
+            record async for _, record in self.bus.plans.scan() if isinstance(record, Plan | Done | Settle | Requeue)
+        ]
 
     async def plans(self) -> list[Plan]:
         return [record for record in await self.records() if isinstance(record, Plan)]
 
 
 def digest(batch: StepBatch) -> str:
-    """Return the digest of everything a rank trains on; the repetition flag and the checkpoint's bytes are not part of it."""
+    """Return the digest of everything a rank trains on; the repetition flag and the checkpoint's bytes are not part of
+    it.
+    """
     frames = encode(batch)
     header = (batch.step, batch.dp_rank, batch.num_tokens, len(batch.micro_batches))
     return hashlib.sha256(repr(header).encode() + b"".join(bytes(frame) for frame in frames[2:])).hexdigest()

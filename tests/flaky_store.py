@@ -1,4 +1,6 @@
-"""An object store in memory, as a file system of fsspec with the protocol ``flaky``: it records requests, and fails when told to."""
+"""An object store in memory, as a file system of fsspec with the protocol ``flaky``: it records requests, and fails
+when told to.
+"""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar

@@ -1,7 +1,8 @@
-"""Programs of tests, forked from the process' template (``tests.template``): functions, and our modules in place of ``python -m``.
+"""Programs of tests, forked from the process' template (``tests.template``): functions, and our modules in place of
+``python -m``.
 
-Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes ``python -m
-tidemill``.
+Knows nothing of what the programs do. A test of a start itself (arguments of the interpreter, time, memory) executes
+``python -m tidemill``.
 """
 
 import asyncio
@@ -27,13 +28,17 @@ from tidemill.bus.system.processes import Child
 CHILDLESS = ("actor", "bus", "engine", "feeder", "prepare", "rank", "router")
 """Commands that start no command of ours."""
 EXECUTED = "CHILDREN_EXECUTED"
-"""Environment variable: a forked program executes its children. For GPUs: torch refuses CUDA in a process forked after its start."""
+"""Environment variable: a forked program executes its children. For GPUs: torch refuses CUDA in a process forked after
+its start.
+"""
 FORKED = ("tidemill", "tests.chaos.dying")
 """Modules that are forked where a forked program starts them; others are executed."""
 
 
 class Forked:
-    """A running ``main(*arguments)``; its exit code is the return value of ``main``. It ends with this process at the latest."""
+    """A running ``main(*arguments)``; its exit code is the return value of ``main``. It ends with this process at the
+    latest.
+    """
 
     def __init__(
         self,
@@ -49,18 +54,26 @@ class Forked:
     ) -> None:
         """``environment``: changes of this process' own. ``errors``: the file of stderr; None = that of stdout.
 
-        ``descriptors``: those of this process that the program inherits, under the same numbers. ``session``: it leads one of its own;
-        otherwise a signal to the group of its parent, which was forked itself, reaches it, too.
+        ``descriptors``: those of this process that the program inherits, under the same numbers. ``session``: it leads
+        one of its own; otherwise a signal to the group of its parent, which was forked itself, reaches it, too.
         """
         self.output = output
         """File of stdout."""
         self._reading = threading.Lock()
         """The exit code of a child can be read once."""
         self._code: int | None = None
-        streams = [os.open(os.devnull, os.O_RDONLY), *(os.open(file, _APPENDED, 0o644) for file in (output, errors or output))]
+        streams = [
+            os.open(os.devnull, os.O_RDONLY),
+            *(os.open(file, _APPENDED, 0o644) for file in (output, errors or output)),
+        ]
         try:
             self.pid = _fork(
-                main, arguments, environment, {**dict(enumerate(streams)), **{number: number for number in descriptors}}, cwd, session
+                main,
+                arguments,
+                environment,
+                {**dict(enumerate(streams)), **{number: number for number in descriptors}},
+                cwd,
+                session,
             )
         finally:
             for stream in streams:
@@ -69,7 +82,9 @@ class Forked:
         weakref.finalize(self, os.close, self._end)
 
     @classmethod
-    def module(cls, module: str, words: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, **rest: Any) -> "Forked":
+    def module(
+        cls, module: str, words: Sequence[str], output: Path, environment: Mapping[str, str] | None = None, **rest: Any
+    ) -> "Forked":
         """Fork ``python -m MODULE WORDS``."""
         return cls(run_module, (module, tuple(words)), environment or {}, output, **rest)
 
@@ -111,7 +126,9 @@ def piped(main: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Connectio
     with tempfile.TemporaryDirectory(prefix="tidemill-forked-") as directory, ours:
         with theirs:
             descriptor = theirs.fileno()
-            process = Forked(_with_pipe, (main, arguments, descriptor), {}, Path(directory) / "output", descriptors=[descriptor])
+            process = Forked(
+                _with_pipe, (main, arguments, descriptor), {}, Path(directory) / "output", descriptors=[descriptor]
+            )
         try:
             yield ours, process
         finally:
@@ -149,7 +166,9 @@ class _Process:
 
 
 def run_module(module: str, words: Sequence[str]) -> None:
-    """Run ``python -m MODULE WORDS`` in this process; its own children are forked, too, unless the environment has ``EXECUTED``."""
+    """Run ``python -m MODULE WORDS`` in this process; its own children are forked, too, unless the environment has
+    ``EXECUTED``.
+    """
     if INHERITED in os.environ and EXECUTED not in os.environ:
         Child.spawn = _spawn  # type: ignore[method-assign]
     sys.argv[1:] = words
@@ -173,9 +192,13 @@ async def _spawn(child: Child, stdout: int, stderr: int, pass_fds: Sequence[int]
             readable, stdout = os.pipe()
             owned.append(stdout)
             reader = asyncio.StreamReader()
-            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb"))
+            await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(readable, "rb")
+            )
         streams = {0: nothing, 1: stdout, 2: stdout if stderr == STDOUT else stderr}
-        pid = _fork(run_module, (module, words), child.environment, {**streams, **{number: number for number in pass_fds}})
+        pid = _fork(
+            run_module, (module, words), child.environment, {**streams, **{number: number for number in pass_fds}}
+        )
     finally:
         for number in owned:
             os.close(number)

@@ -1,4 +1,6 @@
-"""The collector of a process that has imported every module: a million objects, which a full collection would walk for a second."""
+"""The collector of a process that has imported every module: a million objects, which a full collection would walk for
+a second.
+"""
 
 import gc
 

@@ -1,4 +1,6 @@
-"""A fake nvidia-smi for tests: a script of that name in a directory for PATH, which answers as a machine with these devices would."""
+"""A fake nvidia-smi for tests: a script of that name in a directory for PATH, which answers as a machine with these
+devices would.
+"""
 
 import os
 import stat
@@ -18,7 +20,9 @@ def row(index: int, *, mig: str = "Disabled", memory: str = f"{MIB} MiB") -> str
 
 
 def fake_nvidia_smi(directory: Path, gpus: int = 0, *, script: str = "", listing: str = "") -> str:
-    """Write the program and return a PATH on which it comes first. ``script`` replaces its body; ``listing`` is the answer to ``-L``."""
+    """Write the program and return a PATH on which it comes first. ``script`` replaces its body; ``listing`` is the
+    answer to ``-L``.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     answer = "\n".join(row(index) for index in range(gpus))
     body = script or f"[ \"$1\" = -L ] && cat <<'END' && exit\n{listing}\nEND\ncat <<'END'\n{answer}\nEND\n"

@@ -1,4 +1,6 @@
-"""The learner's side of a push by handles, written after `docs/wire.md` and without its code: one socket, one memfd, msgpack."""
+"""The learner's side of a push by handles, written after `docs/wire.md` and without its code: one socket, one memfd,
+msgpack.
+"""
 
 import asyncio
 import itertools
@@ -26,7 +28,9 @@ class HandlePush:
 
     async def ask(self, verb: str, **fields: Any) -> tuple[int, Any]:
         id = next(self._ids)
-        await self._socket.send(msgpack.packb({"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": LIMIT_S, **fields}))
+        await self._socket.send(
+            msgpack.packb({"verb": verb, "id": id, "epoch": self._epoch, "timeout_s": LIMIT_S, **fields})
+        )
         async with asyncio.timeout(LIMIT_S):
             answer = msgpack.unpackb(await self._socket.recv())
         assert answer.pop("id") == id
@@ -39,7 +43,9 @@ class HandlePush:
 
     async def bucket(self, tensors: Iterable[tuple[str, Tensor]]) -> tuple[int, Any]:
         tensors = list(tensors)
-        payload = b"".join(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, tensor in tensors)
+        payload = b"".join(
+            tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for _, tensor in tensors
+        )
         fd = os.memfd_create("a learner's")
         try:
             os.ftruncate(fd, 2 * mmap.PAGESIZE + len(payload))

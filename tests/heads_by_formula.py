@@ -1,4 +1,6 @@
-"""The functions of ``tidemill.learner.megatron.layers.fused_heads`` in torch's operations: a reference, and a stand-in without Triton."""
+"""The functions of ``tidemill.learner.megatron.layers.fused_heads`` in torch's operations: a reference, and a stand-in
+without Triton.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,6 @@
-"""Bytes that no process of a run writes, on every subject of it: random ones, broken messages, other types, huge numbers."""
+"""Bytes that no process of a run writes, on every subject of it: random ones, broken messages, other types, huge
+numbers.
+"""
 
 import asyncio
 import dataclasses
@@ -70,8 +72,12 @@ class Hostile:
         self._port, self._run, self.random = int(url.rsplit(":", 1)[1]), run, random.Random(seed)
         self.written = 0
 
-    async def write(self, count: int, subjects: Callable[[], list[tuple[str, bytes]]], *, unreadable: bool = False) -> None:
-        """Write ``count`` messages; the server has them all afterwards. ``unreadable``: rows that no process can take for valid ones."""
+    async def write(
+        self, count: int, subjects: Callable[[], list[tuple[str, bytes]]], *, unreadable: bool = False
+    ) -> None:
+        """Write ``count`` messages; the server has them all afterwards. ``unreadable``: rows that no process can take
+        for valid ones.
+        """
         reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
         await reader.readline()
         writer.write(b'CONNECT {"verbose":false,"headers":true,"pedantic":false}\r\n')
@@ -111,7 +117,17 @@ class Hostile:
             return bytes(changed)
         if kind == 3:
             return self.random.choice(
-                (b"[" * 5000, b"\x91" * 5000, b'{"a":' * 2000, b"\xdf\xff\xff\xff\xff", b"\xc1", b"null", b"\xc0", b"[]", b"\x90")
+                (
+                    b"[" * 5000,
+                    b"\x91" * 5000,
+                    b'{"a":' * 2000,
+                    b"\xdf\xff\xff\xff\xff",
+                    b"\xc1",
+                    b"null",
+                    b"\xc0",
+                    b"[]",
+                    b"\x90",
+                )
             )
         return self._other_types(sound)
 
@@ -133,17 +149,32 @@ class Hostile:
         end = TurnRecord(kind=TurnKind.END, run=run, task=task, index=0, attempt="a", sample_seq=1)
         seqs = [self.random.randrange(1, 500) for _ in range(self.random.randrange(1, 60))]
         return [
-            *((f"tm.{run}.sample.{where}", sample) for where in ("train.0.x", "eval.none.x", "x", "\u00b2.\u00b2", f"train.{'9' * 40}.x")),
+            *(
+                (f"tm.{run}.sample.{where}", sample)
+                for where in ("train.0.x", "eval.none.x", "x", "\u00b2.\u00b2", f"train.{'9' * 40}.x")
+            ),
             (f"tm.{run}.sample.train.0.x.parts", parts.describe(sample, seqs)),
             (f"tm.{run}.part.train.{task}", sample),
-            *((f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task))) for where in (f"{task}.0", "x.x", f"{'9' * 40}.0")),
+            *(
+                (f"tm.{run}.partial.{where}", encode_partial(make_partial(run, task)))
+                for where in (f"{task}.0", "x.x", f"{'9' * 40}.0")
+            ),
             *((f"tm.{run}.turn.{where}", encode_turn_record(end)) for where in (f"{task}.0", "x.x")),
             *((f"tm.{run}.dead.task.{where}", dead) for where in (task, "x", "9" * 40)),
-            *((f"tm.{run}.dead.word.{where}", encode_decision(DeadLetterDecision(task=task, word="requeue"))) for where in (task, "x")),
+            *(
+                (f"tm.{run}.dead.word.{where}", encode_decision(DeadLetterDecision(task=task, word="requeue")))
+                for where in (task, "x")
+            ),
             (f"tm.{run}.dead.report.{task}", b"\x81\xa1a\x01"),
-            *((f"tm.{run}.plan.{kind}", encode_record(Done(epoch=NO_TASK, step=1, metrics={"a": 1.0}))) for kind in ("done", "plan", "x")),
+            *(
+                (f"tm.{run}.plan.{kind}", encode_record(Done(epoch=NO_TASK, step=1, metrics={"a": 1.0})))
+                for kind in ("done", "plan", "x")
+            ),
             (f"tm.{run}.plan.fence", encode_record(Fence(epoch=NO_TASK))),
-            *((f"tm.{run}.task.{kind}", encode_task(make_task(run, epoch=NO_TASK))) for kind in ("train", "eval", "fence", "x")),
+            *(
+                (f"tm.{run}.task.{kind}", encode_task(make_task(run, epoch=NO_TASK)))
+                for kind in ("train", "eval", "fence", "x")
+            ),
         ]
 
     def rows(self) -> list[tuple[str, bytes]]:
@@ -155,29 +186,58 @@ class Hostile:
         place = {"created": "2026", "floor": 3, "policy": "leave", "owner": "me", "given_up": True}
         return [
             *((f"$KV.TM_{self._run}_live.{role}.z", json.dumps(row).encode()) for role, row in live.items()),
-            *((f"$KV.TM_{self._run}_live.{key}", b'{"role": 1}') for key in ("engine.z", "learner.z", "x", "x.y.z", "\u00b2.\u00b2")),
+            *(
+                (f"$KV.TM_{self._run}_live.{key}", b'{"role": 1}')
+                for key in ("engine.z", "learner.z", "x", "x.y.z", "\u00b2.\u00b2")
+            ),
             (f"$KV.TM_{self._run}_run.cursor.z", json.dumps(place).encode()),
             (f"$KV.TM_{self._run}_wanted.host.z", b'{"engine": 0, "actor": 0}'),
             (f"$KV.TM_{self._run}_weights.want", b'{"version": 0, "by": "z", "nonce": "n"}'),
-            *((f"$KV.TM_{self._run}_weights.v.{name}", b'{"version": 5}') for name in ("x", "\u00b2", "-1", "1e3", "700")),
+            *(
+                (f"$KV.TM_{self._run}_weights.v.{name}", b'{"version": 5}')
+                for name in ("x", "\u00b2", "-1", "1e3", "700")
+            ),
             (f"tm.{self._run}.metric.learner", b'{"step": 1}'),
         ]
 
     def rows_of_the_learner(self) -> list[tuple[str, bytes]]:
         """Return the rows that only the learner may write where there are users, but for ``run/epoch``.
 
-        A readable one with a false value may stop a run (an epoch of next year fences its learner), so these are for ``unreadable``.
+        A readable one with a false value may stop a run (an epoch of next year fences its learner), so these are for
+        ``unreadable``.
         """
         number = self.random.randrange(12)
-        version = {"version": number, "step": 3, "epoch": 1, "state": "published", "digest": "", "snapshot": "", "after": 0}
+        version = {
+            "version": number,
+            "step": 3,
+            "epoch": 1,
+            "state": "published",
+            "digest": "",
+            "snapshot": "",
+            "after": 0,
+        }
         node = {"node": 0, "nodes": 2, "nonce": "n" * 16, "phase": "ready", "versions": {"torch": "2"}}
-        attempt = {"epoch": 1, "nonces": ["n" * 16], "ranks": [1], "master": "h:1", "feeder": "tcp://h:1", "feeder_key": "k" * 40}
+        attempt = {
+            "epoch": 1,
+            "nonces": ["n" * 16],
+            "ranks": [1],
+            "master": "h:1",
+            "feeder": "tcp://h:1",
+            "feeder_key": "k" * 40,
+        }
         rows: dict[str, dict[str, Any]] = {
             "keys.admin": {"key": "k" * 32},
             "run.api_key": {"key": "k" * 32},
             "run.config": {"actor": {"reward": "digits"}, "bus": {"lease_s": 5.0}},
             "run.task_floor": {"floor": 3},
-            "run.checkpoint": {"directory": "step-2-epoch-1", "step": 2, "epoch": 1, "chain": "c", "manifest": "m", "kept": []},
+            "run.checkpoint": {
+                "directory": "step-2-epoch-1",
+                "step": 2,
+                "epoch": 1,
+                "chain": "c",
+                "manifest": "m",
+                "kept": [],
+            },
             "run.best": {"step": 2, "version": 2, "set": "s", "metric": "m", "value": 0.5},
             "run.end": {"step": 2, "reason": "r", "epoch": 1},
             "run.refused.a1": {"actor": "a1", "invalid": 64, "reason": "r"},
@@ -195,13 +255,26 @@ class Hostile:
     def rows_of_others(self) -> list[tuple[str, bytes]]:
         """Return the rows of processes at work, which write them again, and those of operators."""
         live = {
-            key: dataclasses.asdict(LiveRow(role=key.split(".")[0], id=key.split(".")[1], host="h", pid=1, phase="serving"))
-            for key in ("feeder.feeder", "learner.learner", "engine.e1", "router.door", "scorer.s1", "actor.a1", "host.here")
+            key: dataclasses.asdict(
+                LiveRow(role=key.split(".")[0], id=key.split(".")[1], host="h", pid=1, phase="serving")
+            )
+            for key in (
+                "feeder.feeder",
+                "learner.learner",
+                "engine.e1",
+                "router.door",
+                "scorer.s1",
+                "actor.a1",
+                "host.here",
+            )
         }
         wanted = {"engine": 1, "actor": 2, "scorer": 1}
         return [
             *((f"$KV.TM_{self._run}_live.{key}", json.dumps(row).encode()) for key, row in live.items()),
-            *((f"$KV.TM_{self._run}_wanted.{key}", json.dumps(wanted).encode()) for key in ("all", "host.here", "pool.p")),
+            *(
+                (f"$KV.TM_{self._run}_wanted.{key}", json.dumps(wanted).encode())
+                for key in ("all", "host.here", "pool.p")
+            ),
         ]
 
     def everything(self) -> list[tuple[str, bytes]]:

@@ -52,7 +52,9 @@ class JsActor:
 
 @contextlib.asynccontextmanager
 async def js_actor(directory: Path, url: str, run: str, id: str, *arguments: str) -> AsyncIterator[JsActor]:
-    """Start an actor in an ``installed`` directory, with its output in ``<id>.log`` there; it is killed (-9) when the block is left."""
+    """Start an actor in an ``installed`` directory, with its output in ``<id>.log`` there; it is killed (-9) when the
+    block is left.
+    """
     log = directory / f"{id}.log"
     command = (node(), "actor.mjs", "--bus", url, "--run", run, "--id", id, *arguments)
     with log.open("ab") as out:

@@ -1,6 +1,8 @@
-"""`tidemill` commands of tests, forked from a process that has imported their modules (``tests.template``): a start takes no second.
+"""`tidemill` commands of tests, forked from a process that has imported their modules (``tests.template``): a start
+takes no second.
 
-Knows nothing of the commands' work. A test of a start itself (arguments of the interpreter, time, memory) runs ``python -m tidemill``.
+Knows nothing of the commands' work. A test of a start itself (arguments of the interpreter, time, memory) runs ``python
+-m tidemill``.
 """
 
 import tempfile

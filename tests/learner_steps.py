@@ -28,10 +28,11 @@ def make_samples(
     temperature: float | Sequence[float] = 1.0,
     top_k: int | None = None,
 ) -> list[Sample]:
-    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of step v).
+    """Return random samples with two spans, of lags 1 and 0 when step ``step`` trains them (version v is the weights of
+    step v).
 
-    ``temperature``: of all, or of the groups in turn. ``top_k``: tokens that their teacher listed at each position; None = they have no
-    teacher.
+    ``temperature``: of all, or of the groups in turn. ``top_k``: tokens that their teacher listed at each position;
+    None = they have no teacher.
     """
     generator = np.random.default_rng((seed, step))
     temperatures = [temperature] if isinstance(temperature, float) else temperature
@@ -53,10 +54,19 @@ def make_samples(
                     tokens=tokens,
                     response_length=length,
                     response="x",
-                    rollout_log_probs=(-np.log(vocab) + generator.normal(0, 0.3, length)).clip(max=0).astype(np.float32),
+                    rollout_log_probs=(-np.log(vocab) + generator.normal(0, 0.3, length))
+                    .clip(max=0)
+                    .astype(np.float32),
                     loss_mask=np.ones(length, np.uint8),
-                    spans=(Span(version=max(0, step - 2), num_tokens=old), Span(version=step - 1, num_tokens=length - old)),
-                    reward={"score": (score := float(generator.integers(0, 3))), "right": score, "even": float(index % 2 == 0)},
+                    spans=(
+                        Span(version=max(0, step - 2), num_tokens=old),
+                        Span(version=step - 1, num_tokens=length - old),
+                    ),
+                    reward={
+                        "score": (score := float(generator.integers(0, 3))),
+                        "right": score,
+                        "even": float(index % 2 == 0),
+                    },
                     status=Status.COMPLETED,
                     sampling=Sampling(temperature=temperatures[task % len(temperatures)], max_new_tokens=12),
                 )
@@ -71,7 +81,11 @@ def _taught(sample: Sample, vocab: int, top_k: int, *, seed: int) -> Sample:
     log_probs = -np.log(vocab) + generator.normal(0, 0.5, length)
     ids = np.stack([generator.choice(vocab, top_k, replace=False) for _ in range(length)])
     top = np.log(generator.dirichlet(np.ones(top_k + 1), length)[:, :top_k])
-    listed = {"teacher_top_ids": ids.astype(np.int32).ravel(), "teacher_top_log_probs": top.astype(np.float32).ravel()} if top_k else {}
+    listed = (
+        {"teacher_top_ids": ids.astype(np.int32).ravel(), "teacher_top_log_probs": top.astype(np.float32).ravel()}
+        if top_k
+        else {}
+    )
     return replace(sample, teacher_log_probs=log_probs.clip(max=0).astype(np.float32), **listed)
 
 
@@ -93,7 +107,9 @@ def make_batches(
     in_group = [sum(len(sample.sizes) for sample in samples if sample.task == task) for task in tasks]
     rows = np.array([len(sample.sizes) for sample in samples], np.int32)
     lengths = [size.num_tokens for sample in samples for size in sample.sizes]
-    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group)
+    placed = assign(
+        lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group
+    )
     plan = Plan(
         epoch=1,
         step=step,
@@ -114,7 +130,9 @@ def make_batches(
     return build_batches(plan, samples, recorded=recorded, state=state, pad_to=pad_to, routed=routed)
 
 
-def with_random_experts(samples: list[Sample], routed: RoutedShape, *, unknown_share: float = 0.2, seed: int = 0) -> list[Sample]:
+def with_random_experts(
+    samples: list[Sample], routed: RoutedShape, *, unknown_share: float = 0.2, seed: int = 0
+) -> list[Sample]:
     """Return the samples with random experts for their tokens; some rows, and the last one of each, are unknown."""
     generator, found = np.random.default_rng(seed), []
     for sample in samples:
@@ -129,17 +147,26 @@ def with_random_experts(samples: list[Sample], routed: RoutedShape, *, unknown_s
 
 def rank_environment(rank: int, world: int, port: int) -> dict[str, str]:
     """Return the environment variables of a rank for torch.distributed."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "CUDA_VISIBLE_DEVICES": ""}
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
 
 
 def run_ranks(
     main: Callable[..., None], arguments: tuple[Any, ...], *, world: int, out: Path, timeout_s: float = 600.0
 ) -> list[dict[str, Any]]:
-    """Run ``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; return the content of these files."""
+    """Run ``main(*arguments, out)`` in ``world`` processes; each writes ``out/rank-<r>.json``; return the content of
+    these files.
+    """
     deadline = time.monotonic() + timeout_s
     with KeptPort() as port:
         children = [
-            Forked(main, (*arguments, out), rank_environment(rank, world, port.number), out / f"rank-{rank}.log") for rank in range(world)
+            Forked(main, (*arguments, out), rank_environment(rank, world, port.number), out / f"rank-{rank}.log")
+            for rank in range(world)
         ]
         try:
             for child in children:

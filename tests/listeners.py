@@ -72,21 +72,27 @@ async def _engine(made: Callable[[EngineConfig, Authority], Any], authority: Aut
     try:
         url = await engine.start()
         engine.phase = "serving"
-        yield Place(listener=engine._server.listener, url=url, request="POST /generate", headers=KEYS.headers if far else {})
+        yield Place(
+            listener=engine._server.listener, url=url, request="POST /generate", headers=KEYS.headers if far else {}
+        )
     finally:
         await engine.close()
 
 
 @asynccontextmanager
 async def engine(model_dir: Path) -> AsyncIterator[Place]:
-    async with _engine(lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority(RUN)) as place:
+    async with _engine(
+        lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority(RUN)
+    ) as place:
         yield place
 
 
 @asynccontextmanager
 async def teacher(model_dir: Path) -> AsyncIterator[Place]:
     """As ``tidemill.launch.run.teacher`` opens it: without keys."""
-    async with _engine(lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority()) as place:
+    async with _engine(
+        lambda config, authority: BuiltinEngine(model_dir, config, authority=authority), Authority()
+    ) as place:
         yield place
 
 
@@ -96,7 +102,9 @@ async def sglang(model_dir: Path) -> AsyncIterator[Place]:
         server.does = "generate"
 
         def made(config: EngineConfig, authority: Authority) -> SglangEngine:
-            settings = EngineConfig(kind="sglang", host=config.host, advertise=config.advertise, sglang=SglangConfig(url=server.url))
+            settings = EngineConfig(
+                kind="sglang", host=config.host, advertise=config.advertise, sglang=SglangConfig(url=server.url)
+            )
             return SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"), authority=authority)
 
         async with _engine(made, Authority(RUN)) as place:
@@ -109,7 +117,12 @@ async def _router(keys: RunKeys | None, at: Reach) -> AsyncIterator[Place]:
         router = RouterServer(RouterConfig(workers=(server.url,), host=at.bind, advertise=at.advertised), None, keys)
         url = await router.start()
         try:
-            yield Place(listener=router.listener, url=url, request="POST /abort_request", headers={} if keys is None else KEYS.headers)
+            yield Place(
+                listener=router.listener,
+                url=url,
+                request="POST /abort_request",
+                headers={} if keys is None else KEYS.headers,
+            )
         finally:
             await router.close()
 
@@ -132,7 +145,9 @@ async def gateway(model_dir: Path) -> AsyncIterator[Place]:
     url = await opened.start()
     try:
         async with opened.opened(Episode(task(), 0, "n0"), max_calls_in_flight=1) as key:
-            yield Place(listener=opened.listener, url=url, request="POST /reward", headers={"Authorization": f"Bearer {key}"})
+            yield Place(
+                listener=opened.listener, url=url, request="POST /reward", headers={"Authorization": f"Bearer {key}"}
+            )
     finally:
         await opened.close()
 

@@ -1,4 +1,6 @@
-"""Megatron's groups in tests: a world of one rank in the test process, and the layouts that ranks of a test form one after the other."""
+"""Megatron's groups in tests: a world of one rank in the test process, and the layouts that ranks of a test form one
+after the other.
+"""
 
 import atexit
 import gc
@@ -22,7 +24,8 @@ from tidemill.learner.megatron.model import Policy
 def free_models() -> None:
     """Free the models and optimizers that nothing uses any more.
 
-    They keep the groups of their ranks, and each group has three threads of gloo, one of which wakes a hundred times a second.
+    They keep the groups of their ranks, and each group has three threads of gloo, one of which wakes a hundred times a
+    second.
     """
     for each in gc.get_objects():
         if type(each) is MoEAlltoAllTokenDispatcher:
@@ -56,7 +59,8 @@ def one_rank(wanted: str = "cpu") -> Iterator[parallel.Parallel]:
 
 @contextmanager
 def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
-    """Form the groups of a layout with the other ranks of a test, on the CPU; leave them afterwards, with another port for the next ones.
+    """Form the groups of a layout with the other ranks of a test, on the CPU; leave them afterwards, with another port
+    for the next ones.
 
     ``sizes``: arguments of ``parallel.join``.
     """
@@ -73,14 +77,18 @@ def joined(**sizes: Any) -> Iterator[parallel.Parallel]:
 
 
 def not_sent_once(policy: Policy) -> list[str]:
-    """Return the names of the tensors that do not have exactly one sender, or that it has with other bits; collective over all ranks.
+    """Return the names of the tensors that do not have exactly one sender, or that it has with other bits; collective
+    over all ranks.
 
     With all ranks of a stage that have parts of it as senders, and with one.
     """
     here, whole = policy.parallel, {name: tensor.clone() for name, tensor in policy.export()}
     wrong: list[str] = []
     for at_most in (0, 1):
-        own = {name: tensor.clone() for name, tensor in policy.export_part(num_senders(here.tp_size, here.ep_size, at_most))}
+        own = {
+            name: tensor.clone()
+            for name, tensor in policy.export_part(num_senders(here.tp_size, here.ep_size, at_most))
+        }
         wrong += [name for name, tensor in own.items() if not torch.equal(tensor, whole[name])]
         names: list[list[str]] = [[]] * dist.get_world_size()
         dist.all_gather_object(names, list(own))

@@ -16,7 +16,9 @@ def undocumented(names: Iterable[str]) -> set[str]:
 def missing(names: Iterable[str], sections: tuple[str, ...]) -> set[str]:
     """Return the documented names of these sections (``train/``, ...) that none of ``names`` is."""
     names = list(names)
-    return {name for name in _listed() if name.startswith(sections) and not any(_form(name).fullmatch(one) for one in names)}
+    return {
+        name for name in _listed() if name.startswith(sections) and not any(_form(name).fullmatch(one) for one in names)
+    }
 
 
 def _listed() -> list[str]:

@@ -14,7 +14,9 @@ import pytest
 
 OLDEST_NODE = 20
 INSTALL_LIMIT_S = 240
-UNREACHABLE = re.compile(r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ERR_SOCKET_TIMEOUT|EIDLETIMEOUT")
+UNREACHABLE = re.compile(
+    r"ENOTFOUND|EAI_AGAIN|ECONNREFUSED|ECONNRESET|ETIMEDOUT|ENETUNREACH|EHOSTUNREACH|ERR_SOCKET_TIMEOUT|EIDLETIMEOUT"
+)
 
 
 def node() -> str:
@@ -39,8 +41,8 @@ def _node_and_npm() -> tuple[str, list[str]]:
 def packages(source: Path) -> Path:
     """Return a directory with the node_modules that ``package.json`` and the lock file in ``source`` state.
 
-    They are fetched once per lock file and kept in the user's cache directory. Where there is no Node, or no way to the npm registry, the
-    test is skipped with the reason; in CI it fails.
+    They are fetched once per lock file and kept in the user's cache directory. Where there is no Node, or no way to the
+    npm registry, the test is skipped with the reason; in CI it fails.
     """
     lock = hashlib.sha256((source / "package-lock.json").read_bytes()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tidemill-tests"
@@ -61,7 +63,9 @@ def _install(source: Path, directory: Path) -> None:
     patience = ("--fetch-retries=4", "--fetch-retry-mintimeout=1000", "--fetch-retry-factor=2", "--fetch-timeout=30000")
     command = [*npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", *patience]
     environment = {**os.environ, "PATH": f"{Path(binary).parent}:{os.environ.get('PATH', '')}"}
-    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
+    done = subprocess.run(
+        command, cwd=directory, env=environment, capture_output=True, text=True, timeout=INSTALL_LIMIT_S
+    )
     if done.returncode and (why := UNREACHABLE.search(done.stderr)):
         pytest.skip(f"the npm registry cannot be reached: {why.group()}")
     assert done.returncode == 0, f"npm ci: {done.stdout[-2000:]}{done.stderr[-2000:]}"

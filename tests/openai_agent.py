@@ -1,4 +1,6 @@
-"""An agent with OpenAI's own client, in the shape of AReaL's: ``run(data, **extra)``. Nothing of Tidemill is imported."""
+"""An agent with OpenAI's own client, in the shape of AReaL's: ``run(data, **extra)``. Nothing of Tidemill is
+imported.
+"""
 
 from openai import AsyncOpenAI
 
@@ -11,7 +13,11 @@ class Asks:
 
     async def run(self, data, **extra):
         client = AsyncOpenAI(
-            base_url=extra["base_url"], api_key=extra["api_key"], http_client=extra.get("http_client"), max_retries=0, timeout=300
+            base_url=extra["base_url"],
+            api_key=extra["api_key"],
+            http_client=extra.get("http_client"),
+            max_retries=0,
+            timeout=300,
         )
         messages, said = list(data["prompt"]), ""
         for _ in range(2):

@@ -6,12 +6,24 @@ from typing import Any
 
 async def slime_rm(args: Any, sample: Any, **kwargs: Any) -> float:
     await asyncio.sleep(0)
-    return args.scale * float(sample.label in sample.response) + 0.1 * (sample.status.value == "truncated") + len(sample.tokens) / 1000
+    return (
+        args.scale * float(sample.label in sample.response)
+        + 0.1 * (sample.status.value == "truncated")
+        + len(sample.tokens) / 1000
+    )
 
 
-def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, strict: bool = False) -> dict[str, Any]:
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, strict: bool = False
+) -> dict[str, Any]:
     correct = solution_str.strip() == ground_truth if strict else ground_truth in solution_str
-    return {"score": 2.0 * correct, "acc": correct, "pred": solution_str, "from": data_source, "hard": extra_info["level"]}
+    return {
+        "score": 2.0 * correct,
+        "acc": correct,
+        "pred": solution_str,
+        "from": data_source,
+        "hard": extra_info["level"],
+    }
 
 
 def accuracy(completions: list[Any], solution: list[str], **kwargs: Any) -> list[float | None]:

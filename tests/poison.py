@@ -1,4 +1,6 @@
-"""Rewards that fail for some prompts or responses: in a module of their own, so that actors find them by import path."""
+"""Rewards that fail for some prompts or responses: in a module of their own, so that actors find them by import
+path.
+"""
 
 import asyncio
 from pathlib import Path

@@ -37,7 +37,9 @@ def install(packages: Iterable[str]) -> None:
     """Install Debian packages. Raises subprocess.CalledProcessError, and OSError without apt-get."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update"], ["install", "--yes", "--no-install-recommends", *packages]):
-        subprocess.run(["apt-get", "--quiet", *words], check=True, env=environment, stdin=subprocess.DEVNULL, timeout=INSTALL_S)
+        subprocess.run(
+            ["apt-get", "--quiet", *words], check=True, env=environment, stdin=subprocess.DEVNULL, timeout=INSTALL_S
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -51,7 +53,10 @@ def main(arguments: list[str]) -> int:
             failure = f" ({error})"
         packages = missing()
     if packages:
-        print(f"the tests want these Debian packages: {' '.join(packages)}{failure}; as root: apt-get install {' '.join(packages)}")
+        print(
+            f"the tests want these Debian packages: {' '.join(packages)}{failure}; as root: apt-get install "
+            f"{' '.join(packages)}"
+        )
     return 1 if packages else 0
 
 

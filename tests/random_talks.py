@@ -1,5 +1,6 @@
-"""Programs that talk with the model at random (tools, branches, histories cut or compacted, several agents, streams, token ids), and keep
-what they were sent."""
+"""Programs that talk with the model at random (tools, branches, histories cut or compacted, several agents, streams,
+token ids), and keep what they were sent.
+"""
 
 import asyncio
 import json
@@ -16,13 +17,20 @@ from tests.episode_kit import Client
 from tests.tiny_models import tiny_model, write_tiny_model
 
 TEMPLATE = (
-    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages "
+    "%}<|im_start|>{{ m.role }}\n"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% "
+    "endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CALLS = tuple(f'\n\n<tool_call>\n{{"name":  "add", "arguments": {{"a":{a}, "b": {a + 1}}}}}</tool_call>\n' for a in range(60))
+CALLS = tuple(
+    f'\n\n<tool_call>\n{{"name":  "add", "arguments": {{"a":{a}, "b": {a + 1}}}}}</tool_call>\n' for a in range(60)
+)
 """Tokens of the model, each a whole call, in a notation in which no template writes it again."""
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
 WORDS = ("more", "are you sure?", "seven", "the pond", "Write 1 2 3.", "über", "no")
 FIRST_ID, NUM_IDS = 3, 290
 """Ids that a program makes up."""
@@ -37,7 +45,9 @@ def write_talking_model(directory: Path) -> Path:
     tokenizer.add_tokens([AddedToken(call, normalized=False) for call in CALLS])
     tokenizer.save(str(directory / "tokenizer.json"))
     with torch.no_grad():
-        tiny_model(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024).save_pretrained(directory, safe_serialization=True)
+        tiny_model(vocab_size=tokenizer.get_vocab_size(), max_position_embeddings=1024).save_pretrained(
+            directory, safe_serialization=True
+        )
     config = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": TEMPLATE}))
     return directory
@@ -70,7 +80,9 @@ class Chat:
     ids: list[int] = field(default_factory=list)
     tools: bool = False
     extends: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Path -> ids of the last prompt and answer, with which the next prompt begins; none of an answer that had no ids of its prompt."""
+    """Path -> ids of the last prompt and answer, with which the next prompt begins; none of an answer that had no ids
+    of its prompt.
+    """
 
 
 class Talk:
@@ -96,7 +108,13 @@ class Talk:
 
     def begun(self, agent: str) -> Chat:
         head = [{"role": "system", "content": "Be brief."}] if self.random.random() < 0.3 else []
-        return Chat(agent, [*head, {"role": "user", "content": self.words()}], self.words(), self.made_up(), self.random.random() < 0.7)
+        return Chat(
+            agent,
+            [*head, {"role": "user", "content": self.words()}],
+            self.words(),
+            self.made_up(),
+            self.random.random() < 0.7,
+        )
 
     def words(self) -> str:
         return " ".join(self.random.choices(WORDS, k=self.random.randint(1, 3)))
@@ -166,7 +184,10 @@ class Talk:
         for message in (await self.answers(client, "/v1/chat/completions", body, chat, trained))[:1]:
             chat.messages.append(message)
             calls = message.get("tool_calls") or []
-            chat.messages += [{"role": "tool", "tool_call_id": call["id"], "content": str(self.random.randrange(99))} for call in calls]
+            chat.messages += [
+                {"role": "tool", "tool_call_id": call["id"], "content": str(self.random.randrange(99))}
+                for call in calls
+            ]
             self.note("tool_call", len(calls))
         if chat.messages[-1]["role"] != "tool" or self.random.random() < 0.2:
             chat.messages.append({"role": "user", "content": self.words()})
@@ -178,11 +199,17 @@ class Talk:
 
     async def of_ids(self, client: Client, chat: Chat, *, trained: bool) -> None:
         """Ask with token ids, at one of the three paths that take them."""
-        prompt, most, path = list(chat.ids), self.random.randint(1, 8), self.random.choice(("/generate", "/inference/v1/generate", ""))
+        prompt, most, path = (
+            list(chat.ids),
+            self.random.randint(1, 8),
+            self.random.choice(("/generate", "/inference/v1/generate", "")),
+        )
         self.note("ids")
         if not path:
             before = len(self.kept)
-            await self.answers(client, "/v1/completions", {"prompt": prompt, "max_tokens": most}, Chat(chat.agent), trained)
+            await self.answers(
+                client, "/v1/completions", {"prompt": prompt, "max_tokens": most}, Chat(chat.agent), trained
+            )
             chat.ids += [*self.kept[before].tokens, *self.made_up()]
             return
         asked = {"sampling_params": {"max_new_tokens" if path == "/generate" else "max_tokens": most}}
@@ -201,9 +228,15 @@ class Talk:
 
     def wishes(self) -> dict[str, Any]:
         """Return limits and forms of an answer, which no task has."""
-        return {"max_tokens": self.random.randint(1, 10), "n": self.random.choice((1, 1, 1, 2)), "stream": self.random.random() < 0.3}
+        return {
+            "max_tokens": self.random.randint(1, 10),
+            "n": self.random.choice((1, 1, 1, 2)),
+            "stream": self.random.random() < 0.3,
+        }
 
-    async def answers(self, client: Client, path: str, body: dict[str, Any], chat: Chat, trained: bool) -> list[dict[str, Any]]:
+    async def answers(
+        self, client: Client, path: str, body: dict[str, Any], chat: Chat, trained: bool
+    ) -> list[dict[str, Any]]:
         """Return the messages of the answers; none of a stream on which the program has hung up."""
         body = {**body, "return_token_ids": True}
         self.note("stream" if body.get("stream") else "whole")
@@ -219,9 +252,13 @@ class Talk:
         for place, choice in enumerate(answer["choices"]):
             id = f"{answer['id']}.{place}" if place else answer["id"]
             self.keep(id, prompt, choice["token_ids"], choice["token_logprobs"], trained, chat.agent, behind=before)
-        return [choice.get("message") or {"role": "assistant", "content": choice["text"]} for choice in answer["choices"]]
+        return [
+            choice.get("message") or {"role": "assistant", "content": choice["text"]} for choice in answer["choices"]
+        ]
 
-    async def streamed(self, client: Client, path: str, body: dict[str, Any], agent: str, trained: bool) -> list[dict[str, Any]]:
+    async def streamed(
+        self, client: Client, path: str, body: dict[str, Any], agent: str, trained: bool
+    ) -> list[dict[str, Any]]:
         most = self.random.choice((None, None, 3)) if body["n"] == 1 else None
         ids: list[list[int]] = [[] for _ in range(body["n"])]
         log_probs: list[list[float]] = [[] for _ in ids]
@@ -240,7 +277,9 @@ class Talk:
                     log_probs[place] += choice.get("token_logprobs", ())
                     messages[place]["content"] += delta.get("content") or choice.get("text") or ""
                     for call in delta.get("tool_calls", ()):
-                        messages[place].setdefault("tool_calls", []).append({key: call[key] for key in ("id", "type", "function")})
+                        messages[place].setdefault("tool_calls", []).append(
+                            {key: call[key] for key in ("id", "type", "function")}
+                        )
                 if most is not None and len(ids[0]) >= most:
                     cut = True
                     break
@@ -264,7 +303,17 @@ class Talk:
         agent: str,
         **more: Any,
     ) -> None:
-        self.kept.append(Kept(id=id, prompt=prompt, tokens=tuple(tokens), log_probs=tuple(log_probs), trained=trained, agent=agent, **more))
+        self.kept.append(
+            Kept(
+                id=id,
+                prompt=prompt,
+                tokens=tuple(tokens),
+                log_probs=tuple(log_probs),
+                trained=trained,
+                agent=agent,
+                **more,
+            )
+        )
 
     def note(self, kind: str, count: int = 1) -> None:
         self.did[kind] = self.did.get(kind, 0) + count

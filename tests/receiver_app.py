@@ -1,4 +1,5 @@
-"""A receiver of weights in a process of its own: SGLang's update paths over HTTP, real groups, handles, a live row; no model.
+"""A receiver of weights in a process of its own: SGLang's update paths over HTTP, real groups, handles, a live row; no
+model.
 
 It can be set to die or to hang (``kill`` or ``stop`` itself) at the first request of a phase after it serves a version.
 """
@@ -64,7 +65,9 @@ class Behaviour:
     at_once: bool = True
     """True = it receives a push in a single request, as the built-in engine does, unlike SGLang."""
     handles: str = "here"
-    """Handles in its live row: here | blind (here, but it cannot read them) | odd (no URL) | elsewhere (another host) | "" = none."""
+    """Handles in its live row: here | blind (here, but it cannot read them) | odd (no URL) | elsewhere (another host) |
+    "" = none.
+    """
 
 
 @dataclass
@@ -108,7 +111,10 @@ class Engine:
     async def push(self, body: Mapping[str, Any]) -> dict[str, Any]:
         await self.asked_to("begin", body)
         joined = dict(self.groups)
-        common = {name: body[name] for name in ("group_name", "timeout_s")} | {"load_format": "flattened_bucket", "flush_cache": False}
+        common = {name: body[name] for name in ("group_name", "timeout_s")} | {
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
         for told in body["buckets"]:
             self.refuse_without(joined[(common | told)["group_name"]])
             await self.asked_to("bucket", common | told)
@@ -154,7 +160,9 @@ class Engine:
     async def bucket(self, body: Mapping[str, Any]) -> None:
         assert body["load_format"] == "flattened_bucket" and body["flush_cache"] is False
         dtypes = [getattr(torch, dtype) for dtype in body["dtypes"]]
-        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)]
+        sizes = [
+            torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes, strict=True)
+        ]
         groups = self.groups[body["group_name"]]
 
         names = tuple(body["names"])
@@ -178,7 +186,8 @@ class Engine:
             self.standby[name] = part.view(dtype).view(shape)
 
     def refuse_without(self, groups: list[BroadcastGroup]) -> None:
-        """Raise UpdateRefused when it has left these groups: the request is of a push that was broken off, and the next one has others.
+        """Raise UpdateRefused when it has left these groups: the request is of a push that was broken off, and the next
+        one has others.
 
         Gloo ends the process that receives another message than it expects.
         """
@@ -213,7 +222,13 @@ class Engine:
             group.close()
 
     async def state(self, request: web.Request) -> web.Response:
-        told = {"version": self.version, "epoch": self.epoch, "digest": digest(self.tensors), "asked": self.asked, "read": self.read}
+        told = {
+            "version": self.version,
+            "epoch": self.epoch,
+            "digest": digest(self.tensors),
+            "asked": self.asked,
+            "read": self.read,
+        }
         sizes = [groups[0].world_size for groups in self.groups.values()]
         return web.json_response(told | {"groups": len(self.groups), "ended": self.ended, "sizes": sizes})
 
@@ -317,12 +332,15 @@ def main(bus_url: str, run: str, id: str, behaviour: Behaviour, ready: Any) -> N
 
 @contextmanager
 def receivers(bus_url: str, run: str, behaviours: Mapping[str, Behaviour]) -> Iterator[dict[str, tuple[str, Forked]]]:
-    """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their state.
+    """Run a process for each, live on the bus; yield id -> (url, process). They are killed at the end, whatever their
+    state.
 
     The output of those that have ended before is printed.
     """
     with ExitStack() as stack:
-        started = {id: stack.enter_context(piped(main, bus_url, run, id, behaviour)) for id, behaviour in behaviours.items()}
+        started = {
+            id: stack.enter_context(piped(main, bus_url, run, id, behaviour)) for id, behaviour in behaviours.items()
+        }
         for id, (ours, process) in started.items():
             assert ours.poll(START_S), f"receiver {id} did not start:\n{process.output.read_text()}"
         try:

@@ -14,8 +14,10 @@ from tidemill.actors.text.tool_calls import CLOSING, OPENING
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% set ns = namespace(tool=false) %}"
     "{% for m in messages %}"
-    "{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{% else %}{{ '[then]' if ns.tool else '[first]' }}{% endif %}"
-    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n"
+    "{% if m.role != 'assistant' %}<|im_start|>{{ m.role }}\n{% else %}{{ '[then]' if ns.tool else '[first]' "
+    "}}{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% "
+    "endfor %}<|im_end|>\n"
     "{% set ns.tool = m.role == 'tool' %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '[then]' if ns.tool else '[first]' }}{% endif %}"
 )
@@ -35,8 +37,12 @@ def write_reciting_model(directory: Path) -> Path:
     return directory
 
 
-def write_chains(directory: Path, chains: Sequence[Sequence[str]], *, added: Sequence[str], context: int = 1024) -> Path:
-    """Write a model that follows each token of a chain by the next, in any context. ``added``: tokens that its tokenizer gets."""
+def write_chains(
+    directory: Path, chains: Sequence[Sequence[str]], *, added: Sequence[str], context: int = 1024
+) -> Path:
+    """Write a model that follows each token of a chain by the next, in any context. ``added``: tokens that its
+    tokenizer gets.
+    """
     write_tiny_model(directory)
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in added])

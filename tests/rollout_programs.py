@@ -29,7 +29,9 @@ def ask(base_url, api_key, messages):
     """Return the content of the answer to a chat."""
     body = json.dumps({"messages": messages}).encode()
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    with urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers), timeout=120) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(base_url + "/chat/completions", body, headers), timeout=120
+    ) as answer:
         return json.load(answer)["choices"][0]["message"]["content"] or ""
 
 
@@ -52,9 +54,11 @@ class Resumes:
 
 
 class Tries:
-    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of right letters.
+    """Answers to the prompt by the standard library alone, one after the other; the reward is the best one's share of
+    right letters.
 
-    Of tasks from ``held_from`` on, no second answer is asked for before there is the file ``until``; ``<until>.held`` says that one waits.
+    Of tasks from ``held_from`` on, no second answer is asked for before there is the file ``until``; ``<until>.held``
+    says that one waits.
     """
 
     def __init__(self, tries=2, held_from=None, until=""):
@@ -63,16 +67,21 @@ class Tries:
     async def run(self, data, **extra):
         found = []
         for n in range(self.tries):
-            while n and self.held_from is not None and data["task"] >= self.held_from and not os.path.exists(self.until):
+            while (
+                n and self.held_from is not None and data["task"] >= self.held_from and not os.path.exists(self.until)
+            ):
                 open(f"{self.until}.held", "w").close()
                 await asyncio.sleep(0.05)
-            found.append(await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n))
+            found.append(
+                await asyncio.to_thread(complete, extra["base_url"], extra["api_key"], data["prompt"] + "=" * n)
+            )
         label = str(data["label"])
         return max(sum(a == b for a, b in zip(said, label, strict=False)) / len(label) for said in found)
 
 
 class Tells:
-    """Three answers, each noted in a file of the sample as soon as it is known: the environment of which a log must know.
+    """Three answers, each noted in a file of the sample as soon as it is known: the environment of which a log must
+    know.
 
     ``scores``: it gives the reward; else the actor's own does.
     """
@@ -94,7 +103,9 @@ class Tells:
 
 
 class Board:
-    """Three turns, each noted in a file of the sample as soon as it is played; the state names the turn and the text so far."""
+    """Three turns, each noted in a file of the sample as soon as it is played; the state names the turn and the text so
+    far.
+    """
 
     def __init__(self, directory):
         self.directory = directory
@@ -107,7 +118,9 @@ class Board:
         with open(self.file, "a") as file:
             file.write(f"{self.turn} {said!r}\n")
         self.turn += 1
-        reward = sum(a == b for a, b in zip(said, self.label, strict=False)) / len(self.label) if self.turn == 3 else 0.0
+        reward = (
+            sum(a == b for a, b in zip(said, self.label, strict=False)) / len(self.label) if self.turn == 3 else 0.0
+        )
         return "=", reward, self.turn == 3
 
     def state(self):
@@ -120,7 +133,9 @@ class Board:
 def complete(base_url, api_key, prompt):
     """Return the text behind a prompt."""
     headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
-    asked = urllib.request.Request(base_url + "/completions", json.dumps({"prompt": prompt, "max_tokens": 6}).encode(), headers)
+    asked = urllib.request.Request(
+        base_url + "/completions", json.dumps({"prompt": prompt, "max_tokens": 6}).encode(), headers
+    )
     with urllib.request.urlopen(asked, timeout=120) as answer:
         return json.load(answer)["choices"][0]["text"]
 
@@ -166,7 +181,9 @@ class Script:
         return 1
 
     async def hoards_below(self, data):
-        return subprocess.run([sys.executable, "-c", f"bytearray({data['metadata']['mb']} << 20)"], stderr=subprocess.DEVNULL).returncode
+        return subprocess.run(
+            [sys.executable, "-c", f"bytearray({data['metadata']['mb']} << 20)"], stderr=subprocess.DEVNULL
+        ).returncode
 
     async def waits(self, data):
         open(data["metadata"]["file"], "w").close()

@@ -1,4 +1,6 @@
-"""A router over real engines, a client of it, engines that fail on request, and an engine process that can be killed."""
+"""A router over real engines, a client of it, engines that fail on request, and an engine process that can be
+killed.
+"""
 
 import asyncio
 import json
@@ -37,7 +39,9 @@ class Door:
     async def generate(self, *, session: str = "", rid: str = "", text: str = "", **params: Any) -> tuple[int, Any]:
         body: dict[str, Any] = {"text": text} if text else {"input_ids": [5, 6, 7]}
         body |= {"sampling_params": {"max_new_tokens": 4, "ignore_eos": True, **params}}
-        return await self.post("/generate", body | ({"rid": rid} if rid else {}), headers={"X-Session-Id": session} if session else {})
+        return await self.post(
+            "/generate", body | ({"rid": rid} if rid else {}), headers={"X-Session-Id": session} if session else {}
+        )
 
     async def until(self, reached: Callable[[dict[str, Any]], bool]) -> dict[str, dict[str, Any]]:
         """Return the workers by URL, as soon as ``reached`` is true of them."""
@@ -59,7 +63,14 @@ async def routing(
     *urls: str, view: LiveView | None = None, keys: RunKeys | None = None, wait: bool = True, **config: Any
 ) -> AsyncIterator[Door]:
     """Run a router that knows these engines; they serve from the beginning if ``wait``."""
-    settings = {"health_every_s": 0.1, "health_timeout_s": 20.0, "wait_s": 30.0, "connect_s": 60.0, "insecure": keys is None, **config}
+    settings = {
+        "health_every_s": 0.1,
+        "health_timeout_s": 20.0,
+        "wait_s": 30.0,
+        "connect_s": 60.0,
+        "insecure": keys is None,
+        **config,
+    }
     router = RouterServer(RouterConfig(workers=urls, **settings), view, keys)
     await router.start()
     try:
@@ -78,8 +89,8 @@ async def routing(
 class Faulty:
     """An engine that reports that it is healthy, and answers requests as set.
 
-    One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token, whatever the request),
-    events (those in ``events``, as a stream that ends), ok.
+    One of: break (the connection), 503, version, 500, no json, hang, flood, half (then breaks), generate (a token,
+    whatever the request), events (those in ``events``, as a stream that ends), ok.
     """
 
     def __init__(self) -> None:
@@ -118,7 +129,10 @@ class Faulty:
             case "503":
                 return web.json_response({"error": {"message": "full", "code": 503}}, status=503)
             case "version":
-                refused = {"error": {"message": "version 9 is not served", "code": 503}, "unavailable": "VersionUnavailable"}
+                refused = {
+                    "error": {"message": "version 9 is not served", "code": 503},
+                    "unavailable": "VersionUnavailable",
+                }
                 return web.json_response(refused, status=503)
             case "500":
                 return web.json_response({"error": {"message": "broken", "code": 500}}, status=500)
@@ -149,7 +163,12 @@ class Faulty:
             case "events":
                 return web.Response(body=self.events, content_type="text/event-stream")
             case "generate":
-                meta = {"id": "x", "finish_reason": {"type": "length", "length": 1}, "prompt_tokens": 1, "completion_tokens": 1}
+                meta = {
+                    "id": "x",
+                    "finish_reason": {"type": "length", "length": 1},
+                    "prompt_tokens": 1,
+                    "completion_tokens": 1,
+                }
                 meta |= {"weight_version": "0", "output_token_logprobs": [[-1.0, 5, None]]}
                 return web.json_response({"text": "a", "output_ids": [5], "meta_info": meta})
         return web.json_response({"echo": json.loads(body) if body else None, "headers": dict(request.headers)})

@@ -11,14 +11,20 @@ ABSOLUTE = 1e-6
 LOOSER_RELATIVE = {"train/ppo_kl": 5e-5, "offpolicy/sequence_chi2": 5e-5}
 """Means of squares."""
 LOOSER_ABSOLUTE = {"offpolicy/entropy_gap": 1e-5, "offpolicy/entropy_gap_sigmas": 1e-3, "offpolicy/sequence_chi2": 4e-5}
-"""The gap is a mean of differences of two numbers near the logarithm of the vocabulary, each with the rounding of float32; it, divided by
-its standard error; and a mean, less 1, of squared ratios, which are exponentials of sums over a response. Processors round differently."""
+"""The gap is a mean of differences of two numbers near the logarithm of the vocabulary, each with the rounding of
+float32; it, divided by its standard error; and a mean, less 1, of squared ratios, which are exponentials of sums over a
+response. Processors round differently.
+"""
 
 
 def different(ours: Mapping[str, float], wanted: Mapping[str, float]) -> dict[str, tuple[float | None, float | None]]:
     """Return the metrics that differ by more than rounding, ours first; times are not compared."""
     names = (ours.keys() | wanted.keys()) - TIMES
-    return {name: (ours.get(name), wanted.get(name)) for name in sorted(names) if not _close(name, ours.get(name), wanted.get(name))}
+    return {
+        name: (ours.get(name), wanted.get(name))
+        for name in sorted(names)
+        if not _close(name, ours.get(name), wanted.get(name))
+    }
 
 
 def assert_same(ours: Mapping[str, float], wanted: Mapping[str, float]) -> None:
@@ -30,4 +36,6 @@ def assert_same(ours: Mapping[str, float], wanted: Mapping[str, float]) -> None:
 def _close(name: str, one: float | None, other: float | None) -> bool:
     if one is None or other is None:
         return False
-    return math.isclose(one, other, rel_tol=LOOSER_RELATIVE.get(name, RELATIVE), abs_tol=LOOSER_ABSOLUTE.get(name, ABSOLUTE))
+    return math.isclose(
+        one, other, rel_tol=LOOSER_RELATIVE.get(name, RELATIVE), abs_tol=LOOSER_ABSOLUTE.get(name, ABSOLUTE)
+    )

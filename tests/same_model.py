@@ -1,4 +1,5 @@
-"""The learner's model is that of its files: log-probs of packed rows, and weights on every way back. For tests of families and of bridges.
+"""The learner's model is that of its files: log-probs of packed rows, and weights on every way back. For tests of
+families and of bridges.
 
 Knows the learner and, for reference values, transformers; no family.
 """
@@ -42,7 +43,9 @@ def of_transformers(directory: Path) -> LogProbs:
 
 def weights_in(directory: Path) -> dict[str, Tensor]:
     """Return all weights in the files of a model directory."""
-    return {name: weight for file in sorted(directory.glob("*.safetensors")) for name, weight in load_file(file).items()}
+    return {
+        name: weight for file in sorted(directory.glob("*.safetensors")) for name, weight in load_file(file).items()
+    }
 
 
 def vocabulary(directory: Path) -> int:
@@ -50,8 +53,12 @@ def vocabulary(directory: Path) -> int:
     return int(json.loads((directory / "config.json").read_text())["vocab_size"])
 
 
-def scored_rows(policy: Policy, samples: Sequence[Sample], *, max_tokens: int = 1 << 20, pad_to: int = 1) -> list[tuple[int, Tensor]]:
-    """Return (index of the sample, log-probs of its trained tokens under the policy) of every sample, from rows of ``max_tokens``."""
+def scored_rows(
+    policy: Policy, samples: Sequence[Sample], *, max_tokens: int = 1 << 20, pad_to: int = 1
+) -> list[tuple[int, Tensor]]:
+    """Return (index of the sample, log-probs of its trained tokens under the policy) of every sample, from rows of
+    ``max_tokens``.
+    """
     trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
     batch = make_batches(list(samples), max_tokens=max_tokens, pad_to=pad_to)[0]
     return [
@@ -61,7 +68,9 @@ def scored_rows(policy: Policy, samples: Sequence[Sample], *, max_tokens: int = 
     ]
 
 
-def assert_log_probs(found: Sequence[tuple[int, Tensor]], samples: Sequence[Sample], wanted: LogProbs, *, tolerance: float = 2e-5) -> None:
+def assert_log_probs(
+    found: Sequence[tuple[int, Tensor]], samples: Sequence[Sample], wanted: LogProbs, *, tolerance: float = 2e-5
+) -> None:
     """Assert that ``scored_rows`` has the log-probs of each sequence alone."""
     assert sorted(number for number, _ in found) == list(range(len(samples)))
     for number, ours_T in found:
@@ -71,7 +80,9 @@ def assert_log_probs(found: Sequence[tuple[int, Tensor]], samples: Sequence[Samp
 
 
 def assert_weights(found: Mapping[str, Tensor], directory: Path) -> None:
-    """Assert that these are the weights of the files under their names, bit for bit; those of fewer bits in the files are widened."""
+    """Assert that these are the weights of the files under their names, bit for bit; those of fewer bits in the files
+    are widened.
+    """
     there = weights_in(directory)
     assert found.keys() == there.keys()
     assert [name for name, weight in found.items() if not torch.equal(weight, there[name].to(weight.dtype))] == []
@@ -83,4 +94,6 @@ def assert_converts(directory: Path, scratch: Path, here: Any, *, bridge_class: 
     convert.to_model(scratch / "checkpoint", scratch / "again", directory, here, bridge_class=bridge_class)
     again, there = weights_in(scratch / "again"), weights_in(directory)
     assert_weights(again, directory)
-    assert {name: weight.dtype for name, weight in again.items()} == {name: weight.dtype for name, weight in there.items()}
+    assert {name: weight.dtype for name, weight in again.items()} == {
+        name: weight.dtype for name, weight in there.items()
+    }

@@ -1,4 +1,6 @@
-"""A JSON Schema validator for the keywords that ``launch/settings/reference.py`` uses; any other keyword is an error of the schema."""
+"""A JSON Schema validator for the keywords that ``launch/settings/reference.py`` uses; any other keyword is an error of
+the schema.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -1,4 +1,6 @@
-"""SGLang servers that tests share, one at a time in a process; xdist runs the files of tests on such a server in one worker."""
+"""SGLang servers that tests share, one at a time in a process; xdist runs the files of tests on such a server in one
+worker.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -39,7 +41,9 @@ class SglangServers:
         if key != self._key:
             self.close()
             log = self._logs / f"sglang-{dtype}.log"
-            self._url = self._open.enter_context(sglang_server(self._python, first_model, log, dtype=dtype, slowed=self.slowed))
+            self._url = self._open.enter_context(
+                sglang_server(self._python, first_model, log, dtype=dtype, slowed=self.slowed)
+            )
             self._key = key
         return self._url
 

@@ -1,7 +1,8 @@
-"""Skipped tests, a plugin of pytest: of two kinds, tests that do not apply here, and tests that lack something, which fails under CI.
+"""Skipped tests, a plugin of pytest: of two kinds, tests that do not apply here, and tests that lack something, which
+fails under CI.
 
-A test that lacks something (a program, root, a package) calls ``pytest.skip``. Under CI (the variable ``CI``) its skip is a failure, and
-everywhere a run fails in which every test was skipped: it has tested nothing.
+A test that lacks something (a program, root, a package) calls ``pytest.skip``. Under CI (the variable ``CI``) its skip
+is a failure, and everywhere a run fails in which every test was skipped: it has tested nothing.
 """
 
 import os
@@ -34,7 +35,9 @@ def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fail a run in which every test was skipped; pytest's summary has the reasons. Of xdist only the controller has a reporter."""
+    """Fail a run in which every test was skipped; pytest's summary has the reasons. Of xdist only the controller has a
+    reporter.
+    """
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     if reporter is None or not reporter.stats.get("skipped"):
         return

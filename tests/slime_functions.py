@@ -16,7 +16,9 @@ async def by_ids(args, sample: Sample, sampling_params) -> Sample:
     sample.tokens = list(state.tokenizer(sample.prompt, add_special_tokens=False)["input_ids"])
     for turn in range(2):
         async with state.semaphore:
-            output = await post(url, {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True})
+            output = await post(
+                url, {"input_ids": sample.tokens, "sampling_params": sampling_params, "return_logprob": True}
+            )
         entries = output["meta_info"]["output_token_logprobs"]
         sample.append_response_tokens(
             args,
@@ -38,7 +40,9 @@ async def by_text(args, sample: Sample, sampling_params, evaluation=False) -> Sa
     url = f"http://{args.sglang_router_ip}:{args.sglang_router_port}/generate"
     response = ""
     for turn in range(2):
-        output = await post(url, {"text": sample.prompt + response, "sampling_params": {**sampling_params, "max_new_tokens": 6}})
+        output = await post(
+            url, {"text": sample.prompt + response, "sampling_params": {**sampling_params, "max_new_tokens": 6}}
+        )
         response += output["text"] + ("" if turn else " The tool says 5.")
     sample.response = response
     sample.status = Sample.Status.COMPLETED

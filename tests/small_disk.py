@@ -47,7 +47,9 @@ def small_disk(root: Path, *, size_bytes: int, options: str = "") -> Iterator[Sm
     """Mount one at ``root`` while entered. Skips the test where that is not allowed (an error under CI)."""
     root.mkdir(parents=True, exist_ok=True)
     extra = f",{options}" if options else ""
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_bytes}{extra}", "tmpfs", str(root)], capture_output=True, text=True)
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}{extra}", "tmpfs", str(root)], capture_output=True, text=True
+    )
     if done.returncode:
         pytest.skip(f"a tmpfs cannot be mounted, which root may: {done.stderr.strip()}")
     try:

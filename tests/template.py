@@ -1,10 +1,12 @@
-"""Processes of tests, forked from a *template*, which has imported torch, Megatron and our programs: a start takes no seconds.
+"""Processes of tests, forked from a *template*, which has imported torch, Megatron and our programs: a start takes no
+seconds.
 
     pytest worker --asks--> template --forks twice--> program (child of the worker) --asks--> its own template --> its children
 
-A forked program is what an executed one would be: a child of the process that asked for it, leader of a session, with the
-environment, directory, command line, standard streams and inherited descriptors that were asked for, and no others. The kernel kills it
-when its parent ends. A program that may start others is forked with a template of its own, before its first thread.
+A forked program is what an executed one would be: a child of the process that asked for it, leader of a session, with
+the environment, directory, command line, standard streams and inherited descriptors that were asked for, and no others.
+The kernel kills it when its parent ends. A program that may start others is forked with a template of its own, before
+its first thread.
 
 Requests and answers go over a socket pair, one at a time: a pickled ``Request`` with descriptors, then the process id.
 """
@@ -115,11 +117,14 @@ class Template:
         parents: bool,
         session: bool,
     ) -> int:
-        """Start ``main(*arguments)`` and return its process id; the caller waits for it. ``descriptors``: number there -> here.
+        """Start ``main(*arguments)`` and return its process id; the caller waits for it. ``descriptors``: number there
+        -> here.
 
         ``session``: it leads a session of its own; otherwise it is in that of the template.
         """
-        request = Request(main=main, arguments=arguments, environment=environment, directory=directory, words=words, parents=parents)
+        request = Request(
+            main=main, arguments=arguments, environment=environment, directory=directory, words=words, parents=parents
+        )
         packet = pickle.dumps((session, tuple(descriptors), pickle.dumps(request)))
         with self._lock:
             _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # the parent of the program ends at once; its next one is this process
@@ -136,7 +141,9 @@ _STARTING = threading.Lock()
 
 
 def template() -> Template:
-    """Return this process' template; the first call of a process that was not forked itself starts it, and waits for its imports."""
+    """Return this process' template; the first call of a process that was not forked itself starts it, and waits for
+    its imports.
+    """
     with _STARTING:  # tests fork programs from several threads
         return _template()
 
@@ -159,7 +166,9 @@ def _template() -> Template:
 
 
 def _serve(asked: socket.socket, owner: int) -> Request | None:
-    """Fork the requested programs until the owner has ended. Returns the request in each program, and None in the template."""
+    """Fork the requested programs until the owner has ended. Returns the request in each program, and None in the
+    template.
+    """
     while True:
         packet, received, _, _ = socket.recv_fds(asked, _MAX_BYTES, _MAX_DESCRIPTORS)
         if not packet:
@@ -234,8 +243,8 @@ def _inherit_template() -> None:
 def _be_template(asked: socket.socket, owner: int) -> None:
     """Serve until the owner has closed its end of the socket, as it does when it is killed, and end the process.
 
-    In each program that is forked, run it and end the process. The template does not end with its parent: for the kernel that is the thread
-    that started it, and the thread of an executor ends with its event loop.
+    In each program that is forked, run it and end the process. The template does not end with its parent: for the
+    kernel that is the thread that started it, and the thread of an executor ends with its event loop.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # it ends with its owner
@@ -246,7 +255,9 @@ def _be_template(asked: socket.socket, owner: int) -> None:
 
 
 def end(main: Callable[[], Any]) -> NoReturn:
-    """Run ``main`` and end the process as the interpreter does, but for freeing every object: that would copy all pages of the template."""
+    """Run ``main`` and end the process as the interpreter does, but for freeing every object: that would copy all pages
+    of the template.
+    """
     code: Any = 1
     try:
         code = main()
@@ -272,7 +283,9 @@ def end_with(parent: int) -> None:
 
 
 def show_as(words: tuple[str, ...]) -> None:
-    """Write the command line that ``ps`` and psutil show. Source: Linux, Documentation/filesystems/proc.rst (arg_start, arg_end)."""
+    """Write the command line that ``ps`` and psutil show. Source: Linux, Documentation/filesystems/proc.rst (arg_start,
+    arg_end).
+    """
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])  # fields 48 and 49, counted from 1 with two before the bracket
     text = b"\0".join(word.encode() for word in words)[: end - start - 1]
@@ -288,7 +301,8 @@ _LIBC = ctypes.CDLL(None)
 
 
 def _be_in_huge_pages() -> None:
-    """Put this process' own memory into huge pages, where the kernel can: a fork copies 512 times fewer entries of its page table.
+    """Put this process' own memory into huge pages, where the kernel can: a fork copies 512 times fewer entries of its
+    page table.
 
     Source: Linux, madvise(2), MADV_COLLAPSE (since 6.1; where it fails, pages stay as they are).
     """

@@ -19,8 +19,19 @@ FAMILIES = ("qwen3", "qwen2", "llama")
 SERVED = (*FAMILIES, "glm4", "qwen3_moe")
 """Families for the contract of engines."""
 EXPERTS: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {"head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
-    "qwen2_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "qwen2_moe": {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "glm4_moe": {
         "head_dim": 16,
@@ -134,7 +145,9 @@ def write_tiny_tokenizer(directory: Path) -> Path:
 
 
 def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) -> Any:
-    """Return a transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's vocabulary, context 256."""
+    """Return a transformers configuration: 2 layers, hidden 32, 4 heads over 2 key/value heads, the tokenizer's
+    vocabulary, context 256.
+    """
     from transformers import AutoConfig
 
     tokenizer = tiny_tokenizer()
@@ -156,7 +169,9 @@ def tiny_config(family: str = "qwen3", *, tied: bool = False, **changes: Any) ->
 
 
 def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Any:
-    """Return the transformers model, fp32, in eval mode; norms and biases are random too, so that a test notices a missing one."""
+    """Return the transformers model, fp32, in eval mode; norms and biases are random too, so that a test notices a
+    missing one.
+    """
     from transformers import AutoModelForCausalLM
 
     with torch.random.fork_rng():
@@ -173,7 +188,9 @@ def tiny_model(family: str = "qwen3", *, seed: int = 0, tied: bool = False, **ch
     return model.float().eval()
 
 
-def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any) -> Path:
+def write_tiny_model(
+    directory: Path, family: str = "qwen3", *, seed: int = 0, tied: bool = False, **changes: Any
+) -> Path:
     """Write a model directory that transformers, SGLang and the built-in engine can load; return it."""
     write_tiny_tokenizer(directory)
     tiny_model(family, seed=seed, tied=tied, **changes).save_pretrained(directory, safe_serialization=True)
@@ -181,7 +198,9 @@ def write_tiny_model(directory: Path, family: str = "qwen3", *, seed: int = 0, t
 
 
 def as_transformers_5(directory: Path, into: Path) -> Path:
-    """Copy a model directory, with config.json and tokenizer_config.json as transformers 5 writes them; return the copy."""
+    """Copy a model directory, with config.json and tokenizer_config.json as transformers 5 writes them; return the
+    copy.
+    """
     shutil.copytree(directory, into)
     file = into / "config.json"
     values = json.loads(file.read_text(encoding="utf-8"))
@@ -200,7 +219,9 @@ def as_transformers_5(directory: Path, into: Path) -> Path:
 
 
 def as_pond(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the weights of a qwen2 model as the files of ``model_type: pond`` have them (docs/examples/extending/my_bridge.py)."""
+    """Return the weights of a qwen2 model as the files of ``model_type: pond`` have them
+    (docs/examples/extending/my_bridge.py).
+    """
     names = {
         "input_layernorm.weight": "norm_before_attention.weight",
         "post_attention_layernorm.weight": "norm_before_mlp.weight",
@@ -216,7 +237,9 @@ def as_pond(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def write_tiny_pond(directory: Path, **changes: Any) -> Path:
-    """Write the tiny qwen2 model as a ``pond``, a family that transformers and the learner do not know; return its directory."""
+    """Write the tiny qwen2 model as a ``pond``, a family that transformers and the learner do not know; return its
+    directory.
+    """
     write_tiny_model(directory, "qwen2", **changes)
     save_file(as_pond(load_file(directory / "model.safetensors")), directory / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())

@@ -18,7 +18,9 @@ def role_of(file: Path) -> str:
 def tree(names: tuple[str, ...] = PACKAGES) -> list[str]:
     """Return the printed lines of the folders ``names``, files in alphabetical order below their folder."""
     lines = []
-    for folder in (folder for name in names for folder in sorted({file.parent for file in (ROOT / name).rglob("*.py")})):
+    for folder in (
+        folder for name in names for folder in sorted({file.parent for file in (ROOT / name).rglob("*.py")})
+    ):
         files = sorted(file for file in folder.glob("*.py") if file.stem not in ("__init__", "__main__"))
         package = folder / "__init__.py"
         lines += ["", f"{folder.relative_to(ROOT)}/  {role_of(package) if package.exists() else ''}".rstrip()]

@@ -1,4 +1,5 @@
-"""Rewards that take time, but no processor time: a run with them makes few steps a second, and leaves the cores to processes that start.
+"""Rewards that take time, but no processor time: a run with them makes few steps a second, and leaves the cores to
+processes that start.
 
 In a module of its own, so that actors find it by its import path.
 """
@@ -22,7 +23,9 @@ async def digits(request: RewardRequest) -> float:
 
 
 async def held(request: RewardRequest, *, until: str = "") -> float:
-    """Take ``HELD_S`` seconds, or until there is the file ``until``: a run cannot end before a test has done its part."""
+    """Take ``HELD_S`` seconds, or until there is the file ``until``: a run cannot end before a test has done its
+    part.
+    """
     deadline = time.monotonic() + HELD_S
     while time.monotonic() < deadline and not os.path.exists(until):  # noqa: ASYNC110, ASYNC240
         await asyncio.sleep(LOOK_S)

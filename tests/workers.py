@@ -1,12 +1,14 @@
-"""Workers of pytest-xdist, forked from one process that has imported torch, Megatron and our programs: these imports happen once.
+"""Workers of pytest-xdist, forked from one process that has imported torch, Megatron and our programs: these imports
+happen once.
 
     pytest --starts--> nursery (imports)                       worker (child of the nursery) --forks first--> its template (tests.template)
     pytest --execnet--> interpreter --asks, with its streams--> nursery --forks--> worker
 
-execnet starts a worker as ``INTERPRETER -u -c CODE`` and talks with it over its standard streams; ``python=`` of its specification names
-the interpreter. Ours is this module as a script, which finds no module of ours: it hands its streams, environment and directory to the
-nursery, and ends with the worker. A worker differs from an executed one in modules that its tests may not need, and in that all
-workers of a run have one seed of hashes and begin with the same state of numpy's generator.
+execnet starts a worker as ``INTERPRETER -u -c CODE`` and talks with it over its standard streams; ``python=`` of its
+specification names the interpreter. Ours is this module as a script, which finds no module of ours: it hands its
+streams, environment and directory to the nursery, and ends with the worker. A worker differs from an executed one in
+modules that its tests may not need, and in that all workers of a run have one seed of hashes and begin with the same
+state of numpy's generator.
 """
 
 import json
@@ -26,14 +28,23 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-IMPORTED = ["langdetect", "math_verify", "openai.types.responses", "pyarrow.parquet", "renderers.client", "tensorboardX"]
+IMPORTED = [
+    "langdetect",
+    "math_verify",
+    "openai.types.responses",
+    "pyarrow.parquet",
+    "renderers.client",
+    "tensorboardX",
+]
 """Modules that the tests import when they are collected, beside those of a template."""
 _MAX_BYTES = 1 << 17
 _STREAMS = 3
 
 
 def fork_workers(specs: Sequence[Any]) -> Callable[[], None]:
-    """Put our interpreter into execnet's specifications of workers, and start the nursery. Returns the function that ends it."""
+    """Put our interpreter into execnet's specifications of workers, and start the nursery. Returns the function that
+    ends it.
+    """
     from tests.template import ROOM, ROOT
 
     directory = tempfile.TemporaryDirectory(prefix="tidemill-workers-")
@@ -42,7 +53,9 @@ def fork_workers(specs: Sequence[Any]) -> Callable[[], None]:
         asked.bind(path)
         asked.listen()
         command = [sys.executable, "-m", "tests.workers", "nursery", str(asked.fileno()), ROOM]
-        nursery = subprocess.Popen(command, cwd=ROOT, pass_fds=[asked.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+        nursery = subprocess.Popen(
+            command, cwd=ROOT, pass_fds=[asked.fileno()], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+        )
     for spec in specs:
         if spec.popen and not spec.python:  # another machine, or another interpreter, runs none of ours
             spec.python = shlex.join([sys.executable, "-I", "-S", __file__, path])

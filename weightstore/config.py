@@ -19,26 +19,36 @@ class WeightsConfig:
     push_every: Positive = 1
     """Steps between two versions."""
     transport: Literal["broadcast", "handles"] = "broadcast"
-    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies; others: broadcast)."""
+    """Transport of the tensors: broadcast (process group) | handles (engines on this host read the staged copies;
+    others: broadcast).
+    """
     staging: Literal["host", "cuda"] = "host"
     """Memory of the staged copies: host | cuda (two more copies on the learner's GPU; with handles only)."""
     backend: Literal["auto", "gloo", "nccl"] = "auto"
-    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal NCCL version (major
-    and minor number), gloo to all others; nccl = engines that cannot have it get no weights."""
+    """Process group backend: auto | gloo | nccl. auto = nccl to engines on other GPUs than the learner's with an equal
+    NCCL version (major and minor number), gloo to all others; nccl = engines that cannot have it get no weights.
+    """
     senders_per_stage: NotNegative = 0
-    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of the stage (its
-    tensor- and expert-parallel ranks), 1 = one, which gathers the stage."""
+    """Ranks of each pipeline stage that send weights, each its share of the stage's layers: 0 = all that have a part of
+    the stage (its tensor- and expert-parallel ranks), 1 = one, which gathers the stage.
+    """
     group: str = "pairs"
-    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many) | all."""
+    """Engines of one process group: pairs (each has its own with the learner) | a number (groups of at most that many)
+    | all.
+    """
     bucket_bytes: NotNegative = 0
-    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000 where a learner on
-    a GPU sends over NCCL, else 64,000,000."""
+    """Tensors are sent in buckets of about this size. 0 = by the transport: 4,000,000,000 for CUDA handles, 256,000,000
+    where a learner on a GPU sends over NCCL, else 64,000,000.
+    """
     phase_deadline_s: PositiveFloat = 30.0
-    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with work on all weights
-    have more: at first a second for each 20 MB, then four times the longest time measured, up to ``load_deadline_s``."""
+    """An engine that does not finish a phase (join, begin, bucket, verify, end) in this time is evicted. Phases with
+    work on all weights have more: at first a second for each 20 MB, then four times the longest time measured, up to
+    ``load_deadline_s``.
+    """
     load_deadline_s: PositiveFloat = 600.0
-    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a colocated run. No
-    phase of a push has more, unless ``phase_deadline_s`` is more."""
+    """An engine that does not load its weights from a directory of its machine in this time is evicted: version 0 of a
+    colocated run. No phase of a push has more, unless ``phase_deadline_s`` is more.
+    """
     min_engines: NotNegative = 0
     """A push with fewer receivers fails (0 = a version may be published without any engine)."""
     overlap: bool = True
@@ -53,7 +63,9 @@ class WeightsConfig:
     keep_snapshots: Positive = 2
     """Snapshots of versions kept on disk."""
     verify: Literal["first", "always", "never"] = "first"
-    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) | always | never."""
+    """When an engine's checksums are compared with the sent weights, before it serves them: first (its first push) |
+    always | never.
+    """
 
     def __post_init__(self) -> None:
         if self.staging == "cuda" and self.transport != "handles":

@@ -11,11 +11,12 @@
 
 Consumes tasks of every kind, of the rollouts that it has, as many as keep ``max_samples_in_flight`` responses going.
 Produces samples, each as soon as it is scored, in no order.
-Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the engine's
-answer and the reward (each with a time limit), a scorer where the run has some (by a scorer's heartbeat), room in SAMPLES (by the
-learner's trim), and the bus (without a limit).
-Keeps no state: tasks that it holds when it dies are leased again by another actor, and samples made twice count once. The work that it
-stores when it drains is not repeated: the next actor finds finished samples and unfinished responses in PARTIALS, and makes the rest.
+Waits for a task (unblocked by the learner), an engine with the task's ``min_version`` (by an engine's heartbeat), the
+engine's answer and the reward (each with a time limit), a scorer where the run has some (by a scorer's heartbeat), room
+in SAMPLES (by the learner's trim), and the bus (without a limit).
+Keeps no state: tasks that it holds when it dies are leased again by another actor, and samples made twice count once.
+The work that it stores when it drains is not repeated: the next actor finds finished samples and unfinished responses
+in PARTIALS, and makes the rest.
 """
 
 import asyncio
@@ -60,15 +61,17 @@ Queue = tuple[Kind, str]
 LEASE_WAIT_S = 1.0
 """Longest wait of one request for a task, in seconds; also the longest delay until a drain is noticed."""
 FAILURES_IN_A_ROW = 8
-"""Tasks of a queue that failed for a cause outside of their rows (an engine, a server of rewards) with no success between them, after which
-an actor pauses before it leases more of that queue. The attempts at one task count once."""
+"""Tasks of a queue that failed for a cause outside of their rows (an engine, a server of rewards) with no success
+between them, after which an actor pauses before it leases more of that queue. The attempts at one task count once.
+"""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 10.0
 """Bounds of that pause; it doubles with each further task that fails."""
 NAK_DELAY_S = 1.0
 """Seconds before a task that found no engine is delivered again."""
 CANCEL_NAK_DELAY_S = 0.5
-"""Seconds of that delay when this actor is cancelled: until then its own last request for a task may still wait at the bus, and a task
-delivered to that request would be idle until its lease ends."""
+"""Seconds of that delay when this actor is cancelled: until then its own last request for a task may still wait at the
+bus, and a task delivered to that request would be idle until its lease ends.
+"""
 NAK_TIMEOUT_S = 2.0
 """Time limit in seconds of a nak."""
 
@@ -119,7 +122,9 @@ class Actor:
         scorers: Scorers,
         activity: Activity,
     ) -> None:
-        """``rollouts``: by name; the one with the empty name makes the samples of tasks that name none. Tasks of others are left."""
+        """``rollouts``: by name; the one with the empty name makes the samples of tasks that name none. Tasks of others
+        are left.
+        """
         self.id = id
         self._bus, self._config, self._responses, self._activity = bus, config, responses, activity
         self._score, self._group_score, self._teachers = scorers.score, scorers.group_score, scorers.teachers
@@ -136,7 +141,9 @@ class Actor:
         self._idle_since_s = time.monotonic()
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a nak."""
+        """Lease tasks and work on them. Returns when ``draining`` is set and every leased task is done or returned by a
+        nak.
+        """
         async with asyncio.TaskGroup() as work:
             work.create_task(self._note_drain(draining))
             for name in self._rollouts:
@@ -172,13 +179,15 @@ class Actor:
         await self._finish_or_cut_short()
 
     async def _finish_or_cut_short(self) -> None:
-        """Work on for ``drain_finish_s``, or a rollout's own time, then wait for no scorer any longer, and cut short what is not finished.
+        """Work on for ``drain_finish_s``, or a rollout's own time, then wait for no scorer any longer, and cut short
+        what is not finished.
 
         Single turns go on for as long as episodes with a longer time do: to cut short ends all requests.
         """
         began_s = asyncio.get_running_loop().time()
         drains_s = {
-            name: self._config.drain_finish_s if rollout.drain_s is None else rollout.drain_s for name, rollout in self._rollouts.items()
+            name: self._config.drain_finish_s if rollout.drain_s is None else rollout.drain_s
+            for name, rollout in self._rollouts.items()
         }
         for drain_s in sorted(set(drains_s.values())):
             await self._done([name for name, own_s in drains_s.items() if own_s >= drain_s], began_s + drain_s)
@@ -216,7 +225,9 @@ class Actor:
                 work.create_task(self._work(lease), name=f"task {lease.task.id}")
 
     async def _pause(self, failing: Collection[int]) -> None:
-        """Wait while every task of a queue fails for a cause outside of its row, so that an outage does not use up all prompts at once."""
+        """Wait while every task of a queue fails for a cause outside of its row, so that an outage does not use up all
+        prompts at once.
+        """
         excess = len(failing) - FAILURES_IN_A_ROW
         if excess >= 0:
             with suppress(TimeoutError):
@@ -243,7 +254,9 @@ class Actor:
                 outcomes = await self._group(lease, await self._stored_partials(lease))
                 failures = [outcome.failed for outcome in outcomes if outcome.failed]
                 unfinished = [outcome.unfinished for outcome in outcomes if outcome.unfinished]
-                if any(outcome.superseded for outcome in outcomes):  # an ack or nak by this actor would count for the other's lease
+                if any(
+                    outcome.superseded for outcome in outcomes
+                ):  # an ack or nak by this actor would count for the other's lease
                     logger.info("task left to another actor task=%d", task.id)
                     return
                 if failures or unfinished:
@@ -251,7 +264,9 @@ class Actor:
             if failures:
                 await self._fail(lease, f"{len(failures)} of {task.group_size} samples: {failures[0]}")
             elif unfinished:
-                logger.info("task returned to the queue task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0])
+                logger.info(
+                    "task returned to the queue task=%d missing=%d reason=%s", task.id, len(unfinished), unfinished[0]
+                )
                 await self._nak(lease, 0.0 if self._draining else NAK_DELAY_S)
             else:
                 await lease.ack()
@@ -294,25 +309,32 @@ class Actor:
             return False
 
     async def _group(self, lease: Lease, partials: dict[int, Partial]) -> list[RolloutOutcome]:
-        """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are scored."""
+        """Generate and store the samples of a task concurrently; with a reward of groups they are stored once all are
+        scored.
+        """
         alone = lease.task.kind is Kind.EVAL and self._score is not None  # an evaluation scores each sample by itself
         if self._group_score is None or alone or not fits(self._config.group_reward_when, lease.task.metadata):
             return await self._each(lease, lambda index: self._sample(lease, index, partials.get(index)), counted=True)
-        # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the others.
+        # Without partials: a finished sample of an earlier actor is in the stream, and cannot be scored with the
+        # others.
         try:
             made = await self._each(lease, lambda index: self._make(lease, index, None), counted=False)
             unfinished = [outcome for outcome in made if isinstance(outcome, RolloutOutcome)]
             if unfinished:
                 return [replace(unfinished[0], partial=None)] * len(made)
             try:
-                samples = await self._scored_together(lease.task, [outcome.sample for outcome in made if isinstance(outcome, Made)])
+                samples = await self._scored_together(
+                    lease.task, [outcome.sample for outcome in made if isinstance(outcome, Made)]
+                )
             except NoServer as error:
                 return [RolloutOutcome(unfinished=str(error))] * len(made)
             return list(await asyncio.gather(*(self._publish(lease.task, sample) for sample in samples)))
         finally:
             self._add_in_flight(lease.task.rollout, -lease.task.group_size)
 
-    async def _each(self, lease: Lease, make: Callable[[int], Coroutine[Any, Any, Result]], *, counted: bool) -> list[Result]:
+    async def _each(
+        self, lease: Lease, make: Callable[[int], Coroutine[Any, Any, Result]], *, counted: bool
+    ) -> list[Result]:
         """Make every sample of a task concurrently. ``counted``: each counts as done when it is made."""
         making: list[asyncio.Task[Result]] = []
         try:
@@ -371,7 +393,9 @@ class Actor:
         return made
 
     def _invalid(self, task: Task, index: int, attempt: str, error: WireError) -> Sample:
-        self._repeated("sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error)
+        self._repeated(
+            "sample invalid", f"task={task.id} index={index} error={error}", level=logging.ERROR, error=error
+        )
         return failed_sample(task, index, attempt, f"invalid sample: {error}")
 
     async def _publish(self, task: Task, sample: Sample) -> RolloutOutcome:
@@ -386,7 +410,9 @@ class Actor:
         return RolloutOutcome(failed=reason)
 
     async def _scored_together(self, task: Task, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples of a whole group with their rewards; if one has failed, or the reward does, all are FAILED."""
+        """Return the samples of a whole group with their rewards; if one has failed, or the reward does, all are
+        FAILED.
+        """
         assert self._group_score is not None
         if broken := [sample for sample in samples if sample.status is Status.FAILED]:
             reason = f"sample {broken[0].index} of its group: {broken[0].metadata['error']}"
@@ -408,7 +434,9 @@ class Actor:
         return [failed(sample, f"group reward {self._config.group_reward!r}: {reason}") for sample in samples]
 
     async def _judged(self, task: Task, made: Made) -> Sample:
-        """Return the sample with its reward and, for training, the scores of its teacher; FAILED with the reason if one of them fails."""
+        """Return the sample with its reward and, for training, the scores of its teacher; FAILED with the reason if one
+        of them fails.
+        """
         if self._teachers is None or task.kind is not Kind.TRAIN:
             return await self._scored(task, made)
         try:
@@ -464,8 +492,8 @@ class Actor:
 
     def _note_outage(self, task: Task) -> None:
         """Register a task that fails for a cause outside of its row."""
-        # A reward or a program that raises on a row is no reason to pause: rows of others are not to wait for it, and the learner ends a
-        # run in which all of them fail.
+        # A reward or a program that raises on a row is no reason to pause: rows of others are not to wait for it, and
+        # the learner ends a run in which all of them fail.
         self._failing[task.kind, task.rollout].add(task.id)
 
     async def _fail(self, lease: Lease, reason: str) -> None:

@@ -118,7 +118,9 @@ async def _work(
     at: Reach,
 ) -> None:
     activity = Activity()
-    engines = EnginePool(UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine)
+    engines = EnginePool(
+        UrlDiscovery(config.engines, engine) if config.engines else BusDiscovery(LiveView(bus)), engine
+    )
     responses = Responses(engines, timeout_s=config.generate_timeout_s, retries=config.retries, activity=activity)
     async with AsyncExitStack() as stack:
         scorers = await _open_scorers(stack, config, bus)
@@ -129,7 +131,9 @@ async def _work(
 
             opening = open_rollouts(programs, responses, bus.turns, at, config.gateway, activity.tool_hung)
             rollouts |= await stack.enter_async_context(opening)
-        actor = Actor(bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity)
+        actor = Actor(
+            bus, id=id, config=config, responses=responses, rollouts=rollouts, scorers=scorers, activity=activity
+        )
         row = replace(first_row("actor", id), rollouts=names)
         await _act(bus, row, actor, activity, engines, scorers, draining)
 
@@ -165,7 +169,13 @@ async def _open_scorers(stack: AsyncExitStack, config: ActorConfig, bus: Bus) ->
 
 
 async def _act(
-    bus: Bus, row: LiveRow, actor: Actor, activity: Activity, engines: EnginePool, scorers: Scorers, draining: asyncio.Event
+    bus: Bus,
+    row: LiveRow,
+    actor: Actor,
+    activity: Activity,
+    engines: EnginePool,
+    scorers: Scorers,
+    draining: asyncio.Event,
 ) -> None:
     async with HeartbeatPublisher(bus, row) as heartbeat:
         async with asyncio.TaskGroup() as beside:
@@ -179,7 +189,9 @@ async def _act(
 
 
 async def _watch_refusal(bus: Bus, id: str) -> None:
-    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process of this name."""
+    """Raise ActorRefused when the learner refuses this actor; a row from before the start refers to an earlier process
+    of this name.
+    """
     before: int | None = None
     async for row in bus.rows("run").watch(refused(id), REFUSAL_EVERY_S):
         revision = 0 if row is None else row[1]
@@ -189,10 +201,14 @@ async def _watch_refusal(bus: Bus, id: str) -> None:
             raise ActorRefused(id, int(row[0].get("invalid", 0)), str(row[0].get("reason", "")))
 
 
-async def _update_heartbeat(heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool) -> None:
+async def _update_heartbeat(
+    heartbeat: HeartbeatPublisher, actor: Actor, activity: Activity, engines: EnginePool
+) -> None:
     """Keep the live row up to date."""
     while True:
         phase, waits_for = actor.phase()
         load = {**activity.load(), "in_flight": float(actor.in_flight)}
-        heartbeat.update(phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load, reached=failing(engines))
+        heartbeat.update(
+            phase=phase, waits_for=waits_for, trouble=activity.trouble, load=load, reached=failing(engines)
+        )
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -28,7 +28,9 @@ class SingleTurn:
     def __init__(self, responses: Responses) -> None:
         self._responses = responses
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
+    async def sample(
+        self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
+    ) -> Made:
         """Generate sample ``index`` of a task, continued from ``partial`` if that fits.
 
         Raises GenerationFailed, Unfinished.
@@ -40,15 +42,21 @@ class SingleTurn:
             sampling=seeded(task.sampling, index),
             min_version=task.min_version,
             begun=None if fit is None else _begun(fit),
-            timings=Timings() if fit is None else Timings(queued_s=fit.timings.queued_s, generating_s=fit.timings.generating_s),
+            timings=Timings()
+            if fit is None
+            else Timings(queued_s=fit.timings.queued_s, generating_s=fit.timings.generating_s),
         )
         try:
-            response = await self._responses.generate(prompt, lambda response: check_sample(_of_response(task, index, attempt, response)))
+            response = await self._responses.generate(
+                prompt, lambda response: check_sample(_of_response(task, index, attempt, response))
+            )
         except BadRequest as error:
             raise GenerationFailed(str(error)) from error
         except Interrupted as error:
             begun = error.begun
-            raise Unfinished(error.reason, None if begun is None else _partial(task, index, attempt, begun, error.timings)) from error
+            raise Unfinished(
+                error.reason, None if begun is None else _partial(task, index, attempt, begun, error.timings)
+            ) from error
         return Made(sample=_of_response(task, index, attempt, response), continued=fit is not None)
 
     def interrupt(self) -> None:

@@ -86,13 +86,22 @@ class Activity:
     @property
     def trouble(self) -> str:
         """Summary of the failures and of the calls that hang, for the live row; empty while there are none."""
-        failures, published, hung = self.counters.failures, self.counters.samples_published, self.counters.tool_calls_hung
+        failures, published, hung = (
+            self.counters.failures,
+            self.counters.samples_published,
+            self.counters.tool_calls_hung,
+        )
         failed = f"{failures} of {published} samples failed, the last: {self._last_failure}" if failures else ""
-        return "; ".join(filter(None, (failed, f"{hung} calls of tools hung, the last: {self._last_hung}" if hung else "")))
+        return "; ".join(
+            filter(None, (failed, f"{hung} calls of tools hung, the last: {self._last_hung}" if hung else ""))
+        )
 
     def load(self) -> dict[str, float]:
         """Return the counters and the waiting share for the live row."""
-        return {**{name: float(value) for name, value in asdict(self.counters).items()}, "waiting_share": self.waiting_share}
+        return {
+            **{name: float(value) for name, value in asdict(self.counters).items()},
+            "waiting_share": self.waiting_share,
+        }
 
 
 def _cut(reason: str) -> str:

@@ -34,8 +34,9 @@ LOOK_EVERY_S = 1.0
 CHECK_EVERY_S = 5.0
 """Seconds between two calls to an engine that was reached."""
 CONNECT_S = 1.5
-"""Deadline of a connection; after 1 s Linux repeats a lost first packet. It gives up after 3 s where no machine has the address, and after
-130 s where a firewall drops packets."""
+"""Deadline of a connection; after 1 s Linux repeats a lost first packet. It gives up after 3 s where no machine has the
+address, and after 130 s where a firewall drops packets.
+"""
 ANSWER_S = 5.0
 """Deadline of a call: one that has a connection may wait for a busy engine."""
 MAX_MISSES = 3
@@ -87,7 +88,11 @@ class AddressChecker:
                     log.debug("engines not read error=%s", error)
                 else:
                     self._called = {nonce: self._called.get(nonce) or _Called() for nonce in rows}
-                    due = [row for row in rows.values() if self._called[row.nonce].due_s <= asyncio.get_running_loop().time()]
+                    due = [
+                        row
+                        for row in rows.values()
+                        if self._called[row.nonce].due_s <= asyncio.get_running_loop().time()
+                    ]
                     await asyncio.gather(*(self._call(session, slots, row) for row in due))
                     self._report()
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -140,7 +145,9 @@ def verified(nonce: str, rows: Iterable[LiveRow]) -> bool:
 
 
 def failing(pool: EnginePool) -> dict[str, str]:
-    """Return ``reached`` of a process that calls engines only with its requests: nonce -> the last of several errors in a row."""
+    """Return ``reached`` of a process that calls engines only with its requests: nonce -> the last of several errors in
+    a row.
+    """
     named = [entry for entry in pool.overview() if entry["nonce"] and entry["failures"] >= MAX_MISSES]
     return {entry["nonce"]: entry["error"][:MAX_CHARACTERS] for entry in named[:MAX_NAMED]}
 

@@ -22,7 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tidemill.actors.engines.port import EngineInfo, Generation
-from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from tidemill.actors.errors import (
+    BadRequest,
+    EngineError,
+    EngineFailed,
+    EngineGone,
+    EngineUnavailable,
+    StaleEpoch,
+    VersionUnavailable,
+)
 from tidemill.actors.events import END, data_in
 from tidemill.bus.errors import WireError
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure, no_headers
@@ -56,7 +64,9 @@ class RequestBatcher:
         answer: asyncio.Future[object] = loop.create_future()
         if key not in self._waiting:
             self._waiting[key] = []
-            loop.call_soon(self._start, key, send)  # after this turn of the loop, so that its other requests are in the batch
+            loop.call_soon(
+                self._start, key, send
+            )  # after this turn of the loop, so that its other requests are in the batch
         self._waiting[key].append((body, answer))
         return await answer
 
@@ -73,9 +83,13 @@ class RequestBatcher:
         task = asyncio.get_running_loop().create_task(_send_batch(waiting, send), name="request batch")
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
-        task.add_done_callback(lambda _: [answer.cancel() for _, answer in waiting])  # for a batch that was cancelled before it began
+        task.add_done_callback(
+            lambda _: [answer.cancel() for _, answer in waiting]
+        )  # for a batch that was cancelled before it began
         for _, answer in waiting:
-            answer.add_done_callback(lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None)
+            answer.add_done_callback(
+                lambda _: task.cancel() if all(other.cancelled() for _, other in waiting) else None
+            )
 
 
 async def _send_batch(waiting: Pending, send: Send) -> None:
@@ -131,7 +145,9 @@ class HttpEngine:
         timeout_s: float = 300.0,
         begun: Generation | None = None,
     ) -> Generation:
-        """Send /generate; with ``join``, as one request with others of the same turn of the loop, unless it continues a response."""
+        """Send /generate; with ``join``, as one request with others of the same turn of the loop, unless it continues a
+        response.
+        """
         routed = await self._routing()
         rid = id or secrets.token_hex(16)
         body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun)
@@ -162,13 +178,17 @@ class HttpEngine:
         """
         routed = await self._routing()
         rid = id or secrets.token_hex(16)
-        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {"stream": True}
+        body = _request(prompt, sampling, rid=rid, min_version=min_version, timeout_s=timeout_s, begun=begun) | {
+            "stream": True
+        }
         body |= {} if routed is None else {"return_routed_experts": True}
         async with self._api.open("POST", "/generate", body, timeout_s=timeout_s) as response:
             async for data in data_in(response.content.iter_any()):
                 if data == END:
                     return
-                yield _whole(self.url, _decoded(self.url, data), sampling, begun, prompt_tokens=len(prompt), routed=routed)
+                yield _whole(
+                    self.url, _decoded(self.url, data), sampling, begun, prompt_tokens=len(prompt), routed=routed
+                )
         raise EngineFailed(self.url, "the stream ended without [DONE]")
 
     async def abort(self, id: str | None = None) -> None:
@@ -221,14 +241,18 @@ class HttpEngine:
         described = (await self._call("GET", "/server_info")).get("routed_experts")
         if described is None:
             cure = "a model with experts, and a SGLang server with --enable-return-routed-experts"
-            raise EngineFailed(self.url, f"it returns no experts of tokens, which learner.routing_replay: rollout needs: want {cure}")
+            raise EngineFailed(
+                self.url, f"it returns no experts of tokens, which learner.routing_replay: rollout needs: want {cure}"
+            )
         try:
             self._routed = RoutedShape.read(described)
         except ValueError as error:
             raise EngineFailed(self.url, f"/server_info, routed_experts: {error}") from None
         return self._routed
 
-    async def _call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
+    async def _call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
         return await self._api.call(method, path, body, timeout_s=timeout_s or self._command_timeout_s)
 
 
@@ -236,7 +260,9 @@ def error_of_call(failed: CallFailed) -> EngineError:
     """Return the error of ``tidemill.actors.errors`` for a failed call."""
     url, reason = failed.url, failed.reason
     match failed.failure:
-        case Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED:  # 401: another key is required; the request may be right
+        case (
+            Failure.NOT_CONNECTED | Failure.NO_ANSWER | Failure.UNAUTHORIZED
+        ):  # 401: another key is required; the request may be right
             return EngineUnavailable(url, reason)
         case Failure.UNAVAILABLE:
             lacks_version = failed.answer.get("unavailable") == VersionUnavailable.__name__
@@ -273,7 +299,12 @@ def _request(
     }
     if sampling.seed is not None:
         params["sampling_seed"] = sampling.seed
-    body: dict[str, object] = {"rid": rid, "input_ids": np.asarray(prompt).tolist(), "sampling_params": params, "return_logprob": True}
+    body: dict[str, object] = {
+        "rid": rid,
+        "input_ids": np.asarray(prompt).tolist(),
+        "sampling_params": params,
+        "return_logprob": True,
+    }
     if begun is not None and len(begun.tokens):
         body["input_ids"] += begun.tokens.tolist()
         body["continued_tokens"] = len(begun.tokens)
@@ -293,7 +324,13 @@ def _decoded(url: str, data: bytes) -> Any:
 
 
 def _whole(
-    url: str, answer: Any, sampling: Sampling, begun: Generation | None, *, prompt_tokens: int = 0, routed: RoutedShape | None = None
+    url: str,
+    answer: Any,
+    sampling: Sampling,
+    begun: Generation | None,
+    *,
+    prompt_tokens: int = 0,
+    routed: RoutedShape | None = None,
 ) -> Generation:
     """Return the answer, appended to the response it continues.
 
@@ -359,7 +396,9 @@ def _generation(url: str, answer: Any) -> Generation:
     except (LookupError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         raise EngineFailed(url, f"its answer cannot be parsed: {error!r}") from error
     if tokens.ndim != 1 or log_probs.ndim != 1:
-        raise EngineFailed(url, f"want lists of tokens and of log-probs, got shapes {tokens.shape} and {log_probs.shape}")
+        raise EngineFailed(
+            url, f"want lists of tokens and of log-probs, got shapes {tokens.shape} and {log_probs.shape}"
+        )
     if len(tokens) != len(log_probs):
         raise EngineFailed(url, f"{len(tokens)} tokens have {len(log_probs)} log-probs")
     if finish and sum(span.num_tokens for span in spans) != len(tokens):
@@ -371,7 +410,9 @@ def _version(url: str, version: object) -> int:
     try:
         return int(str(version))
     except ValueError:
-        raise EngineFailed(url, f"weight_version: want a number, got {version!r} (start it with --weight-version 0)") from None
+        raise EngineFailed(
+            url, f"weight_version: want a number, got {version!r} (start it with --weight-version 0)"
+        ) from None
 
 
 FINISHED = ("stop", "length")
@@ -381,7 +422,8 @@ FINISHED = ("stop", "length")
 def experts_of(
     url: str, answer: Any, generation: Generation, begun: Generation | None, *, prompt_tokens: int, routed: RoutedShape
 ) -> RoutedExperts | None:
-    """Return the experts of prompt and whole response, [P + R, E, K]; the last token's are unknown. None where the answer has none.
+    """Return the experts of prompt and whole response, [P + R, E, K]; the last token's are unknown. None where the
+    answer has none.
 
     ``generation``: the answer without ``begun``, which it continues. The pass that counts for a token is the one before
     its next token was sampled. A continued response is computed again as a prompt, so of its positions
@@ -432,5 +474,7 @@ def _rows(url: str, given: object, num_tokens: int, routed: RoutedShape, *, comp
     # An aborted request may have fewer: it waited, or ended before its last token was an input.
     lengths = range(num_tokens - 1 if complete else 0, num_tokens)
     if len(rows) not in lengths or (len(rows) and not 0 <= rows.min() <= rows.max() < routed.num_experts):
-        raise EngineFailed(url, f"meta_info.routed_experts: want {want} with ids < {routed.num_experts}, got {whole.shape}")
+        raise EngineFailed(
+            url, f"meta_info.routed_experts: want {want} with ids < {routed.num_experts}, got {whole.shape}"
+        )
     return rows

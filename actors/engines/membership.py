@@ -50,8 +50,11 @@ def first_row(role: str, id: str) -> LiveRow:
     return LiveRow(role=role, id=id, host=socket.gethostname(), pid=os.getpid(), phase="starting")
 
 
-async def connected(stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event) -> Bus | None:
-    """Return a connection to a run that has rows, closed with ``stack``; None when ``draining`` is set before there is one.
+async def connected(
+    stack: AsyncExitStack, url: str, run: str, config: BusConfig, *, name: str, draining: asyncio.Event
+) -> Bus | None:
+    """Return a connection to a run that has rows, closed with ``stack``; None when ``draining`` is set before there is
+    one.
 
     Raises BusUnavailable after ``BUS_WAIT_S``, and NotFound when the run has none by then.
     """
@@ -93,7 +96,9 @@ async def config_of_run(
             except BusError as error:
                 logger.info("waiting for the config of the run error=%s", error)
             if time.monotonic() > deadline:
-                raise NotFound(f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY}); cure: start its learner")
+                raise NotFound(
+                    f"run {bus.run}", f"config within {BUS_WAIT_S:g} s (row run/{CONFIG_KEY}); cure: start its learner"
+                )
             if waiting is None:
                 text = f"the config of run {bus.run}, which its learner writes (row run/{CONFIG_KEY})"
                 waiting = await stack.enter_async_context(Waiting(bus, first_row(role, id), text))
@@ -102,7 +107,9 @@ async def config_of_run(
 
 
 def section(config: JsonObject, name: str, kind: type[Config]) -> Config:
-    """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong value."""
+    """Return the dataclass ``kind`` made from a section of the config. Raises BadRow naming an unknown key or a wrong
+    value.
+    """
     try:
         return cast(Config, read(kind, config.get(name) or {}, name))
     except ValueError as error:

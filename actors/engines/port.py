@@ -1,4 +1,6 @@
-"""An inference engine as an actor sees it: token ids in; tokens, log-probs and versions out. Adapters: ``engine_client.py``."""
+"""An inference engine as an actor sees it: token ids in; tokens, log-probs and versions out. Adapters:
+``engine_client.py``.
+"""
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -27,8 +29,10 @@ class Generation:
     finish: str | None
     """stop | length | abort; None = unfinished (streaming only)."""
     routed_experts: RoutedExperts | None = None
-    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``tidemill.bus.wire.routed_experts``): those of unfinished
-    responses, and of positions that were computed for them, are unknown. None = not requested, or not known for any token."""
+    """Experts of the tokens of prompt and response, [P + R, layers, top_k] (``tidemill.bus.wire.routed_experts``):
+    those of unfinished responses, and of positions that were computed for them, are unknown. None = not requested, or
+    not known for any token.
+    """
     matched: int | str | None = None
     """The token id or stop string that ended it."""
     text: str = ""
@@ -68,9 +72,10 @@ class EngineInfo:
 class Engine(Protocol):
     """One engine. Safe for many concurrent calls in one event loop.
 
-    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not serving,
-    full, too late: try another one, or later), EngineFailed (the engine's fault; the same request may work elsewhere),
-    BadRequest (never repeat it). A call that is cancelled aborts its request at the engine. No method retries.
+    Every method has a time limit and raises errors of ``tidemill.actors.errors``: EngineUnavailable (unreachable, not
+    serving, full, too late: try another one, or later), EngineFailed (the engine's fault; the same request may work
+    elsewhere), BadRequest (never repeat it). A call that is cancelled aborts its request at the engine. No method
+    retries.
     """
 
     async def generate(
@@ -115,8 +120,9 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: str = "in_place") -> None:
-        """Stop decoding; requests sent meanwhile wait. ``in_place`` keeps the running requests, ``retract`` computes their KV cache again
-        later, ``abort`` ends them."""
+        """Stop decoding; requests sent meanwhile wait. ``in_place`` keeps the running requests, ``retract`` computes
+        their KV cache again later, ``abort`` ends them.
+        """
         ...
 
     async def resume(self) -> None:

@@ -1,4 +1,6 @@
-"""One response from the engines of a pool, with its attempts: waits, repeats, continues and is cut short. Knows no task and no sample."""
+"""One response from the engines of a pool, with its attempts: waits, repeats, continues and is cut short. Knows no task
+and no sample.
+"""
 
 import asyncio
 import logging
@@ -70,10 +72,14 @@ class GenerationFailed(Exception):
 
 
 class Interrupted(Exception):
-    """There is no complete response, for a reason outside the request: no engine was found, or this process is leaving."""
+    """There is no complete response, for a reason outside the request: no engine was found, or this process is
+    leaving.
+    """
 
     def __init__(self, reason: str, begun: Generation | None, timings: Timings) -> None:
-        """``begun``: the unfinished response so far, at least one token; None = none. ``timings``: seconds spent on it."""
+        """``begun``: the unfinished response so far, at least one token; None = none. ``timings``: seconds spent on
+        it.
+        """
         super().__init__(reason)
         self.reason, self.begun, self.timings = reason, begun, timings
 
@@ -102,7 +108,9 @@ class _Tries:
     """True once ``grown`` has been called: the response can be continued, but not begin anew."""
 
     def restart(self) -> None:
-        """Discard the unfinished response. One that has been streamed is kept: it is continued from its last accepted token."""
+        """Discard the unfinished response. One that has been streamed is kept: it is continued from its last accepted
+        token.
+        """
         if not self.shown:
             self.begun, self.generating_s = None, 0.0
 
@@ -120,10 +128,18 @@ class Responses:
     """Responses of any engine of the pool."""
 
     def __init__(
-        self, engines: EnginePool, *, timeout_s: float, retries: int, activity: Activity, cut_short_s: float = CUT_SHORT_S
+        self,
+        engines: EnginePool,
+        *,
+        timeout_s: float,
+        retries: int,
+        activity: Activity,
+        cut_short_s: float = CUT_SHORT_S,
     ) -> None:
-        """``timeout_s`` bounds one response with all its attempts and waits, ``retries`` the requests that engines broke off,
-        ``cut_short_s`` the time that an engine has to return the unfinished responses when they are cut short."""
+        """``timeout_s`` bounds one response with all its attempts and waits, ``retries`` the requests that engines
+        broke off, ``cut_short_s`` the time that an engine has to return the unfinished responses when they are cut
+        short.
+        """
         self._engines, self._timeout_s, self._retries, self._activity = engines, timeout_s, retries, activity
         self._in_flight: dict[str, tuple[Engine, asyncio.Timeout]] = {}
         """Requests in flight by id, each with its engine and time limit."""
@@ -140,13 +156,16 @@ class Responses:
     ) -> EngineResponse:
         """Return a complete response.
 
-        A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits for engines that
-        are away, full or not serving. ``accept`` raises WireError for an answer that is no valid response: it counts as broken off, and
-        begins anew. ``waiting`` is entered while an engine is waited for. ``grown`` is called with the accepted response so far,
-        each time longer than before; such a response is only continued, and fails at once where an engine refuses that as a bad request.
+        A request that its engine broke off is repeated from its last token on, at another engine if there is one. Waits
+        for engines that are away, full or not serving. ``accept`` raises WireError for an answer that is no valid
+        response: it counts as broken off, and begins anew. ``waiting`` is entered while an engine is waited for.
+        ``grown`` is called with the accepted response so far, each time longer than before; such a response is only
+        continued, and fails at once where an engine refuses that as a bad request.
         Raises BadRequest, GenerationFailed, Interrupted.
         """
-        tries = _Tries(begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s, grown=grown)
+        tries = _Tries(
+            begun=prompt.begun, queued_s=prompt.timings.queued_s, generating_s=prompt.timings.generating_s, grown=grown
+        )
         while not self._cutting_short:
             try:
                 if (response := await self._try(prompt, tries, accept, waiting)) is not None:
@@ -174,7 +193,9 @@ class Responses:
         self._engines.give_up()
 
     async def cut_short(self) -> None:
-        """Abort the requests in flight. Every ``generate`` now returns a response or raises Interrupted within ``cut_short_s``."""
+        """Abort the requests in flight. Every ``generate`` now returns a response or raises Interrupted within
+        ``cut_short_s``.
+        """
         self._cutting_short = True
         end = asyncio.get_running_loop().time() + self._cut_short_s
         for _, limit in self._in_flight.values():
@@ -186,16 +207,27 @@ class Responses:
                     await asyncio.sleep(ABORT_EVERY_S)
 
     async def _try(
-        self, prompt: Prompt, tries: _Tries, accept: Callable[[EngineResponse], None], waiting: Callable[[], AbstractContextManager[object]]
+        self,
+        prompt: Prompt,
+        tries: _Tries,
+        accept: Callable[[EngineResponse], None],
+        waiting: Callable[[], AbstractContextManager[object]],
     ) -> EngineResponse | None:
-        """Make one request. Returns None when it was cut short. Raises EngineFailed also when the engine broke it off."""
+        """Make one request. Returns None when it was cut short. Raises EngineFailed also when the engine broke it
+        off.
+        """
         begin = time.monotonic()
         left_s = tries.began_s + self._timeout_s - begin
         if tries.last and left_s <= 0:
-            raise GenerationFailed(f"not done within {self._timeout_s:g} s, the last attempt: {tries.last}", outside=True)
+            raise GenerationFailed(
+                f"not done within {self._timeout_s:g} s, the last attempt: {tries.last}", outside=True
+            )
         async with AsyncExitStack() as held:
             acquired = self._engines.acquire(
-                min_version=prompt.min_version, timeout_s=left_s, avoid=tries.avoid, prefer="" if tries.last else prompt.prefer
+                min_version=prompt.min_version,
+                timeout_s=left_s,
+                avoid=tries.avoid,
+                prefer="" if tries.last else prompt.prefer,
             )
             with waiting():
                 name, engine = await held.enter_async_context(acquired)
@@ -209,7 +241,8 @@ class Responses:
                 self._lost.pop(name, None)
             except EngineGone as error:
                 self._lost[name] = process
-                # A relay takes connections also while its engine is away: a process that has broken off a request counts once.
+                # A relay takes connections also while its engine is away: a process that has broken off a request
+                # counts once.
                 if away and tries.begun is begun:
                     raise EngineUnavailable(name, error.reason) from error
                 raise
@@ -237,7 +270,8 @@ class Responses:
         if self._cutting_short:
             return None
         now = time.monotonic()
-        # Random: any client of the engine may abort a request whose id it knows. The next attempt at the same engine needs another id.
+        # Random: any client of the engine may abort a request whose id it knows. The next attempt at the same engine
+        # needs another id.
         id = f"{prompt.name}.{tries.broken}-{secrets.token_hex(8)}"
         begun = tries.begun
         generate = engine.generate if tries.grown is None else _Streamed(name, engine, tries, accept).generate
@@ -259,7 +293,9 @@ class Responses:
             if begun is None:
                 raise
             if tries.shown and isinstance(error, BadRequest):
-                raise GenerationFailed(f"a part of the response has been streamed, and it cannot begin anew: {error}") from error
+                raise GenerationFailed(
+                    f"a part of the response has been streamed, and it cannot begin anew: {error}"
+                ) from error
             tries.restart()  # the continued response may be the reason
             raise EngineFailed(name, f"could not continue a response: {error}") from error
         finally:
@@ -282,7 +318,9 @@ class _Streamed:
         async with aclosing(stream):  # type: ignore[type-var]  # generators, by all adapters
             async for last in stream:
                 if last.finish is None and _covered(last) > len(tries.begun.tokens if tries.begun is not None else ()):
-                    timings = Timings(queued_s=tries.queued_s, generating_s=tries.generating_s + time.monotonic() - begin)
+                    timings = Timings(
+                        queued_s=tries.queued_s, generating_s=tries.generating_s + time.monotonic() - begin
+                    )
                     response = EngineResponse(generation=last, engine=self.name, timings=timings)
                     _require(self.accept, response, tries)
                     tries.begun, tries.shown = last, True
@@ -300,7 +338,9 @@ def _covered(generation: Generation) -> int:
 
 
 def _require(accept: Callable[[EngineResponse], None], response: EngineResponse, tries: _Tries) -> None:
-    """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind the tokens that were streamed."""
+    """Raise EngineFailed unless a response is accepted; the next attempt begins anew, or behind the tokens that were
+    streamed.
+    """
     try:
         accept(response)
     except WireError as error:

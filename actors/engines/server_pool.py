@@ -152,7 +152,8 @@ class Pooled(Generic[Client]):
 
 
 class ServerPool(Generic[Client]):
-    """The known servers. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as long each time.
+    """The known servers. The one with the fewest requests in flight is chosen; one that fails is quarantined, twice as
+    long each time.
 
     ``run`` reads the servers' states; it must be running while requests are made.
     """
@@ -217,8 +218,8 @@ class ServerPool(Generic[Client]):
     async def acquire(
         self, *, min_version: int = 0, timeout_s: float, avoid: str = "", prefer: str = ""
     ) -> AsyncIterator[tuple[str, Client]]:
-        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no other, ``prefer`` if
-        possible, else the one with the fewest requests.
+        """Yield (id, client) of a server that serves ``min_version`` or newer: the id ``avoid`` only if there is no
+        other, ``prefer`` if possible, else the one with the fewest requests.
 
         A ServerFault that leaves the block puts the server into quarantine (not when only its version is too old).
         Raises NoServer when there is none within ``timeout_s``, or none at once after ``give_up``.
@@ -266,7 +267,9 @@ class ServerPool(Generic[Client]):
         if not self._waiting:
             return ""
         min_version, since = min(self._waiting.values(), key=lambda waiting: waiting[1])
-        return f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
+        return (
+            f"{self._describe(min_version)}, for {time.monotonic() - since:.0f} s ({len(self._waiting)} samples wait)"
+        )
 
     async def _wait(self, min_version: int, timeout_s: float, avoid: str, prefer: str) -> Pooled[Client]:
         begin = time.monotonic()
@@ -303,7 +306,9 @@ class ServerPool(Generic[Client]):
         """Return the seconds until the next server leaves quarantine; about ``POLL_S`` when none is in it."""
         now = time.monotonic()
         ends = [entry.quarantined_until - now for entry in self._entries.values() if entry.quarantined_until > now]
-        return min(ends, default=POLL_S) + 0.001  # a little later, so that the quarantine is over when the waiter looks again
+        return (
+            min(ends, default=POLL_S) + 0.001
+        )  # a little later, so that the quarantine is over when the waiter looks again
 
     def _describe(self, min_version: int) -> str:
         known = ", ".join(f"{entry.status.id}: {entry.remark(min_version)}" for entry in self._entries.values())
@@ -322,14 +327,23 @@ class ServerPool(Generic[Client]):
         entry.failures += 1
         entry.error = str(error)
         entry.quarantined_until = now + pause_s
-        logger.warning("%s quarantined id=%s pause_s=%.1f failures=%d error=%s", self.noun, entry.status.id, pause_s, entry.failures, error)
+        logger.warning(
+            "%s quarantined id=%s pause_s=%.1f failures=%d error=%s",
+            self.noun,
+            entry.status.id,
+            pause_s,
+            entry.failures,
+            error,
+        )
 
     async def _update(self, statuses: Sequence[ServerStatus]) -> None:
         """Apply the observed states. A server that serves again after it did not leaves quarantine."""
         seen = {status.url: status for status in statuses}
         # A server with requests in flight stays, as they use its client.
         gone = [url for url, entry in self._entries.items() if url not in seen and not entry.in_flight]
-        for entry in [self._entries.pop(url) for url in gone]:  # all at once, or one might be chosen while another is closed
+        for entry in [
+            self._entries.pop(url) for url in gone
+        ]:  # all at once, or one might be chosen while another is closed
             await entry.client.close()
         for url, entry in self._entries.items():
             status = seen.get(url) or replace(entry.status, serving=False, remark=GONE)
@@ -375,7 +389,9 @@ class UrlDiscovery:
                 serving, info = await engine.healthy(), await engine.info()
         except (EngineError, TimeoutError) as error:
             return ServerStatus(url=url, id=url, serving=False, version=-1, remark=str(error) or "no answer")
-        return ServerStatus(url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy")
+        return ServerStatus(
+            url=url, id=url, serving=serving, version=info.version, remark="" if serving else "not healthy"
+        )
 
 
 class EngineOverview(TypedDict):

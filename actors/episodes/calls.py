@@ -1,4 +1,6 @@
-"""A model call with its answer, and that answer as JSON: SGLang's, and of ``/inference/v1/generate``, by which training clients ask."""
+"""A model call with its answer, and that answer as JSON: SGLang's, and of ``/inference/v1/generate``, by which training
+clients ask.
+"""
 
 from dataclasses import dataclass
 
@@ -44,7 +46,9 @@ def answer_of(called: AnsweredCall, id: str, place: int = 0) -> JsonObject:
             "cached_tokens": made.cached_tokens,
             "weight_version": str(made.version),
             "weight_versions": _versions(made),
-            "output_token_logprobs": [[value, token, None] for value, token in zip(made.log_probs.tolist(), tokens, strict=True)],
+            "output_token_logprobs": [
+                [value, token, None] for value, token in zip(made.log_probs.tolist(), tokens, strict=True)
+            ],
         },
     }
 
@@ -77,7 +81,9 @@ async def inference_answer(request: Request, handler: Handler) -> Answer:
     params = {name: sampling[name] for name in _PASSED if name in sampling}
     params |= {theirs: sampling[name] for name, theirs in _RENAMED.items() if name in sampling}
     prompt = body.get("token_ids")
-    async with await handler(request.with_body({"input_ids": prompt, "sampling_params": params}, "/generate")) as answer:
+    async with await handler(
+        request.with_body({"input_ids": prompt, "sampling_params": params}, "/generate")
+    ) as answer:
         decoded = await answer.json()
         answers = decoded if isinstance(decoded, list) else [decoded]
         choices = [_choice(response, place) for place, response in enumerate(answers)]

@@ -1,7 +1,8 @@
-"""The program of a child process that runs rollouts: one file of the standard library, for any interpreter from Python 3.9 on.
+"""The program of a child process that runs rollouts: one file of the standard library, for any interpreter from Python
+3.9 on.
 
-Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length (big-endian) and a JSON map,
-as ``bus/processes/connection.py`` has them. Two requests:
+Started as ``PYTHON child_program.py DESCRIPTOR``; the descriptor is a socket with frames, four bytes of length
+(big-endian) and a JSON map, as ``bus/processes/connection.py`` has them. Two requests:
 
     {"load": {"use": "MODULE:NAME", "options": {...}, "path": [...], "alone": bool, "resumes": bool, "memory_mb": int,
               "limits": {"cpu_s": int, "open_files": int, "file_mb": int}}}                    result {"tools": [NAME]}
@@ -11,10 +12,11 @@ and two notes, "hung" (a call of a tool that hangs) and "lost" (output that coul
 
 MODULE is a name, or the path of a file that ends in ``.py``.
 
-The program is a class, made once with the options, with ``run(data, **extra)`` called for each episode, or a function that is called
-as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of its own. With "resumes" it is a
-class that also has ``resume(data, state, **extra)``, which is called instead for a task with a "state". Its attribute ``chat_tools``, if it
-has one, names the tools that it offers in chats: the model's chat template must write them.
+The program is a class, made once with the options, with ``run(data, **extra)`` called for each episode, or a function
+that is called as ``NAME(data, base_url=..., api_key=..., http_client=..., **options)``; async, or plain in a thread of
+its own. With "resumes" it is a class that also has ``resume(data, state, **extra)``, which is called instead for a task
+with a "state". Its attribute ``chat_tools``, if it has one, names the tools that it offers in chats: the model's chat
+template must write them.
 """
 
 from __future__ import annotations
@@ -46,8 +48,14 @@ MAX_REASON = 2000
 OUT_OF_MEMORY = "another episode used up the memory of their process, which was killed: rollouts.NAME.memory_mb"
 _LENGTH = struct.Struct(">I")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_LIMITS = {"cpu_s": ("RLIMIT_CPU", 1, 1), "open_files": ("RLIMIT_NOFILE", 1, 0), "file_mb": ("RLIMIT_FSIZE", 1 << 20, 0)}
-"""Limits of a process by setting: the kernel's name, the unit, and what its hard limit has beyond the soft one, whose signal names it."""
+_LIMITS = {
+    "cpu_s": ("RLIMIT_CPU", 1, 1),
+    "open_files": ("RLIMIT_NOFILE", 1, 0),
+    "file_mb": ("RLIMIT_FSIZE", 1 << 20, 0),
+}
+"""Limits of a process by setting: the kernel's name, the unit, and what its hard limit has beyond the soft one, whose
+signal names it.
+"""
 
 
 class PolicyFault(Exception):
@@ -59,14 +67,18 @@ class PolicyFault(Exception):
 
 
 class LossyOutput(io.FileIO):
-    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program that prints it."""
+    """Standard output or error: text that a full disk or a closed pipe refuses is lost, and no error of the program
+    that prints it.
+    """
 
     def __init__(self, descriptor: int, report_lost: Callable[[str], None]) -> None:
         super().__init__(descriptor, "w", closefd=False)
         self._report_lost = report_lost
 
     def write(self, data: Any) -> int:
-        """Write what can be written; all of it counts as written, because a buffer would keep the rest and fail again."""
+        """Write what can be written; all of it counts as written, because a buffer would keep the rest and fail
+        again.
+        """
         try:
             return super().write(data) or len(data)
         except OSError as error:
@@ -91,7 +103,9 @@ def arrange(parent: int) -> None:
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the private memory of this process, and of each that it starts; 0 = no limit. Raises OSError where no limit is held."""
+    """Limit the private memory of this process, and of each that it starts; 0 = no limit. Raises OSError where no limit
+    is held.
+    """
     if not memory_mb:
         return
     want = "rollouts.NAME.memory_mb: want 0 (no limit) on this machine"
@@ -106,11 +120,15 @@ def limit_memory(memory_mb: int) -> None:
         mmap.mmap(-1, memory_mb << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
     except (OSError, MemoryError, OverflowError):
         return
-    raise OSError(f"{want}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as before Linux 4.7")
+    raise OSError(
+        f"{want}, which does not hold the limit {memory_mb}: its RLIMIT_DATA leaves out mapped memory, as "
+        "before Linux 4.7"
+    )
 
 
 def limit_others(limits: dict[str, int]) -> None:
-    """Limit processor time, open files and sizes of files of this process, and of each that it starts. Raises OSError where one is refused.
+    """Limit processor time, open files and sizes of files of this process, and of each that it starts. Raises OSError
+    where one is refused.
 
     The kernel ends the process at its processor time; at the others a call fails.
     """
@@ -121,7 +139,9 @@ def limit_others(limits: dict[str, int]) -> None:
             number = getattr(resource, kind)
             _, hard = resource.getrlimit(number)
             most = value * unit if hard == resource.RLIM_INFINITY else min(value * unit, hard)
-            resource.setrlimit(number, (most, most + slack if hard == resource.RLIM_INFINITY else min(most + slack, hard)))
+            resource.setrlimit(
+                number, (most, most + slack if hard == resource.RLIM_INFINITY else min(most + slack, hard))
+            )
         except (ImportError, AttributeError, OSError, ValueError) as error:
             want = f"rollouts.NAME.{name}: want 0 (no limit) on this machine"
             raise OSError(f"{want}, which refuses the limit {value}: {error}") from None
@@ -173,7 +193,10 @@ def load(request: dict[str, Any]) -> LoadedProgram:
             raise TypeError("again: resume wants a class with a method resume(data, state, **extra)")
         return LoadedProgram(run, resume, {}, [str(name) for name in getattr(program, "chat_tools", ())])
     if request["resumes"] or not callable(target):
-        raise TypeError(f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got {type(target).__name__}")
+        raise TypeError(
+            f"want a class{' with again: resume' if request['resumes'] else ' or a function'}, got "
+            f"{type(target).__name__}"
+        )
     return LoadedProgram(target, None, options, [])
 
 
@@ -185,7 +208,11 @@ def accepted(function: Callable[..., Any], extra: dict[str, Any]) -> dict[str, A
         return extra
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return extra
-    names = {parameter.name for parameter in parameters if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)}
+    names = {
+        parameter.name
+        for parameter in parameters
+        if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+    }
     return {name: value for name, value in extra.items() if name in names}
 
 
@@ -304,7 +331,11 @@ class EpisodeServer:
 
     def out_of_memory(self, error: MemoryError) -> str:
         """Return the reason of an episode, or an import, that needs more memory than there is."""
-        limit = f"want at most {self.memory_mb} MB of private memory (rollouts.NAME.memory_mb)" if self.memory_mb else "no memory is left"
+        limit = (
+            f"want at most {self.memory_mb} MB of private memory (rollouts.NAME.memory_mb)"
+            if self.memory_mb
+            else "no memory is left"
+        )
         return f"{limit}: {reason_of(error)}"
 
     def fault(self, error: BaseException) -> dict[str, Any]:
@@ -372,7 +403,8 @@ async def in_thread(function: Callable[..., Any], data: Any, arguments: dict[str
         loop.call_soon_threadsafe(settle, error, value)
 
     threading.Thread(target=work, daemon=True).start()
-    # A thread cannot be stopped: a cancelled episode has ended when its function has, or when the actor ends this process.
+    # A thread cannot be stopped: a cancelled episode has ended when its function has, or when the actor ends this
+    # process.
     cancelled = False
     while True:
         try:

@@ -2,7 +2,8 @@
 
     episode --> child with a free place, or a new one (up to ``processes``) --> result, checked again
                     |
-                    +-- ended, wrote rubbish, ran out of memory, has too many calls that hang, or went on after a cancel: it is killed
+                    +-- ended, wrote rubbish, ran out of memory, has too many calls that hang, or went on after a
+cancel: it is killed
                         with all below it, and its episodes fail
 
 A child has no credentials: it knows the gateway's address and the key of its episode.
@@ -110,7 +111,8 @@ class Children:
     ) -> None:
         """``use``: ``MODULE:NAME`` of the program. ``python``: its interpreter; empty = this process's.
 
-        ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as loopback is.
+        ``resumes``: the program must have a method ``resume``. ``gateway_host``: it is reached without a proxy, as
+        loopback is.
 
         ``note_hung``: called with the description of each call of a tool that hangs.
         """
@@ -129,7 +131,9 @@ class Children:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         for child in list(self._children):
             self._end(child, "the actor ends")
         if self._ends:
@@ -141,7 +145,8 @@ class Children:
         return [child.process.pid for child in self._children]
 
     async def load(self) -> None:
-        """Start a child, unless there is one. Raises ProgramFailed with the reason for which the program cannot be loaded.
+        """Start a child, unless there is one. Raises ProgramFailed with the reason for which the program cannot be
+        loaded.
 
         A child whose process ends while it loads, as one that is killed does, is started again.
         """
@@ -180,7 +185,9 @@ class Children:
             raise
 
     async def _ready(self) -> _ProgramProcess:
-        """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not run."""
+        """Return a child with room for an episode. Raises ProgramFailed, which voids no turns: the program has not
+        run.
+        """
         try:
             return await self._free()
         except ProgramFailed as error:
@@ -276,7 +283,9 @@ class Children:
         self._end(child, reason)
 
     def _end(self, child: _ProgramProcess, reason: str) -> None:
-        """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by itself."""
+        """Take no more results of a child, fail its episodes, and end its processes. Without a reason it has ended by
+        itself.
+        """
         if child.ending:
             return
         child.ending = True
@@ -301,7 +310,9 @@ class Children:
 
 
 def _result(message: object) -> EpisodeResult:
-    """Return the result of a call. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken for granted."""
+    """Return the result of a call. Raises ProgramFailed: user's code can write to the child's end, so nothing is taken
+    for granted.
+    """
     if not isinstance(message, dict):
         raise ProgramFailed(f"result: want a map, got {str(message)[:80]}")
     if "fault" in message:
@@ -315,7 +326,12 @@ def _result(message: object) -> EpisodeResult:
 
 
 def _number(value: object, where: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or abs(value) > MAX_REWARD:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not math.isfinite(value)
+        or abs(value) > MAX_REWARD
+    ):
         raise ProgramFailed(f"{where}: want a finite number within +-{MAX_REWARD:g}, got {str(value)[:80]}")
     return float(value)
 

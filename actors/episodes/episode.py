@@ -1,4 +1,6 @@
-"""One episode under way: its task, its clock, its recorded turns, its budget, its messages, and how it ends. Knows no HTTP, no process."""
+"""One episode under way: its task, its clock, its recorded turns, its budget, its messages, and how it ends. Knows no
+HTTP, no process.
+"""
 
 import asyncio
 import hashlib
@@ -69,13 +71,17 @@ MAX_BYTES = 256_000
 
 
 def messages_of(body: bytes, path: str, answer: str) -> tuple[JsonObject, ...]:
-    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is text."""
+    """Return the messages of a request that has been answered, and the answer; without messages the prompt, if it is
+    text.
+    """
     request: JsonMapping = json_map(body) if body else {}
     if path in DIALECTS:
         request = DIALECTS[path].chat_of(request)
     messages = request.get("messages") if path in DIALECTS or path.endswith("/chat/completions") else None
     if not isinstance(messages, list):
-        prompt = next((request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)), None)
+        prompt = next(
+            (request[name] for name in ("prompt", "text", "input") if isinstance(request.get(name), str)), None
+        )
         messages = [] if prompt is None else [{"role": "user", "content": prompt}]
     return bounded([*(chat_messages(messages) if messages else []), {"role": "assistant", "content": answer}])
 
@@ -163,7 +169,9 @@ class Episode:
     cut_by_length: bool = False
     """True if the answer with ``text`` was cut by ``max_new_tokens`` of the task, as a single turn is."""
     show: Callable[[], tuple[JsonObject, ...]] = tuple
-    """Returns the messages of the call that gave ``text``, its answer included. AnsweredCall once, as only the last call is shown."""
+    """Returns the messages of the call that gave ``text``, its answer included. AnsweredCall once, as only the last
+    call is shown.
+    """
     queued_s: float = 0.0
     generating_s: float = 0.0
     turn_rewards: dict[int, float] = field(default_factory=dict)
@@ -202,20 +210,26 @@ class Episode:
             self.stopped.set()
 
     @contextmanager
-    def call(self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT) -> Iterator[ReservedCall]:
-        """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there is none.
+    def call(
+        self, prompt: NDArray[np.int32], max_new_tokens: int, *, max_context: int = NO_LIMIT
+    ) -> Iterator[ReservedCall]:
+        """Reserve room for a model call of at most ``max_new_tokens`` behind ``prompt``, [P]. Raises Spent when there
+        is none.
 
         The room is kept for the block. The output must have been recorded at its end. ``max_context``: the model's.
         """
         limits = replace(self.budget, context=min(self.budget.context or NO_LIMIT, max_context))
         if limits.turns and len(self.recorder) + self._reserved.calls >= limits.turns:
             raise self._refusal("turns", f"{limits.turns} model calls")
-        # While other calls are under way, one of them may take the place behind its parent: then this one begins a sequence of its own.
+        # While other calls are under way, one of them may take the place behind its parent: then this one begins a
+        # sequence of its own.
         growth = len(prompt) if self._reserved.calls else self.recorder.growth(prompt)
         room = {
             "tokens": _left(limits.tokens, self.recorder.sampled_tokens + self._reserved.tokens),
             "context": _left(limits.context, len(prompt)),
-            "total_tokens": _left(limits.total_tokens, self.recorder.total_tokens + self._reserved.total_tokens + growth),
+            "total_tokens": _left(
+                limits.total_tokens, self.recorder.total_tokens + self._reserved.total_tokens + growth
+            ),
         }
         least = min(room, key=lambda limit: room[limit])
         if room[least] < 1:
@@ -225,7 +239,12 @@ class Episode:
         self._reserved.tokens += max_new_tokens
         self._reserved.total_tokens += growth + max_new_tokens
         try:
-            yield ReservedCall(max_new_tokens=max_new_tokens, limit=limit, seed=self._seed(prompt), begin_s=time.monotonic() - self.began_s)
+            yield ReservedCall(
+                max_new_tokens=max_new_tokens,
+                limit=limit,
+                seed=self._seed(prompt),
+                begin_s=time.monotonic() - self.began_s,
+            )
         finally:
             self._reserved.calls -= 1
             self._reserved.tokens -= max_new_tokens
@@ -234,7 +253,9 @@ class Episode:
     async def record(
         self, prompt: NDArray[np.int32], output: TurnOutput, response: EngineResponse, stored: StoredTurn | None = None
     ) -> None:
-        """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises Superseded, NotStored."""
+        """Store and record a turn that is about to be delivered. ``stored``: it has been stored before. Raises
+        Superseded, NotStored.
+        """
         async with self.log.lock:
             number = len(self.recorder)
             if stored is not None:
@@ -278,7 +299,9 @@ class Episode:
         if self.log.state is not None:
             numbers = {turn.record.number: number for number, turn in enumerate(self.log.restored)}
             self._turns = {name: numbers[stored] for name, stored in self.log.state.ids.items()}
-            self.turn_rewards = {numbers[stored]: reward for stored, reward in self.log.state.rewards.items() if stored in numbers}
+            self.turn_rewards = {
+                numbers[stored]: reward for stored, reward in self.log.state.rewards.items() if stored in numbers
+            }
 
     async def save(self, state: object) -> None:
         """Store the program's state, behind all turns so far. Raises BadRequest, Superseded, NotStored."""
@@ -304,7 +327,9 @@ class Episode:
         self.turn_rewards[self.turn(turn)] = float(reward)
 
     def turn(self, turn: object) -> int:
-        """Return the number of a turn, by id or number; null = the last one that is trained. Raises BadRequest where there is none."""
+        """Return the number of a turn, by id or number; null = the last one that is trained. Raises BadRequest where
+        there is none.
+        """
         count = len(self.recorder)
         if turn is None and self.recorder.last_trained >= 0:
             return self.recorder.last_trained
@@ -320,10 +345,14 @@ class Episode:
 
     def _refusal(self, limit: str, what: str) -> Spent:
         self.spent = self.spent or limit
-        return Spent(f"the budget of this episode is spent: {limit} ({what}); a rollout's budget is set by rollouts.NAME.budget")
+        return Spent(
+            f"the budget of this episode is spent: {limit} ({what}); a rollout's budget is set by rollouts.NAME.budget"
+        )
 
     def _seed(self, prompt: NDArray[np.int32]) -> int | None:
-        """Return the seed of a turn: of the member's, its prompt and how often it was asked, so that no order of calls changes it."""
+        """Return the seed of a turn: of the member's, its prompt and how often it was asked, so that no order of calls
+        changes it.
+        """
         seed = self.sampling.seed
         if seed is None:
             return None
@@ -333,7 +362,11 @@ class Episode:
         return int.from_bytes(mixed, "little") % SEEDS
 
 
-_WHAT: Mapping[str, str] = {"tokens": "sampled tokens", "context": "tokens of one sequence", "total_tokens": "tokens of all sequences"}
+_WHAT: Mapping[str, str] = {
+    "tokens": "sampled tokens",
+    "context": "tokens of one sequence",
+    "total_tokens": "tokens of all sequences",
+}
 
 
 def _left(limit: int, used: int) -> int:

@@ -3,8 +3,8 @@
     http://127.0.0.1:PORT/e/KEY/v1/chat/completions      or without /e/KEY, and the key as Authorization: Bearer KEY, as x-api-key,
                                                                or as the user: http://KEY@127.0.0.1:PORT/...
 
-A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next identical request;
-of a stream that a client has cut the tokens that were sent are a turn.
+A turn is recorded before the last byte of its answer is sent. The answer to a client that has gone is kept for its next
+identical request; of a stream that a client has cut the tokens that were sent are a turn.
 """
 
 import asyncio
@@ -48,7 +48,8 @@ from tidemill.bus.wire.messages import Timings
 logger = logging.getLogger(__name__)
 
 TRAIN_HEADER = "X-Tidemill-Train"
-"""0: the call is served with the sampling that it asks for, and is context only. So are calls of ``untrained_models``."""
+"""0: the call is served with the sampling that it asks for, and is context only. So are calls of ``untrained_models``.
+"""
 ENDED_KEYS = 10_000
 """Maximum number of keys of ended episodes that are remembered, to be answered with 410."""
 HISTORY_TEXT = 1 << 24
@@ -56,7 +57,9 @@ HISTORY_TEXT = 1 << 24
 KEY_PATH = "/e/"
 _NO_RETRY = {"x-should-retry": "false"}
 """Clients of OpenAI repeat some errors by themselves, unless an answer forbids it."""
-_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {path: one.id for path, one in DIALECTS.items()}
+_PREFIX = {"/v1/chat/completions": "chatcmpl-", "/v1/completions": "cmpl-"} | {
+    path: one.id for path, one in DIALECTS.items()
+}
 """Beginning of an answer's id by path."""
 
 
@@ -96,13 +99,26 @@ class Gateway:
     """The listener of an actor. ``start``, and ``close`` at the end."""
 
     def __init__(
-        self, model: ModelText, responses: Responses, renderer: Renderer | None = None, untrained_models: Collection[str] = ()
+        self,
+        model: ModelText,
+        responses: Responses,
+        renderer: Renderer | None = None,
+        untrained_models: Collection[str] = (),
     ) -> None:
-        """``renderer``: None = chats are written by the model's chat template. ``untrained_models``: calls for these are context."""
-        self._model, self._responses, self._renderer, self._untrained_models = model, responses, renderer, untrained_models
+        """``renderer``: None = chats are written by the model's chat template. ``untrained_models``: calls for these
+        are context.
+        """
+        self._model, self._responses, self._renderer, self._untrained_models = (
+            model,
+            responses,
+            renderer,
+            untrained_models,
+        )
         self._open: dict[str, _Open] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
-        self.listener = Listener({"* /{path:.*}": Route.request(self._handle)}, _EpisodeKeys(self._admitted), shutdown_s=1.0)
+        self.listener = Listener(
+            {"* /{path:.*}": Route.request(self._handle)}, _EpisodeKeys(self._admitted), shutdown_s=1.0
+        )
         self.url = ""
 
     async def start(self, at: Reach = HERE) -> str:
@@ -116,7 +132,9 @@ class Gateway:
 
     @asynccontextmanager
     async def opened(self, episode: Episode, *, max_calls_in_flight: int) -> AsyncIterator[str]:
-        """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is refused."""
+        """Yield the key of an episode. Behind the block its calls are ended, its streams are recorded, and the key is
+        refused.
+        """
         key = secrets.token_hex(16)
         history = TokenHistory(self._model, HISTORY_TEXT, self._chats(episode), episode.task.chat_template_args)
         episode.restore(lambda ids: self._model.text.decode(ids.tolist(), skip_special=False))
@@ -144,7 +162,9 @@ class Gateway:
         return RenderedChats(self._renderer, HISTORY_TEXT, stop_token_ids=stops, malformed=episode.note_malformed)
 
     def _admitted(self, http_request: web.Request) -> tuple[_Open, str]:
-        """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone behind its end."""
+        """Return the episode whose key a request has, and the path behind the key. Raises HTTPUnauthorized, or HTTPGone
+        behind its end.
+        """
         key, path = _key(http_request)
         open = self._open.get(key)
         if open is not None:
@@ -169,14 +189,17 @@ class Gateway:
             made = await self._made(open, http_request, path, body)
             if made.status == HTTPStatus.OK:
                 delivering = _deliver(open.episode, made, body, path)
-                # To the end, also when the client goes: a stored answer must be recorded. Where nothing is stored, nothing is waited for.
+                # To the end, also when the client goes: a stored answer must be recorded. Where nothing is stored,
+                # nothing is waited for.
                 await (asyncio.shield(delivering) if open.episode.log.stores else delivering)
             else:
                 open.episode.refused = made.content[:500].decode(errors="replace")
         except _ENDS as error:
             return _refused(open.episode, error)
         made.calls.held.close()
-        return web.Response(body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY})
+        return web.Response(
+            body=made.content, status=made.status, headers={"Content-Type": made.content_type, **_NO_RETRY}
+        )
 
     async def _stream(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
         """Answer with a stream, which is cut when its client hangs up or the episode ends."""
@@ -191,7 +214,9 @@ class Gateway:
             raise
 
     async def _streaming(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> web.StreamResponse:
-        """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are events."""
+        """Send the events as they are made. Raises as ``_answer`` does, before the first one; later errors are
+        events.
+        """
         response = web.StreamResponse(headers={"Content-Type": EVENTS, "Cache-Control": "no-cache", **_NO_RETRY})
         request, calls = self._asked(open, http_request, path, body, streams=True)
         try:
@@ -210,7 +235,9 @@ class Gateway:
             refusal = _refused(open.episode, error)
             if not response.prepared:
                 return refusal
-            await response.write((b"event: error\n" if path in DIALECTS else b"") + DATA + bytes(refusal.body or b"") + b"\n\n")  # type: ignore[arg-type]
+            await response.write(
+                (b"event: error\n" if path in DIALECTS else b"") + DATA + bytes(refusal.body or b"") + b"\n\n"
+            )  # type: ignore[arg-type]
         finally:
             if calls.stream is not None:
                 await calls.stream.end()
@@ -221,9 +248,13 @@ class Gateway:
 
     async def _made(self, open: _Open, http_request: web.Request, path: str, body: bytes) -> _WholeAnswer:
         """Return the answer: one that the same request left behind, or a new one, which goes on without its client."""
-        digest = hashlib.blake2b(repr((path, http_request.headers.get(SESSION_HEADERS[0], ""))).encode() + body).digest()
+        digest = hashlib.blake2b(
+            repr((path, http_request.headers.get(SESSION_HEADERS[0], ""))).encode() + body
+        ).digest()
         left = open.left.get(digest, [])
-        call = left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, http_request, path, body))
+        call = (
+            left.pop() if left else asyncio.get_running_loop().create_task(self._answer(open, http_request, path, body))
+        )
         open.running.add(call)
         call.add_done_callback(open.running.discard)
         call.add_done_callback(_seen)
@@ -251,12 +282,19 @@ class Gateway:
                 else:
                     answer = await open.history(request, calls)
                 async with answer:
-                    return _WholeAnswer(answer.status, answer.headers.get("Content-Type", "application/json"), await answer.read(), calls)
+                    return _WholeAnswer(
+                        answer.status,
+                        answer.headers.get("Content-Type", "application/json"),
+                        await answer.read(),
+                        calls,
+                    )
         except BaseException:
             calls.held.close()
             raise
 
-    def _asked(self, open: _Open, http_request: web.Request, path: str, body: bytes, *, streams: bool) -> tuple[Request, ModelCalls]:
+    def _asked(
+        self, open: _Open, http_request: web.Request, path: str, body: bytes, *, streams: bool
+    ) -> tuple[Request, ModelCalls]:
         """Return a request with the handler of its model calls."""
         id = open.next_id()
         calls = ModelCalls(
@@ -265,7 +303,9 @@ class Gateway:
             max_context=self._model.max_context,
             name=_PREFIX.get(path, "") + id,
             model=self._model.name,
-            agent=next((http_request.headers[name] for name in SESSION_HEADERS if name in http_request.headers), "")[:64],
+            agent=next((http_request.headers[name] for name in SESSION_HEADERS if name in http_request.headers), "")[
+                :64
+            ],
             trained=http_request.headers.get(TRAIN_HEADER, "1").strip() != "0" and not self._names_untrained(body),
             streams=streams,
         )
@@ -273,7 +313,11 @@ class Gateway:
 
     def _names_untrained(self, body: bytes) -> bool:
         """Return whether a request names one of ``untrained_models``. Raises BadRequest."""
-        return bool(self._untrained_models) and b'"model"' in body and json_map(body).get("model") in self._untrained_models
+        return (
+            bool(self._untrained_models)
+            and b'"model"' in body
+            and json_map(body).get("model") in self._untrained_models
+        )
 
     def _reward(self, episode: Episode, body: bytes) -> web.Response:
         fields = json_map(body)
@@ -334,7 +378,9 @@ def _refused(episode: Episode, error: Exception) -> web.Response:
 
 
 def _streams(episode: Episode, path: str, body: bytes) -> bool:
-    """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be stored before."""
+    """Return whether a request is answered as the tokens are made: it asks for a stream, and its turns need not be
+    stored before.
+    """
     if b'"stream"' not in body or path == INFERENCE_PATH or episode.log.stores or episode.log.pending:
         return False
     return json_map(body).get("stream") is True
@@ -356,7 +402,8 @@ async def _deliver(episode: Episode, made: _WholeAnswer, body: bytes, path: str)
 
 
 def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[StoredTurn]) -> None:
-    """Remember turns of an earlier life, in order, as the pieces that it had, so that their texts give the very ids again.
+    """Remember turns of an earlier life, in order, as the pieces that it had, so that their texts give the very ids
+    again.
 
     A prompt need not begin with the ids of the turn before: the end token that closed a response is not in its text.
     """
@@ -371,7 +418,9 @@ def remember_restored(history: TokenHistory, model: ModelText, turns: Sequence[S
 
 
 def _begun(ids: list[int], known: list[list[TokenPiece]]) -> tuple[list[TokenPiece], list[int]]:
-    """Return the longest beginning of ``ids`` that is the beginning of a known text in whole pieces, and the ids behind it."""
+    """Return the longest beginning of ``ids`` that is the beginning of a known text in whole pieces, and the ids behind
+    it.
+    """
     best, longest = list[TokenPiece](), 0
     for pieces in reversed(known):
         end, count = 0, 0
@@ -395,7 +444,9 @@ def _key(http_request: web.Request) -> tuple[str, str]:
             return BasicAuth.decode(http_request.headers["Authorization"]).login, http_request.path
         except ValueError:
             return "", http_request.path
-    return (token.strip() if scheme.lower() == "bearer" else http_request.headers.get("x-api-key", "")), http_request.path
+    return (
+        token.strip() if scheme.lower() == "bearer" else http_request.headers.get("x-api-key", "")
+    ), http_request.path
 
 
 def _error(message: str, status: int, code: str | None = None) -> web.Response:

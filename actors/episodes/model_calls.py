@@ -1,10 +1,12 @@
-"""The model calls of one request of a program: from a body of /generate to responses, and from those to turns and SGLang's JSON.
+"""The model calls of one request of a program: from a body of /generate to responses, and from those to turns and
+SGLang's JSON.
 
     program -> gateway -> TokenHistory (text to the very ids that were sampled) -> ModelCalls -> engines
                        <-                                                       <-
 
-The sampling is the task's: other values in a program's request are overridden, and counted. A request to change the distribution in a way
-that no task has (grammars, biases) is refused, because the recorded log-probs would not be the model's.
+The sampling is the task's: other values in a program's request are overridden, and counted. A request to change the
+distribution in a way that no task has (grammars, biases) is refused, because the recorded log-probs would not be the
+model's.
 """
 
 import asyncio
@@ -41,8 +43,19 @@ OF_TASK = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
 """Sampling parameters that are the task's."""
 PENALTIES = {"min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
 """Parameters that no task has, with the value at which they do nothing: another one is overridden."""
-REFUSED = ("regex", "ebnf", "json_schema", "structural_tag", "stop_regex", "logit_bias", "custom_params", "min_new_tokens", "ignore_eos")
-"""Parameters that change the distribution, or when a response ends by the model's own word, in a way that no task has."""
+REFUSED = (
+    "regex",
+    "ebnf",
+    "json_schema",
+    "structural_tag",
+    "stop_regex",
+    "logit_bias",
+    "custom_params",
+    "min_new_tokens",
+    "ignore_eos",
+)
+"""Parameters that change the distribution, or when a response ends by the model's own word, in a way that no task has.
+"""
 
 
 class ModelCalls:
@@ -62,7 +75,8 @@ class ModelCalls:
     ) -> None:
         """``name``: id of the answer, as the program sees it. ``agent``: name of the agent within the episode.
 
-        ``streams``: whether a stream is sent as its tokens are made; ``stream`` must then be ended. False = it is sent when it is whole.
+        ``streams``: whether a stream is sent as its tokens are made; ``stream`` must then be ended. False = it is sent
+        when it is whole.
         """
         self._episode, self._responses, self._max_context = episode, responses, max_context
         self._name, self._model, self._agent, self._trained, self._streams = name, model, agent, trained, streams
@@ -100,7 +114,10 @@ class ModelCalls:
         """Make the calls together. Raises as a call does: of several errors the first."""
         try:
             async with asyncio.TaskGroup() as group:
-                calls = [group.create_task(self._call(*prompt_and_parameters, place)) for place, prompt_and_parameters in enumerate(asked)]
+                calls = [
+                    group.create_task(self._call(*prompt_and_parameters, place))
+                    for place, prompt_and_parameters in enumerate(asked)
+                ]
         except BaseExceptionGroup as errors:
             raise first_error(errors) from None
         return [call.result() for call in calls]
@@ -116,7 +133,9 @@ class ModelCalls:
         call, sampling = self._begun(prompt, parameters, self.held)
         stored = episode.log.stored(prompt, at_most=call.max_new_tokens, trained=self._trained)
         if stored is not None:
-            output = replace(stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0)  # of this attempt, as its tools
+            output = replace(
+                stored.output(self._id(place)), begin_s=call.begin_s, seconds=0.0
+            )  # of this attempt, as its tools
             called = AnsweredCall(prompt, output, stored.response(), stored)
         else:
             called = self._called(call, prompt, place, await self._generated(call, prompt, sampling, place))
@@ -127,11 +146,15 @@ class ModelCalls:
         """Make the call of a streamed turn."""
         call, sampling = self._begun(prompt, parameters, turn.room)
         turn.cut = partial(self._cut, call, prompt, turn.place)
-        called = self._called(call, prompt, turn.place, await self._generated(call, prompt, sampling, turn.place, turn.grow))
+        called = self._called(
+            call, prompt, turn.place, await self._generated(call, prompt, sampling, turn.place, turn.grow)
+        )
         self._note_spent(call, called)
         return called
 
-    def _begun(self, prompt: NDArray[np.int32], parameters: JsonMapping, room: ExitStack) -> tuple[ReservedCall, Sampling]:
+    def _begun(
+        self, prompt: NDArray[np.int32], parameters: JsonMapping, room: ExitStack
+    ) -> tuple[ReservedCall, Sampling]:
         """Return the room of a call, which is kept until ``room`` is left, and its sampling. Raises BadRequest."""
         sampling = _sampling(self._episode.sampling, parameters, self._own if self._trained else None)
         call = room.enter_context(self._episode.call(prompt, sampling.max_new_tokens, max_context=self._max_context))
@@ -198,7 +221,9 @@ class ModelCalls:
             begin_s=call.begin_s,
             seconds=time.monotonic() - self._episode.began_s - call.begin_s if seconds is None else seconds,
             trained=self._trained,
-            routed_experts=made.routed_experts if self._episode.task.kind is Kind.TRAIN else None,  # nothing replays an evaluation
+            routed_experts=made.routed_experts
+            if self._episode.task.kind is Kind.TRAIN
+            else None,  # nothing replays an evaluation
         )
         return AnsweredCall(prompt, output, response, None)
 
@@ -248,12 +273,16 @@ def _prompt(ids: object) -> NDArray[np.int32]:
 
 
 def _whole_numbers(ids: list[object]) -> bool:
-    """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts are long."""
+    """Return whether all are numbers that int32 can hold, none negative; a bool is none. One pass in C each: prompts
+    are long.
+    """
     return set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < 2**31  # type: ignore[type-var, operator]
 
 
 def _sampling(task: Sampling, parameters: JsonMapping, overridden: Callable[[str], None] | None) -> Sampling:
-    """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as asked."""
+    """Return the sampling of a call: the task's, with the limits that a program may set. ``overridden``: None = all as
+    asked.
+    """
     for name in REFUSED:
         if parameters.get(name) not in (None, False, 0, [], {}, ""):
             reason = "it would change the distribution that is trained on"
@@ -286,7 +315,11 @@ def _number(parameters: JsonMapping, name: str, kind: type[Number], least: Numbe
     value = parameters.get(name)
     if value is None:
         return default
-    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float) or not least <= value <= 1e9:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int if kind is int else int | float)
+        or not least <= value <= 1e9
+    ):
         raise BadRequest(f"sampling_params.{name}: want a number >= {least}, got {value!r}")
     return kind(value)
 

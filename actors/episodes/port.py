@@ -49,11 +49,13 @@ class Rollout(Protocol):
         """Seconds that its samples may go on when the actor drains; None = as the actor's settings have it."""
         ...
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
+    async def sample(
+        self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
+    ) -> Made:
         """Make sample ``index`` of a task. ``first``: no actor had the task before.
 
-        Raises GenerationFailed (a FAILED sample), Unfinished (the task is handed back), AlreadyStored, and Superseded when another actor
-        makes the sample now.
+        Raises GenerationFailed (a FAILED sample), Unfinished (the task is handed back), AlreadyStored, and Superseded
+        when another actor makes the sample now.
         """
         ...
 

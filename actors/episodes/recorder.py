@@ -1,13 +1,15 @@
-"""Recorder of an episode: a tree of turns linked by exact token prefixes, exported as token sequences. Knows no engine, bus or clock.
+"""Recorder of an episode: a tree of turns linked by exact token prefixes, exported as token sequences. Knows no engine,
+bus or clock.
 
-A node is a turn: the ids of its prompt beyond its parent's end, and its output. The parent of a prompt is the deepest node whose whole path
-(prompt and output of every turn down to it) is an exact prefix of it. So a token is always trained behind the very ids it was sampled
-behind, whatever the client does with its history: text that comes back with other ids, a compaction, a template that drops reasoning
-begin a new branch, and nothing is realigned. Ids are compared as bytes: a turn costs one memory compare of its prompt and a step for every
-turn of the path; memory is linear in the new tokens.
+A node is a turn: the ids of its prompt beyond its parent's end, and its output. The parent of a prompt is the deepest
+node whose whole path (prompt and output of every turn down to it) is an exact prefix of it. So a token is always
+trained behind the very ids it was sampled behind, whatever the client does with its history: text that comes back with
+other ids, a compaction, a template that drops reasoning begin a new branch, and nothing is realigned. Ids are compared
+as bytes: a turn costs one memory compare of its prompt and a step for every turn of the path; memory is linear in the
+new tokens.
 
-Shape letters: P = tokens of a prompt, R = tokens of an output or of a response region, L = tokens of a sequence, E = layers with experts,
-K = experts of a token.
+Shape letters: P = tokens of a prompt, R = tokens of an output or of a response region, L = tokens of a sequence, E =
+layers with experts, K = experts of a token.
 """
 
 from collections.abc import Sequence
@@ -21,10 +23,13 @@ from tidemill.bus.wire.messages import SequenceSize, Span, Turns
 from tidemill.bus.wire.routed_experts import RoutedExperts
 
 EXTENDS, FORKS, BEGINS = "extends", "forks", "begins"
-"""Kinds of a turn's place: behind an output without another turn behind it, behind one that has one (or beside a turn of the same prompt),
-and with a context that no recorded turn begins."""
+"""Kinds of a turn's place: behind an output without another turn behind it, behind one that has one (or beside a turn
+of the same prompt), and with a context that no recorded turn begins.
+"""
 UNTRAINED = ("asked", "log_probs", "empty")
-"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; it has no output."""
+"""Reasons for which a turn is context only: it was asked for so; log-probs are missing or out of range; it has no
+output.
+"""
 _ID_BYTES = 4
 
 
@@ -62,7 +67,9 @@ class Sequences:
     numbers: tuple[int, ...]
     """Number of each of ``turns`` in the recorder."""
     routed_experts: RoutedExperts | None
-    """Experts of all tokens, [sum of L, E, K], each by the first turn that had the token as an input; None = no turn has any."""
+    """Experts of all tokens, [sum of L, E, K], each by the first turn that had the token as an input; None = no turn
+    has any.
+    """
 
     @property
     def response_length(self) -> int:
@@ -113,8 +120,9 @@ class TurnRecorder:
     def record(self, prompt: NDArray[np.int32], output: TurnOutput) -> int:
         """Record a delivered turn, in order of delivery, and return its number.
 
-        It must be recorded before the last byte of its answer is sent, so that a parent is there before its child. Raises ValueError for
-        an empty prompt, for spans of another length than the output, and for experts of another number of tokens.
+        It must be recorded before the last byte of its answer is sent, so that a parent is there before its child.
+        Raises ValueError for an empty prompt, for spans of another length than the output, and for experts of another
+        number of tokens.
         """
         _check(prompt, output)
         ids = _bytes(prompt)
@@ -124,9 +132,13 @@ class TurnRecorder:
         if reason:
             self.untrained[reason] += 1
         experts = output.routed_experts
-        if experts is not None:  # the parent's last token became an input with this turn; the tokens before it have their own
+        if (
+            experts is not None
+        ):  # the parent's last token became an input with this turn; the tokens before it have their own
             experts = experts[max(0, parent.end // _ID_BYTES - 1) :].copy()
-        node = _TurnNode(len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts)
+        node = _TurnNode(
+            len(self._nodes), parent, context, output, context + sampled, len(ids) + len(sampled), not reason, experts
+        )
         place = BEGINS if parent is self._root else FORKS if parent.children else EXTENDS
         if not reason:
             if self.last_trained >= 0 and place != EXTENDS:
@@ -149,7 +161,9 @@ class TurnRecorder:
         return len(prompt) if parent is self._root or parent.children else len(prompt) - parent.end // _ID_BYTES
 
     def _parent(self, prompt: bytes) -> _TurnNode:
-        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is none."""
+        """Return the deepest node whose path is a prefix of the prompt, the newest of equals; the root if there is
+        none.
+        """
         best, reached = self._root, [self._root]
         while reached:
             here = reached.pop()
@@ -162,11 +176,13 @@ class TurnRecorder:
         return best
 
     def export(self, seen: Sequence[int] | None = None, *, ended_s: float = 0.0) -> Sequences:
-        """Return the sequences: one for every turn without a turn behind it that still has something to train, in order of first turns.
+        """Return the sequences: one for every turn without a turn behind it that still has something to train, in order
+        of first turns.
 
-        A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of the turns that the
-        finished life of the episode has been given, of which alone sequences are made; None = all. A turn whose parent is not among them is
-        still behind its ids: they are context. ``ended_s``: seconds of the episode at its end, for the time of tools behind the last turn.
+        A turn is trained by the first sequence that has it; later ones have it in their context. ``seen``: numbers of
+        the turns that the finished life of the episode has been given, of which alone sequences are made; None = all. A
+        turn whose parent is not among them is still behind its ids: they are context. ``ended_s``: seconds of the
+        episode at its end, for the time of tools behind the last turn.
         Raises ValueError when no turn is to be trained: there is nothing to make a sample of.
         """
         numbers = range(len(self._nodes)) if seen is None else sorted(set(seen))
@@ -176,8 +192,8 @@ class TurnRecorder:
         return _Export().of([self._nodes[number] for number in sorted(chosen)], self.tools_s(ended_s)[1])
 
     def tools_s(self, ended_s: float) -> tuple[float, list[float]]:
-        """Return the seconds without a model call under way: those before the first call, and those behind each turn. Behind parallel calls
-        they belong to the turn that ended last. ``ended_s``: seconds of the episode at its end.
+        """Return the seconds without a model call under way: those before the first call, and those behind each turn.
+        Behind parallel calls they belong to the turn that ended last. ``ended_s``: seconds of the episode at its end.
         """
         outputs = [node.output for node in self._nodes if node.output is not None]
         seconds = [0.0] * len(outputs)
@@ -207,13 +223,17 @@ class _Export:
         self._experts: list[RoutedExperts | int] = []
 
     def of(self, chosen: list[_TurnNode], tools_s: list[float]) -> Sequences:
-        """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded turn."""
+        """Return the sequences that train these turns, which are in order of delivery. ``tools_s``: of each recorded
+        turn.
+        """
         claimed: set[int] = set()
         wanted = {node.number for node in chosen}
         for leaf in _leaves(chosen):
             path = _down_to(leaf)
             # The turns claimed before are a beginning of the path, so they never lie inside a response region.
-            first = next(place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed)
+            first = next(
+                place for place, node in enumerate(path) if node.number in wanted and node.number not in claimed
+            )
             self._sequence(path, first, wanted)
             claimed |= {node.number for node in path}
         order = sorted(self._at)
@@ -292,7 +312,9 @@ def _experts_of(node: _TurnNode, behind: list[_TurnNode]) -> RoutedExperts | int
 
 
 def _joined(parts: list[RoutedExperts | int]) -> RoutedExperts | None:
-    """Return the experts of all tokens in one array, with unknown rows for parts that are numbers of tokens; None = there are none."""
+    """Return the experts of all tokens in one array, with unknown rows for parts that are numbers of tokens; None =
+    there are none.
+    """
     known = next((part for part in parts if not isinstance(part, int)), None)
     if known is None:
         return None
@@ -304,7 +326,9 @@ def _unknown(length: int, like: RoutedExperts) -> RoutedExperts:
 
 
 def _leaves(chosen: list[_TurnNode]) -> list[_TurnNode]:
-    """Return the nodes of ``chosen`` without another of them below, in order of the first turn that each is the first to train."""
+    """Return the nodes of ``chosen`` without another of them below, in order of the first turn that each is the first
+    to train.
+    """
     above: set[int] = set()
     for node in chosen:
         here = node.parent
@@ -326,7 +350,9 @@ def _down_to(node: _TurnNode) -> list[_TurnNode]:
 
 
 def _reader(path: list[_TurnNode]) -> int:
-    """Return the version that read the context of the first turn of a path, which is the version of its first output with a token."""
+    """Return the version that read the context of the first turn of a path, which is the version of its first output
+    with a token.
+    """
     return next(node.output.spans[0].version for node in path if node.output is not None and node.output.spans)
 
 
@@ -353,4 +379,6 @@ def _check(prompt: NDArray[np.int32], output: TurnOutput) -> None:
     if (covered := sum(span.num_tokens for span in output.spans)) != length:
         raise ValueError(f"spans: want to cover {length} ids, got {covered}")
     if output.routed_experts is not None and len(output.routed_experts) != len(prompt) + length:
-        raise ValueError(f"routed_experts: want those of {len(prompt) + length} tokens, got {len(output.routed_experts)}")
+        raise ValueError(
+            f"routed_experts: want those of {len(prompt) + length} tokens, got {len(output.routed_experts)}"
+        )

@@ -46,9 +46,10 @@ class ProgramRollout:
     ) -> None:
         """``max_calls_in_flight``: model calls of one episode at once; others wait.
 
-        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor began.
-        ``needs_log``: an episode ends when its log cannot be written. ``drain_s``: how long episodes may go on when the actor drains;
-        None = as the actor's settings have it.
+        ``turns``: where episodes are logged; None = nowhere. ``again``: how an episode goes on that another actor
+        began.
+        ``needs_log``: an episode ends when its log cannot be written. ``drain_s``: how long episodes may go on when the
+        actor drains; None = as the actor's settings have it.
         """
         self.drain_s = drain_s
         self._gateway, self._programs, self._max_calls = gateway, programs, max_calls_in_flight
@@ -62,8 +63,12 @@ class ProgramRollout:
         for episode in self._open:
             episode.stop(handed_back=LEAVING)
 
-    async def sample(self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True) -> Made:
-        """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored, Superseded."""
+    async def sample(
+        self, task: Task, index: int, attempt: str, partial: Partial | None = None, *, first: bool = True
+    ) -> Made:
+        """Run the program for sample ``index`` of a task. Raises GenerationFailed, Unfinished, AlreadyStored,
+        Superseded.
+        """
         self._check_staying()
         episode = Episode(task, index, attempt, log=await self._taken(task, index, attempt, first=first))
         if episode.log.sample_seq:
@@ -90,7 +95,9 @@ class ProgramRollout:
             raise Unfinished(LEAVING)
 
     async def _taken(self, task: Task, index: int, attempt: str, *, first: bool) -> TurnLog:
-        """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or Unfinished without one."""
+        """Return the log of a sample, with what earlier attempts stored. Raises Superseded; GenerationFailed or
+        Unfinished without one.
+        """
         if self._turns is None:
             return TurnLog(None)
         try:
@@ -101,7 +108,9 @@ class ProgramRollout:
             raise Unfinished(str(error)) from None
         turn_log = TurnLog(log, records, again=self._again)
         if self._needs_log and not turn_log.whole:
-            raise GenerationFailed(f"the episode's log (TURNS): want at most {MAX_IDS} token ids of all turns with their contexts")
+            raise GenerationFailed(
+                f"the episode's log (TURNS): want at most {MAX_IDS} token ids of all turns with their contexts"
+            )
         if records and not turn_log.sample_seq:
             logger.info(
                 "episode goes on task=%d index=%d again=%s turns=%d behind=%d",
@@ -112,7 +121,9 @@ class ProgramRollout:
     async def _run(self, episode: Episode, key: str) -> EpisodeResult:
         """Return the program's result. Raises GenerationFailed, Unfinished."""
         running = asyncio.get_running_loop().create_task(
-            self._programs.run(episode.name, base_url=f"{self._gateway.url}{KEY_PATH}{key}/v1", api_key=key, task=_described(episode))
+            self._programs.run(
+                episode.name, base_url=f"{self._gateway.url}{KEY_PATH}{key}/v1", api_key=key, task=_described(episode)
+            )
         )
         ends = [
             asyncio.get_running_loop().create_task(episode.stopped.wait()),
@@ -127,7 +138,9 @@ class ProgramRollout:
             if episode.failed:
                 raise GenerationFailed(episode.failed.removeprefix("generation: "), outside=True)
             if not running.done():
-                raise GenerationFailed(f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)")
+                raise GenerationFailed(
+                    f"the episode is not done within {episode.budget.seconds:g} s (rollouts.NAME.budget.seconds)"
+                )
             return running.result()
         except ProgramFailed as error:
             episode.keeps_turns = error.ended
@@ -178,8 +191,12 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
     by_number = {number: place for place, number in enumerate(exported.numbers)}
     lost = [turn for turn in turn_rewards if turn not in by_number]
     if lost:
-        raise GenerationFailed(f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training")
-    turns = replace(exported.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items())))
+        raise GenerationFailed(
+            f"the reward of turn {lost[0]} has no trained turn: it has no sampled token, or was asked without training"
+        )
+    turns = replace(
+        exported.turns, rewards=tuple(sorted((by_number[turn], value) for turn, value in turn_rewards.items()))
+    )
     task, finish_reason = episode.task, _finish_reason(episode, result)
     scored = reward is not None
     sample = Sample(
@@ -214,7 +231,9 @@ def _made(episode: Episode, result: EpisodeResult) -> Made:
 
 
 def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
-    """Return the limit that has ended an episode or cut its last answer; ``stop`` without one, and for a fault of the policy."""
+    """Return the limit that has ended an episode or cut its last answer; ``stop`` without one, and for a fault of the
+    policy.
+    """
     limit = episode.spent or episode.cut
     if limit:
         return f"budget.{limit}"
@@ -222,7 +241,9 @@ def _finish_reason(episode: Episode, result: EpisodeResult) -> str:
 
 
 def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str, float] | None, dict[int, float]]:
-    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises GenerationFailed."""
+    """Return the reward of the episode, None = the actor's reward gives it, and rewards of turns by number. Raises
+    GenerationFailed.
+    """
     turns, value = dict(episode.turn_rewards), result.value
     if result.fault is not None:
         return result.fault, turns
@@ -230,7 +251,9 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
         ids = [name for name in value if episode.turn_ids([name])]
         if ids and len(ids) < len(value):
             other = next(name for name in value if name not in ids)
-            raise GenerationFailed(f"reward: want parts, or turns by id, got both: {ids[0]!r} is a turn, {other!r} is none")
+            raise GenerationFailed(
+                f"reward: want parts, or turns by id, got both: {ids[0]!r} is a turn, {other!r} is none"
+            )
         if not ids:
             return dict(value), turns
         turns |= {episode.turn(name): number for name, number in value.items()}
@@ -246,11 +269,17 @@ def _rewards(episode: Episode, result: EpisodeResult) -> tuple[float | dict[str,
 
 
 def _remarks(episode: Episode) -> dict[str, object]:
-    """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the turns."""
+    """Return remarks for viewers and for the learner's metrics, on the sampling, the calls and the places of the
+    turns.
+    """
     recorder = episode.recorder
     return {
         **({"branched_turns": dict(recorder.branched)} if any(recorder.branched.values()) else {}),
-        **({"untrained_turns": untrained} if (untrained := {why: n for why, n in recorder.untrained.items() if n}) else {}),
+        **(
+            {"untrained_turns": untrained}
+            if (untrained := {why: n for why, n in recorder.untrained.items() if n})
+            else {}
+        ),
         **({"overridden_sampling": sorted(episode.overridden)} if episode.overridden else {}),
         **({"malformed_calls": episode.malformed_calls} if episode.malformed_calls else {}),
     }
@@ -267,11 +296,12 @@ async def open_rollouts(
 ) -> AsyncIterator[dict[str, ProgramRollout]]:
     """Give the rollouts by name. Every program is loaded once, in a child that stays.
 
-    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls that are context;
+    ``turns``: where their episodes are logged; ``at``: where programs ask; ``gateway_config``: its renderer, and calls
+    that are context;
     ``note_hung``: called for each call of a tool that hangs.
 
-    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is not, and for a
-    renderer that cannot be used.
+    Raises BadRow for a program that cannot be loaded, for a model that is not on this machine, for an address that is
+    not, and for a renderer that cannot be used.
     """
     try:
         text = ModelText.read(programs.model, "model.path")
@@ -304,7 +334,9 @@ async def open_rollouts(
         yield rollouts
 
 
-def _children(name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]) -> Children:
+def _children(
+    name: str, config: RolloutConfig, model: str, gateway_url: str, note_hung: Callable[[str], None]
+) -> Children:
     bounds = ChildBounds(
         processes=config.processes,
         episodes_per_child=config.episodes_per_child,

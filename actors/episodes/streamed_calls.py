@@ -75,7 +75,9 @@ class StreamedCalls:
         self._raise_failed()
 
     async def states(self) -> AsyncGenerator[JsonMapping, None]:
-        """Yield SGLang's JSON of each response as it grows: an empty one, any number of larger ones, the whole. Raises as a call does."""
+        """Yield SGLang's JSON of each response as it grows: an empty one, any number of larger ones, the whole. Raises
+        as a call does.
+        """
         left = dict(enumerate(self._turns))
         for turn in self._turns:
             yield self._state(turn, None)
@@ -105,7 +107,8 @@ class StreamedCalls:
         return any(turn.recorded for turn in self._turns)
 
     async def end(self) -> None:
-        """End the calls, and record the tokens sent of the unfinished ones: to the end, also when this is cancelled meanwhile.
+        """End the calls, and record the tokens sent of the unfinished ones: to the end, also when this is cancelled
+        meanwhile.
 
         A client that hangs up is an error of the next write, and right after it a cancellation.
         """
@@ -152,7 +155,9 @@ class StreamedCalls:
 
 
 _EMPTY = EngineResponse(
-    generation=Generation(id="", tokens=np.zeros(0, np.int32), log_probs=np.zeros(0, np.float32), spans=(), finish=None),
+    generation=Generation(
+        id="", tokens=np.zeros(0, np.int32), log_probs=np.zeros(0, np.float32), spans=(), finish=None
+    ),
     engine="",
     timings=Timings(),
 )

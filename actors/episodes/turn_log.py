@@ -78,7 +78,9 @@ class TurnLog:
         self._log, self._keeps = log, again != RESTART
         self.resumes = again == RESUME
         self.lock = asyncio.Lock()
-        """Held by the caller of ``turn`` and ``save``, also while a turn is recorded, so that both are in the same order."""
+        """Held by the caller of ``turn`` and ``save``, also while a turn is recorded, so that both are in the same
+        order.
+        """
         self.sample_seq = 0
         """Sequence of the sample, where it is stored already."""
         self._count = 0
@@ -135,7 +137,9 @@ class TurnLog:
                     self._pending[digest(turn.prompt)].append(turn)
 
     def stored(self, prompt: NDArray[np.int32], *, at_most: int, trained: bool) -> StoredTurn | None:
-        """Take the stored answer to a prompt, [P], of at most so many tokens; None = there is none, or it has been given out."""
+        """Take the stored answer to a prompt, [P], of at most so many tokens; None = there is none, or it has been
+        given out.
+        """
         waiting = self._pending.get(digest(prompt))
         if waiting and len(waiting[0].record.tokens) <= at_most and waiting[0].record.trained is trained:
             return waiting.popleft()
@@ -145,7 +149,9 @@ class TurnLog:
         """Note that a stored turn has this number in the recorder."""
         self._numbers[number] = turn.record.number
 
-    async def turn(self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: EngineResponse) -> None:
+    async def turn(
+        self, number: int, parent: int, context: NDArray[np.int32], output: TurnOutput, response: EngineResponse
+    ) -> None:
         """Store a turn that the recorder will have as ``number``, behind ``parent``. Raises Superseded, NotStored."""
         if self._log is None or not self.stores:
             return
@@ -172,7 +178,9 @@ class TurnLog:
         self._count += 1
 
     async def save(self, state: JsonObject, ids: Mapping[str, int], rewards: Mapping[int, float]) -> None:
-        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded, NotStored."""
+        """Store the program's state behind the turns with these names, all that are recorded. Raises Superseded,
+        NotStored.
+        """
         if self._log is not None and self._log.kept:
             await self._log.append(
                 TurnKind.STATE,

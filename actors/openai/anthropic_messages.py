@@ -1,4 +1,5 @@
-"""Translation of Anthropic's messages API into chat completions, and of the answers back. Pure: knows no HTTP and no engine.
+"""Translation of Anthropic's messages API into chat completions, and of the answers back. Pure: knows no HTTP and no
+engine.
 
 {"system": ..., "messages": [...], "max_tokens": 9, "tools": [...]}   ->  chat_of      ->  a chat completion's request
 {"content": [{"type": "text"}, {"type": "tool_use"}], "usage": ...}   <-  message_of   <-  its answer
@@ -117,7 +118,9 @@ class MessageEvents:
 
 
 def _thinks(body: JsonMapping) -> bool:
-    """Return whether the client wants the model's reasoning: one that does not ask for it may take the first block for the text."""
+    """Return whether the client wants the model's reasoning: one that does not ask for it may take the first block for
+    the text.
+    """
     match body.get("thinking"):
         case {"type": "enabled" | "adaptive"}:
             return True
@@ -148,7 +151,12 @@ def _usage(usage: JsonMapping) -> JsonObject:
 
 
 def _tool_use(call: JsonMapping) -> JsonObject:
-    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": json.loads(call["function"]["arguments"])}
+    return {
+        "type": "tool_use",
+        "id": call["id"],
+        "name": call["function"]["name"],
+        "input": json.loads(call["function"]["arguments"]),
+    }
 
 
 def _tools(tools: object) -> list[JsonObject]:
@@ -156,8 +164,14 @@ def _tools(tools: object) -> list[JsonObject]:
         raise BadRequest(f"tools: want a list, got {tools!r}")
     functions = []
     for place, tool in enumerate(tools):
-        if not isinstance(tool, Mapping) or tool.get("type", "custom") != "custom" or not isinstance(tool.get("name"), str):
-            raise BadRequest(f'tools[{place}]: want {{"name": ..., "input_schema": ...}}, a tool that the client runs, got {tool!r}')
+        if (
+            not isinstance(tool, Mapping)
+            or tool.get("type", "custom") != "custom"
+            or not isinstance(tool.get("name"), str)
+        ):
+            raise BadRequest(
+                f'tools[{place}]: want {{"name": ..., "input_schema": ...}}, a tool that the client runs, got {tool!r}'
+            )
         function: JsonObject = {"name": tool["name"], "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
             function["description"] = tool["description"]
@@ -181,7 +195,9 @@ def _messages(messages: object) -> list[JsonObject]:
 
 
 def _chat_messages(given: object, where: str) -> list[JsonObject]:
-    """Return a message as messages of a chat: results of tools are messages of their own, in front of the user's text."""
+    """Return a message as messages of a chat: results of tools are messages of their own, in front of the user's
+    text.
+    """
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
         raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
     role, content = given["role"], given.get("content")
@@ -199,13 +215,27 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
                 thoughts.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
                 pass
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if role == "assistant":
+            case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if (
+                role == "assistant"
+            ):
                 calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
             case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
-                results.append({"role": "tool", "tool_call_id": id, "content": content_text(block.get("content") or "", f"{at}.content")})
+                results.append(
+                    {
+                        "role": "tool",
+                        "tool_call_id": id,
+                        "content": content_text(block.get("content") or "", f"{at}.content"),
+                    }
+                )
             case _:
-                raise BadRequest(f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), got {block!r}")
+                raise BadRequest(
+                    f"{at}: want a block of type text, thinking, tool_use (assistant) or tool_result (user), "
+                    f"got {block!r}"
+                )
     if role == "assistant":
-        extras = {**({"reasoning_content": "".join(thoughts)} if thoughts else {}), **({"tool_calls": calls} if calls else {})}
+        extras = {
+            **({"reasoning_content": "".join(thoughts)} if thoughts else {}),
+            **({"tool_calls": calls} if calls else {}),
+        }
         return [{"role": role, "content": "".join(texts), **extras}]
     return [*results, *([{"role": role, "content": "".join(texts)}] if texts else [])]

@@ -1,11 +1,12 @@
-"""Translation of OpenAI's requests into bodies of /generate, and of the answers back. Pure: knows no HTTP and no engine.
+"""Translation of OpenAI's requests into bodies of /generate, and of the answers back. Pure: knows no HTTP and no
+engine.
 
     {"messages": [...], "max_tokens": 9}  ->  ParsedRequest    ->  {"input_ids": [...], "sampling_params": {...}}
     {"choices": [...], "usage": {...}}    <-  ResponseBuilder  <-  {"output_ids": [...], "meta_info": {...}}
 
-Besides OpenAI's own fields it takes those common among inference servers: top_k, min_tokens, stop_token_ids, ignore_eos, rid, min_version,
-chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and versions with each choice), and
-return_tokens_as_token_ids.
+Besides OpenAI's own fields it takes those common among inference servers: top_k, min_tokens, stop_token_ids,
+ignore_eos, rid, min_version, chat_template_kwargs, add_generation_prompt, return_token_ids (token ids, log-probs and
+versions with each choice), and return_tokens_as_token_ids.
 """
 
 import itertools
@@ -43,17 +44,37 @@ SAMPLING = {
     "max_tokens": "max_new_tokens",
     "max_completion_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
-    **{same: same for same in ("top_k", "stop_token_ids", "ignore_eos", "skip_special_tokens", "frequency_penalty", "presence_penalty")},
-    **{same: same for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")},
+    **{
+        same: same
+        for same in (
+            "top_k",
+            "stop_token_ids",
+            "ignore_eos",
+            "skip_special_tokens",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+    },
+    **{
+        same: same
+        for same in ("min_p", "repetition_penalty", "logit_bias", "no_stop_trim", "regex", "ebnf", "stop_regex")
+    },
 }
 """Name in OpenAI's API, or the common one -> SGLang's name."""
 OPENAIS = {"json_schema": "response_format"} | {theirs: name for name, theirs in reversed(SAMPLING.items())}
 """SGLang's name -> the name in OpenAI's API, for messages; of several names the first in ``SAMPLING``."""
 PASSED_ON = ("rid", "min_version", "min_version_timeout_s")
 """Fields of /generate that are copied unchanged."""
-COMMON = {*SAMPLING, *PASSED_ON, "model", "stream", "stream_options", "logprobs", "return_token_ids", "response_format"} | {
-    "return_tokens_as_token_ids"
-}
+COMMON = {
+    *SAMPLING,
+    *PASSED_ON,
+    "model",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "return_token_ids",
+    "response_format",
+} | {"return_tokens_as_token_ids"}
 OF_CHAT = {"messages", "tools", "tool_choice", "top_logprobs", "chat_template_kwargs", "add_generation_prompt"}
 OF_COMPLETION = {"prompt", "echo", "suffix", "best_of"}
 WITHOUT_EFFECT = {
@@ -90,7 +111,9 @@ class ParsedRequest:
     """True when a streamed answer ends with the token counts."""
     logprobs: bool
     token_ids: bool
-    """True when each choice has token ids, log-probs and versions, and an answer that is not streamed the ids of the prompt."""
+    """True when each choice has token ids, log-probs and versions, and an answer that is not streamed the ids of the
+    prompt.
+    """
     tokens_as_ids: bool
     """True when tokens with log-probs are named ``token_id:ID``, not by their text."""
 
@@ -102,19 +125,25 @@ class ParsedRequest:
     def stopping_at(self, token_ids: Sequence[int]) -> "ParsedRequest":
         """Return the request with further ``stop_token_ids``."""
         asked = self.sampling.get("stop_token_ids") or []
-        if not token_ids or not isinstance(asked, list):  # a value that is no list is refused where the others are validated
+        if not token_ids or not isinstance(
+            asked, list
+        ):  # a value that is no list is refused where the others are validated
             return self
         added = [token for token in token_ids if token not in asked]
         return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
-        """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the model."""
+        """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the
+        model.
+        """
         params = dict(self.sampling)
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
             params["max_new_tokens"] = max(1, max_context - longest) if self.chat else COMPLETION_TOKENS
         ids, samplings = [list(prompt) for prompt in prompts], None
-        if self.n > 1 and isinstance(seed := params.get("sampling_seed"), int):  # else a server might return one response n times
+        if self.n > 1 and isinstance(
+            seed := params.get("sampling_seed"), int
+        ):  # else a server might return one response n times
             samplings = [{**params, "n": 1, "sampling_seed": seed + place} for _ in ids for place in range(self.n)]
             ids = [prompt for prompt in ids for _ in range(self.n)]
         return {
@@ -158,20 +187,25 @@ class _CompletionFields(_OwnFields, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ValueError for log-probs of other tokens, and for responses that are thrown away."""
         if self.logprobs not in (None, 0) and self.logprobs is not True:
-            raise ValueError(f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {self.logprobs!r}")
+            raise ValueError(
+                f"logprobs: only log-probs of the sampled tokens are supported; want 0, got {self.logprobs!r}"
+            )
         if self.best_of not in (None, self.n):
             raise ValueError(f"best_of: not supported; want n ({self.n}), got {self.best_of!r}")
 
 
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
-    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises BadRequest."""
+    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises
+    BadRequest.
+    """
     known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
     fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
     checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
         "model": checked.model,
-        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields} | _grammar(checked.response_format),
+        "sampling": {theirs: fields[name] for name, theirs in SAMPLING.items() if name in fields}
+        | _grammar(checked.response_format),
         "passed_on": {name: fields[name] for name in PASSED_ON if name in fields},
         "stream": checked.stream,
         "usage": bool(checked.stream_options.get("include_usage")),
@@ -182,36 +216,50 @@ def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
         template = _template(checked, body.get("tool_choice"))
         parsed |= {"messages": _messages(checked.messages), "logprobs": checked.logprobs, "template": template}
     else:
-        parsed |= {"prompts": _prompts(checked.prompt), "logprobs": checked.logprobs is not None and checked.logprobs is not False}
+        parsed |= {
+            "prompts": _prompts(checked.prompt),
+            "logprobs": checked.logprobs is not None and checked.logprobs is not False,
+        }
     return ParsedRequest(**parsed)
 
 
 def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return the prompt of a chat as text. Raises BadRequest without a template, and for messages that the template rejects."""
+    """Return the prompt of a chat as text. Raises BadRequest without a template, and for messages that the template
+    rejects.
+    """
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
     return template.render(parsed.messages, **parsed.template)
 
 
 def reader(parsed: ParsedRequest, template: ChatTemplate | None) -> ReadReply | None:
-    """Return the function that reads a response; None = all of it is content: no tools in the request, or an unknown format of calls."""
+    """Return the function that reads a response; None = all of it is content: no tools in the request, or an unknown
+    format of calls.
+    """
     form = template.form_of_calls if template is not None and parsed.template.get("tools") else None
     return None if form is None else lambda _, text, finished: tool_calls.read(text, form, finished=finished)
 
 
 def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
-    """Return the prompts as token ids. Raises BadRequest for text that cannot be tokenized, and for messages that the template rejects."""
+    """Return the prompts as token ids. Raises BadRequest for text that cannot be tokenized, and for messages that the
+    template rejects.
+    """
     if parsed.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
         return [text.encode(chat_text(parsed, template), add_special=False)]
     if text is None and any(isinstance(prompt, str) for prompt in parsed.prompts):
         raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
-    return [text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt) for prompt in parsed.prompts]  # type: ignore[arg-type]
+    return [
+        text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt)
+        for prompt in parsed.prompts
+    ]  # type: ignore[arg-type]
 
 
 def error(message: str, status: int) -> JsonObject:
-    """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by OpenAI's name."""
+    """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by
+    OpenAI's name.
+    """
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     where, found, what = message.partition(":")
     if where.startswith("sampling_params."):
@@ -234,13 +282,18 @@ class ResponseBuilder:
         piece: Callable[[int], str] | None,
         read: ReadReply | None = None,
     ) -> None:
-        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the result of ``reader``.
+        """``created``: Unix time, s. ``piece``: function from a token to its text; None = no tokenizer. ``read``: the
+        result of ``reader``.
 
         ``read`` is called once for each finished response.
         """
         self._request, self._id, self._piece, self._read = parsed, id, piece, read
         kind = "chat.completion" if parsed.chat else "text_completion"
-        self._head = {"id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{id}", "created": created, "model": parsed.model or model}
+        self._head = {
+            "id": f"{'chatcmpl' if parsed.chat else 'cmpl'}-{id}",
+            "created": created,
+            "model": parsed.model or model,
+        }
         self._whole, self._part = kind, f"{kind}.chunk" if parsed.chat else kind
         self._shown: dict[int, int] = {}
         """Place -> number of characters streamed."""
@@ -255,7 +308,9 @@ class ResponseBuilder:
         """Place -> content and calls of a finished response."""
 
     def whole(self, answers: Sequence[JsonMapping]) -> JsonObject:
-        """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by place."""
+        """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by
+        place.
+        """
         choices = []
         for place, answer in enumerate(answers):
             self._metas[place] = answer["meta_info"]
@@ -263,7 +318,12 @@ class ResponseBuilder:
             choice: JsonObject = {"index": place}
             choice |= {"message": self.message(answer)} if self._request.chat else {"text": _text(answer)}
             finish = self._finish(answer, bool(choice.get("message", {}).get("tool_calls")))
-            choice |= {"logprobs": self._logprobs(answer, 0), "finish_reason": finish, **_matched(answer), **self._extras(answer, 0)}
+            choice |= {
+                "logprobs": self._logprobs(answer, 0),
+                "finish_reason": finish,
+                **_matched(answer),
+                **self._extras(answer, 0),
+            }
             choices.append(choice)
         return {**self._head, "object": self._whole, "choices": choices, "usage": self._usage()}
 
@@ -275,7 +335,9 @@ class ResponseBuilder:
             message["reasoning_content"] = reply.reasoning
         if reply.calls:
             message["content"] = reply.content or None
-            message["tool_calls"] = [self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)]
+            message["tool_calls"] = [
+                self._call(call, answer.get("index", 0), number) for number, call in enumerate(reply.calls)
+            ]
         return message
 
     def parts(self, answer: JsonMapping) -> Iterator[JsonObject]:
@@ -293,17 +355,23 @@ class ResponseBuilder:
         if not new and not calls and not ended:
             return
         self._counted[place] = len(answer["output_ids"])
-        delta: JsonObject = {"reasoning_content": reply.reasoning} if reply.reasoning else {}  # read at the end of a response alone
+        delta: JsonObject = (
+            {"reasoning_content": reply.reasoning} if reply.reasoning else {}
+        )  # read at the end of a response alone
         delta |= {"content": new} if new else {}
         if calls:
-            delta["tool_calls"] = [{"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)]
+            delta["tool_calls"] = [
+                {"index": number, **self._call(call, place, number)} for number, call in enumerate(calls, called)
+            ]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
         extras = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
 
     def shown(self, answer: JsonMapping) -> str:
-        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call of a tool)."""
+        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call
+        of a tool).
+        """
         place = answer.get("index", 0)
         shown = _text(answer)[: self._shown.get(place, 0)]
         return "" if self._called.get(place) or self._reply(answer, shown, finished=False).content != shown else shown
@@ -342,8 +410,13 @@ class ResponseBuilder:
     def _usage(self) -> JsonObject:
         """Return the token counts. A prompt counts once, however many responses it has."""
         metas = list(self._metas.values())
-        prompts = [meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._request.n == 0]
-        completion, cached = sum(meta["completion_tokens"] for meta in metas), sum(meta.get("cached_tokens") or 0 for meta in metas)
+        prompts = [
+            meta.get("prompt_tokens") or 0 for place, meta in self._metas.items() if place % self._request.n == 0
+        ]
+        completion, cached = (
+            sum(meta["completion_tokens"] for meta in metas),
+            sum(meta.get("cached_tokens") or 0 for meta in metas),
+        )
         return {
             "prompt_tokens": sum(prompts),
             "completion_tokens": completion,
@@ -360,7 +433,12 @@ class ResponseBuilder:
         values = [entry[0] for entry in entries]
         if self._request.chat:
             named = zip(pieces, values, strict=True)
-            return {"content": [{"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []} for piece, value in named]}
+            return {
+                "content": [
+                    {"token": piece, "logprob": value, "bytes": _bytes(piece), "top_logprobs": []}
+                    for piece, value in named
+                ]
+            }
         ends = list(itertools.accumulate(map(len, pieces), initial=self._offsets.get(place, 0)))
         self._offsets[place] = ends[-1]
         return {"tokens": pieces, "token_logprobs": values, "top_logprobs": None, "text_offset": ends[:-1]}
@@ -386,7 +464,9 @@ def _finish(answer: JsonMapping) -> str | None:
 
 
 def _matched(answer: JsonMapping) -> JsonObject:
-    """Return the stop string or token id that ended a response, by SGLang's name for it; nothing where there is none."""
+    """Return the stop string or token id that ended a response, by SGLang's name for it; nothing where there is
+    none.
+    """
     matched = (answer["meta_info"].get("finish_reason") or {}).get("matched")
     return {} if matched is None else {"matched_stop": matched}
 
@@ -397,13 +477,18 @@ def _bytes(piece: str) -> list[int] | None:
 
 
 def _settled(text: str, stops: Sequence[str]) -> int:
-    """Return the number of characters of an unfinished text that are final: no part of a character or of a stop string."""
+    """Return the number of characters of an unfinished text that are final: no part of a character or of a stop
+    string.
+    """
     text = text.rstrip(INCOMPLETE)
     num_held = 0
     for stop in stops:
         if (found := text.find(stop)) >= 0:
             return found
-        num_held = max(num_held, next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0))
+        num_held = max(
+            num_held,
+            next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0),
+        )
     return len(text) - num_held
 
 
@@ -424,7 +509,9 @@ def content_text(content: object, where: str, kinds: Mapping[str, str] = TEXTS) 
 
 def _template(fields: _ChatFields, tool_choice: object) -> JsonObject:
     if reserved := OF_TEMPLATE & fields.chat_template_kwargs.keys():
-        raise BadRequest(f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(reserved))}")
+        raise BadRequest(
+            f"chat_template_kwargs: want only arguments of the template, got {', '.join(sorted(reserved))}"
+        )
     try:
         tools = chat_tools(fields.tools)
     except WireError as error:

@@ -1,4 +1,6 @@
-"""OpenAI's paths of any engine (/v1/models, /v1/completions, /v1/chat/completions), built on its implementation of /generate."""
+"""OpenAI's paths of any engine (/v1/models, /v1/completions, /v1/chat/completions), built on its implementation of
+/generate.
+"""
 
 import secrets
 import time
@@ -50,7 +52,8 @@ class GenerateBackend(Protocol):
     """An engine's implementation of /generate."""
 
     def states(self, body: Mapping[str, object]) -> AsyncGenerator[State, None]:
-        """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with its ``index``.
+        """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows,
+        with its ``index``.
 
         A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
         unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.

@@ -1,4 +1,5 @@
-"""Translation of OpenAI's responses API into chat completions, and of the answers back. Pure: knows no HTTP and no engine.
+"""Translation of OpenAI's responses API into chat completions, and of the answers back. Pure: knows no HTTP and no
+engine.
 
     {"instructions": ..., "input": [...], "tools": [...]}    ->  chat_of         ->  a chat completion's request
     {"output": [message, function_call, ...], "usage": ...}  <-  response_of     <-  its answer
@@ -115,7 +116,9 @@ class ResponseEvents:
         item = _message(str(self._head["id"]), "", place)
         at = {"item_id": item["id"], "output_index": place, "content_index": 0}
         if not self._text:
-            yield self._event("response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"})
+            yield self._event(
+                "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
+            )
             yield self._event("response.content_part.added", **at, part=item["content"][0])
         self._text += text
         yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
@@ -137,7 +140,9 @@ class ResponseEvents:
         place, item = len(self._output), _reasoning(str(self._head["id"]), text)
         at = {"item_id": item["id"], "output_index": place, "content_index": 0}
         (part,) = item["content"]
-        yield self._event("response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"})
+        yield self._event(
+            "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
+        )
         yield self._event("response.content_part.added", **at, part={**part, "text": ""})
         yield self._event("response.reasoning_text.delta", **at, delta=text)
         yield self._event("response.reasoning_text.done", **at, text=text)
@@ -148,7 +153,9 @@ class ResponseEvents:
     def _called(self, item: JsonObject) -> Iterator[JsonObject]:
         place = len(self._output)
         at = {"item_id": item["id"], "output_index": place}
-        yield self._event("response.output_item.added", output_index=place, item={**item, "arguments": "", "status": "in_progress"})
+        yield self._event(
+            "response.output_item.added", output_index=place, item={**item, "arguments": "", "status": "in_progress"}
+        )
         yield self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
         yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
         yield self._event("response.output_item.done", output_index=place, item=item)
@@ -202,7 +209,13 @@ def _message(id: str, text: str, place: int) -> JsonObject:
 
 def _reasoning(id: str, text: str) -> JsonObject:
     name = f"rs_{id.removeprefix('chatcmpl-')}"
-    return {"id": name, "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}], "status": "completed"}
+    return {
+        "id": name,
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "status": "completed",
+    }
 
 
 def _function_call(call: JsonMapping) -> JsonObject:
@@ -223,7 +236,9 @@ def _tools(tools: object) -> list[JsonObject]:
     functions = []
     for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise BadRequest(f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}')
+            raise BadRequest(
+                f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}'
+            )
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
     return functions
@@ -240,11 +255,15 @@ def _form(text: object) -> JsonObject | None:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"verbosity": _, **more} if not more:
             return None
-    raise BadRequest(f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}')
+    raise BadRequest(
+        f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}'
+    )
 
 
 def _messages(items: object) -> list[JsonObject]:
-    """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one message."""
+    """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one
+    message.
+    """
     if isinstance(items, str) and items:
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:

@@ -1,4 +1,5 @@
-"""Conversion of one token history's chats to prompts, and of responses to messages: by the model's chat template, or by a renderer.
+"""Conversion of one token history's chats to prompts, and of responses to messages: by the model's chat template, or by
+a renderer.
 
 messages -> ask -> pieces of token ids -> engine -> answer -> reader -> message
              ^                                        |
@@ -45,7 +46,9 @@ class ToolCallCache:
             self._size -= len(oldest)
 
     def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
-        """Return the messages. A message that the client sent back unchanged has the original text and no ``tool_calls``."""
+        """Return the messages. A message that the client sent back unchanged has the original text and no
+        ``tool_calls``.
+        """
         return tuple(map(self._original, messages))
 
     def _original(self, message: JsonMapping) -> Mapping[str, object]:
@@ -59,7 +62,8 @@ class ToolCallCache:
 def comparable(message: JsonMapping) -> object:
     """Return the parts of a message that must be equal; formatting of JSON and other fields may differ."""
     calls = [
-        (call.get("id"), call["function"]["name"], _map(call["function"].get("arguments"))) for call in message.get("tool_calls") or ()
+        (call.get("id"), call["function"]["name"], _map(call["function"].get("arguments")))
+        for call in message.get("tool_calls") or ()
     ]
     return message.get("role"), message.get("content") or "", calls
 
@@ -112,7 +116,9 @@ class TemplateChats:
 
     stop_token_ids = ()
 
-    def __init__(self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int) -> None:
+    def __init__(
+        self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int
+    ) -> None:
         """``pieces``: the method of the history.
 
         ``max_text``: maximum number of characters kept of responses with tool calls.
@@ -183,7 +189,9 @@ class RenderedChats:
             known, following = turn, messages[count:]
             pieces = await beside_loop(size_of(following), lambda: self._continued(known, following, arguments))
             if pieces is not None:
-                return AskedChat(parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output])))
+                return AskedChat(
+                    parsed=parsed, pieces=pieces, key=key, num_known=len(_ids([*turn.prompt, turn.output]))
+                )
         ids = await beside_loop(size_of(messages), lambda: self._renderer.prompt(messages, arguments))
         return AskedChat(parsed=parsed, pieces=[TokenPiece(text="", tokens=tuple(ids))], key=key)
 
@@ -218,7 +226,9 @@ class RenderedChats:
             _, oldest = self._turns.popitem(last=False)
             self._num_tokens -= sum(turn.num_new for turn in oldest.values())
 
-    def _continued(self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping) -> list[TokenPiece] | None:
+    def _continued(
+        self, turn: _Turn, following: Sequence[JsonMapping], arguments: JsonMapping
+    ) -> list[TokenPiece] | None:
         """Return a turn and the messages that follow it as pieces; None where the whole chat is to be rendered."""
         if not arguments["add_generation_prompt"]:
             return None if following else [*turn.prompt, turn.output]

@@ -17,8 +17,9 @@ log = logging.getLogger(__name__)
 READ_S = 1.0
 """Time limit in seconds of one read from the bus. After it, the last known rows and the health checks are used."""
 Ask = Callable[[str, str], Awaitable[int]]
-"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing when another process is
-there, or the engine reports that it does not serve, EngineError when there is no answer."""
+"""Function that returns the version served at a URL by the process with a nonce (empty = any). Raises NotServing when
+another process is there, or the engine reports that it does not serve, EngineError when there is no answer.
+"""
 
 
 class NotServing(EngineUnavailable):
@@ -73,7 +74,8 @@ class WorkerDiscovery:
         return [url for url in dict.fromkeys([*self._by_hand, *self._rows]) if url not in self._removed]
 
     async def discover(self) -> list[ServerStatus]:
-        """Return the engines on the bus and those added by hand, without those removed, each with the result of its last health checks.
+        """Return the engines on the bus and those added by hand, without those removed, each with the result of its
+        last health checks.
 
         Raises no BusError: without the bus the last known rows are used.
         """
@@ -81,7 +83,10 @@ class WorkerDiscovery:
             try:
                 async with asyncio.timeout(READ_S):
                     self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
-            except (BusError, TimeoutError) as error:  # the last known rows are still the best guess, and the checks go on
+            except (
+                BusError,
+                TimeoutError,
+            ) as error:  # the last known rows are still the best guess, and the checks go on
                 log.debug("live rows of engines not read error=%s", error or "time-out")
         self._removed = {url: process for url, process in self._removed.items() if not self._another(url, process)}
         return [self._status(url) for url in self.urls()]
@@ -92,7 +97,9 @@ class WorkerDiscovery:
 
     @asynccontextmanager
     async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its health checks."""
+        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its
+        health checks.
+        """
         self._wake = wake
         on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:
@@ -123,7 +130,12 @@ class WorkerDiscovery:
         except (EngineError, TimeoutError) as error:
             health.failures += 1
             if health.failures == self._config.health_failures:
-                log.warning("worker quarantined url=%s checks without an answer=%d error=%s", url, health.failures, error or "time-out")
+                log.warning(
+                    "worker quarantined url=%s checks without an answer=%d error=%s",
+                    url,
+                    health.failures,
+                    error or "time-out",
+                )
         if self._serves(health) != before:
             log.info("worker url=%s serves=%s", url, not before)
             self._wake()
@@ -136,8 +148,14 @@ class WorkerDiscovery:
         remark = f"{health.failures} health checks without an answer" if health.failures else health.reason
         if row is None:
             version = max(health.version, 0)
-            return ServerStatus(url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet")
+            return ServerStatus(
+                url=url, id=url, serving=self._serves(health), version=version, remark=remark or "not checked yet"
+            )
         well = health.failures < self._config.health_failures and not health.reason
         return ServerStatus(
-            url=url, id=row.id, serving=row.serving and well, version=row.version, remark=row.remark if not row.serving else remark
+            url=url,
+            id=row.id,
+            serving=row.serving and well,
+            version=row.version,
+            remark=row.remark if not row.serving else remark,
         )

@@ -1,7 +1,8 @@
 """A proxied request and its answer, as middleware sees them. Knows no engine.
 
-A middleware is ``async (request, handler) -> Answer``: it may change the request, call the handler any number of times, change the answer,
-or return one of its own. The receiver of an Answer must leave it by ``async with``, read or not: that releases the engine.
+A middleware is ``async (request, handler) -> Answer``: it may change the request, call the handler any number of times,
+change the answer, or return one of its own. The receiver of an Answer must leave it by ``async with``, read or not:
+that releases the engine.
 """
 
 import json
@@ -81,7 +82,9 @@ class Answer:
     One that was made in this process has its content as a value, too.
     """
 
-    def __init__(self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None) -> None:
+    def __init__(
+        self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None
+    ) -> None:
         """``held`` has the resources, closed with the error, if there was one, when the answer is left."""
         self.status, self.headers, self.chunks = status, headers, chunks
         self.states: AsyncGenerator[JsonMapping, None] | None = None

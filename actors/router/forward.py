@@ -1,11 +1,13 @@
-"""Forwards a request to one engine, and to another where repeating is safe. Knows HTTP on both sides, not the content of requests.
+"""Forwards a request to one engine, and to another where repeating is safe. Knows HTTP on both sides, not the content
+of requests.
 
 As long as nothing was answered, these requests are repeated:
 - a request that was never sent (connection refused, or not made in time): always;
 - one answered 503, when it is GET, HEAD, a generation, or carries a request id: the engine has not begun it;
 - one with a broken connection: only when it is GET or HEAD, or carries a request id.
-(The HTTP client itself sends a second request to the same engine for idempotent methods: GET, HEAD, OPTIONS, PUT, DELETE.)
-A request that timed out is not repeated: the engine may still work on it. After the first byte nothing is repeated.
+(The HTTP client itself sends a second request to the same engine for idempotent methods: GET, HEAD, OPTIONS, PUT,
+DELETE.) A request that timed out is not repeated: the engine may still work on it. After the first byte nothing is
+repeated.
 """
 
 import asyncio
@@ -35,7 +37,17 @@ GENERATING = ("/generate", "/v1/completions", "/v1/chat/completions")
 """Paths of generations."""
 NOT_FORWARDED = frozenset(
     (
-        *("host", "content-length", "connection", "keep-alive", "transfer-encoding", "upgrade", "te", "trailer", "expect"),
+        *(
+            "host",
+            "content-length",
+            "connection",
+            "keep-alive",
+            "transfer-encoding",
+            "upgrade",
+            "te",
+            "trailer",
+            "expect",
+        ),
         *("proxy-authenticate", "proxy-authorization", "accept-encoding"),
         *(name.lower() for name in SESSION_HEADERS),
     )
@@ -121,7 +133,9 @@ class Forwarder:
                 return refusal(504, str(error), "timeout")
             except EngineUnavailable as error:
                 if left == 0 or not _repeatable(request, error):
-                    return error.answer() if isinstance(error, EngineRefused) else refusal(502, str(error), "bad_gateway")
+                    return (
+                        error.answer() if isinstance(error, EngineRefused) else refusal(502, str(error), "bad_gateway")
+                    )
                 avoid = error.engine
         raise AssertionError("the last attempt returns")
 
@@ -141,9 +155,13 @@ class Forwarder:
             )
             response = await self._open(stack, request, id, _url(engine), deadline)
             self.sessions.note(request.session, id)
-            return Answer(response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all())
+            return Answer(
+                response.status, _passed_on(response.headers), self._chunks(response, id, deadline), stack.pop_all()
+            )
 
-    async def _open(self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float) -> aiohttp.ClientResponse:
+    async def _open(
+        self, stack: AsyncExitStack, request: Request, id: str, url: str, deadline: float
+    ) -> aiohttp.ClientResponse:
         """Send the request and return the response with its headers.
 
         Raises NotSent, EngineRefused, EngineGone, RequestTimeout.
@@ -152,19 +170,28 @@ class Forwarder:
         # parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in NOT_FORWARDED}
-        if self._keys is not None:  # the client's key was checked here; without keys of a run, engines added by hand may require it
+        if (
+            self._keys is not None
+        ):  # the client's key was checked here; without keys of a run, engines added by hand may require it
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             headers |= await self._keys.headers(admin=False)
         headers["Accept-Encoding"] = "identity"  # chunks are passed on unchanged, each at once
         try:
             async with asyncio.timeout(deadline - time.monotonic()):
                 response = await stack.enter_async_context(
-                    self._session.request(request.method, where, data=request.content or None, headers=headers, allow_redirects=False)
+                    self._session.request(
+                        request.method, where, data=request.content or None, headers=headers, allow_redirects=False
+                    )
                 )
                 if response.status == UNAVAILABLE:
                     raise _refused(id, response, await response.content.read(MAX_REFUSAL_BYTES))
                 return response
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError, aiohttp.InvalidURL, UnicodeError) as error:
+        except (
+            aiohttp.ClientConnectorError,
+            aiohttp.ConnectionTimeoutError,
+            aiohttp.InvalidURL,
+            UnicodeError,
+        ) as error:
             raise NotSent(id, f"{type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise RequestTimeout(f"engine {id}: no answer within {self._config.timeout_s:g} s") from error
@@ -205,7 +232,11 @@ class Asker:
                     raise NotServing(url, f"/health: HTTP {response.status}")
             headers = {} if self._keys is None else await self._keys.headers(admin=False)
             async with self._session.get(url + "/model_info", headers=headers) as response:
-                info = json.loads(await content_of(response.content, MAX_INFO_BYTES)) if response.status == HTTPStatus.OK else {}
+                info = (
+                    json.loads(await content_of(response.content, MAX_INFO_BYTES))
+                    if response.status == HTTPStatus.OK
+                    else {}
+                )
                 version = info.get("weight_version")
         except (aiohttp.ClientError, OSError, ValueError, AttributeError, RecursionError) as error:
             raise EngineUnavailable(url, f"{type(error).__name__}: {error}") from error
@@ -230,7 +261,11 @@ def _refused(id: str, response: aiohttp.ClientResponse, body: bytes) -> EngineRe
 
 
 def _passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in headers.items() if name.lower() not in NOT_FORWARDED and name.lower() not in ("date", "server")}
+    return {
+        name: value
+        for name, value in headers.items()
+        if name.lower() not in NOT_FORWARDED and name.lower() not in ("date", "server")
+    }
 
 
 async def _once(content: bytes) -> AsyncIterator[bytes]:

@@ -1,4 +1,5 @@
-"""The router's own paths, and the paths of requests, which are forwarded to an engine; and the body of a router process.
+"""The router's own paths, and the paths of requests, which are forwarded to an engine; and the body of a router
+process.
 
                       /add_worker /remove_worker /list_workers /health /abort_request
 client -> RouterServer --- |
@@ -24,7 +25,15 @@ from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.http_api import BODIES_BYTES, body_of, translate
 from tidemill.actors.router.config import RouterConfig, check_url
 from tidemill.actors.router.discovery import WorkerDiscovery
-from tidemill.actors.router.exchange import SESSION_FIELD, SESSION_HEADERS, Answer, Middleware, Request, refusal, wrapped
+from tidemill.actors.router.exchange import (
+    SESSION_FIELD,
+    SESSION_HEADERS,
+    Answer,
+    Middleware,
+    Request,
+    refusal,
+    wrapped,
+)
 from tidemill.actors.router.forward import Asker, Forwarder
 from tidemill.bus.client.addresses import reach, route_to
 from tidemill.bus.config import BusConfig
@@ -44,9 +53,24 @@ UPDATE_EVERY_S = 1.0
 
 _NAME = r"\w[\w.-]*"
 FORWARDED = (
-    *("/generate", "/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"),
+    *(
+        "/generate",
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+    ),
     *("/v1/embeddings", "/encode", "/classify", "/v1/classify", "/v1/score", "/v1/rerank", "/retrieve_from_text"),
-    *("/tokenize", "/detokenize", "/v1/tokenize", "/v1/detokenize", "/v1/models", f"/v1/models/{{model:{_NAME}(/{_NAME})?}}", "/v1/loads"),
+    *(
+        "/tokenize",
+        "/detokenize",
+        "/v1/tokenize",
+        "/v1/detokenize",
+        "/v1/models",
+        f"/v1/models/{{model:{_NAME}(/{_NAME})?}}",
+        "/v1/loads",
+    ),
     *("/model_info", "/get_model_info", "/server_info", "/get_server_info", "/health_generate"),
 )
 """Paths of requests of SGLang, OpenAI and Anthropic, and of ``TokenHistory``. ``RouterConfig.paths`` adds others."""
@@ -133,7 +157,11 @@ class RouterServer:
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
-        body = {"status": "ok" if serving else "no engine serves", "serving": serving, "workers": len(self.discovery.urls())}
+        body = {
+            "status": "ok" if serving else "no engine serves",
+            "serving": serving,
+            "workers": len(self.discovery.urls()),
+        }
         return web.json_response(body, status=200 if serving else 503)
 
     async def _add(self, request: web.Request) -> web.Response:
@@ -144,7 +172,9 @@ class RouterServer:
     async def _remove(self, request: web.Request) -> web.Response:
         url = await _worker_in(request)
         if not self.discovery.remove(url):
-            raise BadRequest(f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}")
+            raise BadRequest(
+                f"url: want one of {', '.join(self.discovery.urls()) or 'no URL: there is no worker'}, got {url!r}"
+            )
         await self._refresh()
         return web.json_response({"status": "success", "worker_urls": self._loads()})
 
@@ -178,7 +208,12 @@ class RouterServer:
         try:
             async with self._session.post(url + "/abort_request", json=body, headers=headers) as response:
                 return response.status == 200
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:  # ValueError: the address in a row is no URL
+        except (
+            aiohttp.ClientError,
+            OSError,
+            TimeoutError,
+            ValueError,
+        ) as error:  # ValueError: the address in a row is no URL
             log.info("abort did not reach url=%s error=%s", url, error)
             return False
 
@@ -222,14 +257,18 @@ class RouterServer:
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does not exist."""
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does
+    not exist.
+    """
     factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 
 
 def _request(given: web.Request, body: bytes) -> Request:
     """Return the request with its session, taken out of header or body: engines do not receive it."""
-    request = Request(method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body)
+    request = Request(
+        method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body
+    )
     session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)
@@ -245,8 +284,11 @@ async def _worker_in(request: web.Request) -> str:
         raise BadRequest(str(error)) from error
 
 
-async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
-    """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no keys.
+async def run_router(
+    config: RouterConfig, bus_url: str, run: str, id: str, draining: asyncio.Event, *, drain_s: float
+) -> None:
+    """Serve until ``draining`` is set. Without ``bus_url`` the router knows only the engines added by hand, and no
+    keys.
 
     Raises BusUnavailable when there is no bus within five minutes, ValueError for a middleware that does not exist.
     """
@@ -257,9 +299,13 @@ async def run_router(config: RouterConfig, bus_url: str, run: str, id: str, drai
             if bus is None:
                 return
             view, keys = LiveView(bus), admin_keys(bus)
-            heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("router", id or default_id())))
+            heartbeat = await stack.enter_async_context(
+                HeartbeatPublisher(bus, first_row("router", id or default_id()))
+            )
             route = await asyncio.to_thread(route_to, bus_url)
-            at = reach(config.host, config.advertise, replace(route, is_here=True), name="router.host")  # it may serve this machine alone
+            at = reach(
+                config.host, config.advertise, replace(route, is_here=True), name="router.host"
+            )  # it may serve this machine alone
             config = replace(config, host=at.bind, advertise=at.advertised)
         router = RouterServer(config, view, keys)
         url = await router.start()
@@ -276,7 +322,14 @@ async def _update_heartbeat(router: RouterServer, heartbeat: HeartbeatPublisher 
         if heartbeat is not None:
             engines = router.engines.overview()
             serving = sum(engine["serving"] for engine in engines)
-            load = {"workers": len(engines), "serving": serving, "in_flight": router.in_flight, "sessions": len(router.forwarder.sessions)}
+            load = {
+                "workers": len(engines),
+                "serving": serving,
+                "in_flight": router.in_flight,
+                "sessions": len(router.forwarder.sessions),
+            }
             phase = "serving" if serving else "waiting"
-            heartbeat.update(phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load)
+            heartbeat.update(
+                phase=phase, waits_for="" if serving else "an engine that serves", address=router.url, load=load
+            )
         await asyncio.sleep(UPDATE_EVERY_S)

@@ -10,7 +10,9 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 
 
 class SentStates:
-    """The states of a stream that its client was sent, each response to be remembered once: whole, or as far as the client has it."""
+    """The states of a stream that its client was sent, each response to be remembered once: whole, or as far as the
+    client has it.
+    """
 
     def __init__(self, remember: Callable[[int, JsonMapping], None], decode: Callable[[list[int]], str]) -> None:
         """``remember`` is called with the place of a response and its state."""

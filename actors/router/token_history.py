@@ -1,9 +1,10 @@
-"""Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very ids it sampled.
+"""Middleware that keeps multi-turn clients token-exact: text that an engine has sampled is sent back to it as the very
+ids it sampled.
 
 A client that works with text puts an earlier response into its next prompt. Tokenised again, that text seldom has the
 sampled ids: the model then reads tokens that it never generated, and training uses other tokens than were sampled. Here
-the prompt is made of the remembered ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats are
-rendered here too, so that all engines receive token ids.
+the prompt is made of the remembered ids (``tidemill.actors.router.tree``), and only the rest of it is tokenised. Chats
+are rendered here too, so that all engines receive token ids.
 
 ``/retrieve_from_text`` returns the token ids, log-probs and versions of a text, for training.
 """
@@ -68,7 +69,8 @@ class TokenHistory:
         chats: Chats | None = None,
         template_args: JsonMapping | None = None,
     ) -> None:
-        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that of a router.
+        """Raises ValueError for a model directory without a tokenizer.json. ``max_text``: where the model is not that
+        of a router.
 
         ``chats``: None = those of the model's chat template. ``template_args``: those of requests that do not name
         them.
@@ -125,7 +127,9 @@ class TokenHistory:
         owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
-        changed = request.with_body({**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True})
+        changed = request.with_body(
+            {**body, "input_ids": ids if isinstance(text, list) else ids[0], "return_logprob": True}
+        )
         answer = await handler(changed)
         async with answer:
             if answer.status != 200:
@@ -138,7 +142,9 @@ class TokenHistory:
             self._note(reply, owners, request.session)
             return answer.with_content(reply)
 
-    async def _noted(self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str) -> AsyncGenerator[JsonMapping, None]:
+    async def _noted(
+        self, states: AsyncGenerator[JsonMapping, None], owners: "_Owners", session: str
+    ) -> AsyncGenerator[JsonMapping, None]:
         """Yield the states unchanged, and remember the last one of each response, also of one that its client cuts."""
         sent = self._sent(owners, session)
         try:
@@ -153,7 +159,9 @@ class TokenHistory:
     def _sent(self, owners: "_Owners", session: str) -> SentStates:
         return SentStates(lambda place, state: self._note_one(place, state, owners, session), self._text.decode)
 
-    async def _remember_stream(self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str) -> AsyncIterator[bytes]:
+    async def _remember_stream(
+        self, chunks: AsyncIterator[bytes], owners: "_Owners", session: str
+    ) -> AsyncIterator[bytes]:
         """Yield the chunks unchanged, and remember the last state of each response."""
         unended = b""
         async for chunk in chunks:
@@ -172,14 +180,20 @@ class TokenHistory:
         if prompt is not None and all(piece.text for piece in prompt):  # a prompt of ids has no text to be found by
             self.remember(prompt, answer, session)
 
-    def remember(self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = "") -> list[TokenPiece]:
-        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and log-probs is left out."""
+    def remember(
+        self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = ""
+    ) -> list[TokenPiece]:
+        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and
+        log-probs is left out.
+        """
         whole = [*prompt, *self._sampled(answer)]
         self.tree.remember(whole, session)
         return whole
 
     def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
-        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop string)."""
+        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop
+        string).
+        """
         if (whole := sampled_piece(answer)) is None:
             return []
         ids, matched = list(whole.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
@@ -212,11 +226,19 @@ class TokenHistory:
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
                 asked = await self._ask(parsed, request.session)
-            prompts = [await self._prompt(each, request.session) for each in parsed.prompts] if asked is None else [list(asked.pieces)]
+            prompts = (
+                [await self._prompt(each, request.session) for each in parsed.prompts]
+                if asked is None
+                else [list(asked.pieces)]
+            )
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
         owners = _Owners(prompts, parsed.sampling)
-        context = await self._context(request, handler) if parsed.chat and "max_new_tokens" not in parsed.sampling else self._max_context
+        context = (
+            await self._context(request, handler)
+            if parsed.chat and "max_new_tokens" not in parsed.sampling
+            else self._max_context
+        )
         if isinstance(context, Answer):
             return context
         generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
@@ -262,7 +284,9 @@ class TokenHistory:
             return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
-        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no engine serves."""
+        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no
+        engine serves.
+        """
         if time.monotonic() < self._engine_context_until_s:
             return self._engine_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b"", value=None))
@@ -279,7 +303,11 @@ class TokenHistory:
         return length
 
     async def _prompt(self, prompt: str | list[int], session: str) -> list[TokenPiece]:
-        return await self.pieces(prompt, session) if isinstance(prompt, str) else [TokenPiece(text="", tokens=tuple(prompt))]
+        return (
+            await self.pieces(prompt, session)
+            if isinstance(prompt, str)
+            else [TokenPiece(text="", tokens=tuple(prompt))]
+        )
 
     async def _openai_events(
         self,
@@ -289,7 +317,9 @@ class TokenHistory:
         session: str,
         asked: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
-        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error is sent instead."""
+        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error
+        is sent instead.
+        """
         sent, open = self._sent(owners, session), set(range(owners.count))
         try:
             async with aclosing(states):
@@ -326,13 +356,17 @@ class TokenHistory:
             body.setdefault("add_generation_prompt", False)
             pieces = list((await self._ask(openai_api.parse(body, chat=True), request.session)).pieces)
             seen = all(piece.text for piece in pieces)  # a renderer makes ids, not text
-            text = "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
+            text = (
+                "".join(piece.text for piece in pieces) if seen else self._text.decode(_ids(pieces), skip_special=False)
+            )
         elif not isinstance(text, str):
             raise BadRequest(f"text: want a string, got {text!r}")
         else:
             pieces = await self.pieces(text, request.session) if text else []
         values = list(columns(pieces))
-        tokens, log_probs, versions, mask = (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
+        tokens, log_probs, versions, mask = (
+            (list(column) for column in zip(*values, strict=True)) if values else ([], [], [], [])
+        )
         return Answer.of(
             200,
             {
@@ -349,7 +383,9 @@ class TokenHistory:
 
 def _part(piece: TokenPiece, text: str, tokens: slice) -> TokenPiece:
     """Return the tokens of a piece at some places, with their text."""
-    return TokenPiece(text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens])
+    return TokenPiece(
+        text=text, tokens=piece.tokens[tokens], log_probs=piece.log_probs[tokens], versions=piece.versions[tokens]
+    )
 
 
 def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
@@ -366,7 +402,9 @@ class _Owners:
         samplings = params if isinstance(params, list) else [params] * len(prompts)
         counts = [sampling.get("n") or 1 if isinstance(sampling, Mapping) else 1 for sampling in samplings]
         self._prompts = prompts
-        self._ends = list(itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts))
+        self._ends = list(
+            itertools.accumulate(count if isinstance(count, int) and count > 0 else 1 for count in counts)
+        )
 
     @property
     def count(self) -> int:
@@ -392,4 +430,8 @@ async def _refused(answer: Answer) -> Answer:
 def _max_context(directory: Path) -> int:
     file = directory / "config.json"
     config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    return int(config.get("max_position_embeddings") or config.get("text_config", {}).get("max_position_embeddings") or MAX_CONTEXT)
+    return int(
+        config.get("max_position_embeddings")
+        or config.get("text_config", {}).get("max_position_embeddings")
+        or MAX_CONTEXT
+    )

@@ -26,7 +26,9 @@ class TokenPiece:
 
     def __post_init__(self) -> None:
         if self.log_probs and not len(self.log_probs) == len(self.versions) == len(self.tokens):
-            raise ValueError(f"piece: want equal lengths, got {len(self.tokens)}, {len(self.log_probs)}, {len(self.versions)}")
+            raise ValueError(
+                f"piece: want equal lengths, got {len(self.tokens)}, {len(self.log_probs)}, {len(self.versions)}"
+            )
 
     @property
     def sampled(self) -> bool:
@@ -81,7 +83,9 @@ class TokenTree:
         self._shrink()
 
     def find(self, text: str, scope: str = "") -> tuple[list[TokenPiece], int]:
-        """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
+        """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of
+        characters.
+        """
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
             node = node.children.get(text[at])
@@ -150,7 +154,9 @@ def _common(one: str, other: str) -> int:
     """Return the length of the common prefix."""
     if other.startswith(one):
         return len(one)
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 def columns(pieces: Sequence[TokenPiece]) -> Iterator[tuple[int, float, int, int]]:

@@ -4,7 +4,8 @@
 
     actor --> scorer with the fewest calls --> reward, or the reason for which there is none
                 |
-                +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit of time
+                +-- not there, full, or it refuses: left alone for a while; another one is asked, without a limit of
+time
                 +-- lost while it worked: another one is asked, at most MAX_LOST times
 """
 
@@ -31,7 +32,9 @@ from tidemill.rewards.registry import REWARD
 ROLE = "scorer"
 """Role of the scorers' live rows."""
 MAX_LOST = 4
-"""Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends them."""
+"""Scorers lost while they worked on one request, after which its sample is FAILED: the request itself may be what ends
+them.
+"""
 CONNECT_S = 5.0
 """Deadline of a connection."""
 SILENT_S = 6 * ALIVE_S
@@ -60,7 +63,9 @@ class ScorerClient:
             self._session = open_session(total_s=MAX_S, connect_s=CONNECT_S, read_s=SILENT_S)
         headers, answered = {"Content-Type": "application/json", **await self._keys.headers()}, False
         try:
-            async with self._session.post(f"{self._url}{path}", data=body, headers=headers, allow_redirects=False) as response:
+            async with self._session.post(
+                f"{self._url}{path}", data=body, headers=headers, allow_redirects=False
+            ) as response:
                 answered = True
                 status, content = response.status, await content_of(response.content, MAX_ANSWER_BYTES)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
@@ -100,7 +105,9 @@ class ScorerPool(ServerPool[ScorerClient]):
 
 
 class RemoteScoring:
-    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``, ``tidemill.rewards.scorers.GroupScorer``)."""
+    """The rewards of a run as its actor calls them (``tidemill.rewards.port.Scorer``,
+    ``tidemill.rewards.scorers.GroupScorer``).
+    """
 
     def __init__(self, pool: ScorerPool) -> None:
         self._pool = pool
@@ -114,14 +121,18 @@ class RemoteScoring:
         """Return the reward of each sample of a group. Raises RewardFailed."""
         found: list[float | dict[str, float]] = await self._asked(GROUP, SCORE_GROUP, "rewards", request)
         if len(found) != len(request.samples):
-            raise RewardFailed("scorers", f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word)
+            raise RewardFailed(
+                "scorers", f"want {len(request.samples)} rewards, one for each sample, got {len(found)}", GROUP.word
+            )
         return found
 
     async def _asked(self, contract: Contract, path: str, word: str, request: object) -> Any:
         try:
             body = contract.encode(request)
         except (TypeError, ValueError, RecursionError) as error:
-            raise RewardFailed("scorers", f"want values that JSON has in label, prompt and metadata: {error}", contract.word) from None
+            raise RewardFailed(
+                "scorers", f"want values that JSON has in label, prompt and metadata: {error}", contract.word
+            ) from None
         lost, avoid = 0, ""
         while True:
             try:

@@ -1,4 +1,5 @@
-"""The body of a scorer process: load the rewards of a run, serve them to its actors, drain. Needs only the URL of the bus.
+"""The body of a scorer process: load the rewards of a run, serve them to its actors, drain. Needs only the URL of the
+bus.
 
 Consumes requests over HTTP; produces their answers, and a live row with its address, by which actors find it. Keeps no
 state: what it scores when it dies is scored by another scorer. Waits for requests, and while it drains for the end of

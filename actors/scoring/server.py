@@ -80,7 +80,9 @@ class ScoreGroupBody(Struct, kw_only=True):
     def __post_init__(self) -> None:
         """Raise ValueError for another number of rewards."""
         if len(self.rewards) not in (0, len(self.samples)):
-            raise ValueError(f"rewards: want none, or one for each of {len(self.samples)} samples, got {len(self.rewards)}")
+            raise ValueError(
+                f"rewards: want none, or one for each of {len(self.samples)} samples, got {len(self.rewards)}"
+            )
 
     def request(self) -> GroupRequest:
         """Return the request. Raises ValueError for rewards that no sample may have."""
@@ -95,9 +97,17 @@ class RewardServer:
     """The requests of one reward, or of a reward of groups, or of both; and their counts."""
 
     def __init__(
-        self, name: str, score: Scorer | None, group_score: GroupScorer | None = None, *, token: str = "", access: Access | None = None
+        self,
+        name: str,
+        score: Scorer | None,
+        group_score: GroupScorer | None = None,
+        *,
+        token: str = "",
+        access: Access | None = None,
     ) -> None:
-        """``access``: the keys that requests need; None = the bearer token ``token`` alone, and none where it is empty."""
+        """``access``: the keys that requests need; None = the bearer token ``token`` alone, and none where it is
+        empty.
+        """
         self._name, self._access = name, access or TokenAccess(token, self._note_refused)
         self._score, self._group_score = score, group_score
         self.counts: Counter[str] = Counter()
@@ -111,7 +121,9 @@ class RewardServer:
     def listener(self) -> Listener:
         """Return its routes as a listener."""
         one, group = Route.request(self._answer_one), Route.request(self._answer_group)
-        return Listener({f"POST {SCORE}": one, f"POST {SCORE_GROUP}": group, "GET /health": Route.open(self._health)}, self._access)
+        return Listener(
+            {f"POST {SCORE}": one, f"POST {SCORE_GROUP}": group, "GET /health": Route.open(self._health)}, self._access
+        )
 
     async def drain(self) -> None:
         """Refuse further requests, and return when no call is running."""
@@ -150,7 +162,9 @@ class RewardServer:
             self.running -= 1
             self._changed.wake()
 
-    async def _outcome(self, word: str, score: Callable[[Any], Awaitable[object]], request: object) -> dict[str, object]:
+    async def _outcome(
+        self, word: str, score: Callable[[Any], Awaitable[object]], request: object
+    ) -> dict[str, object]:
         """Return the answer of a call, once there is a place for it."""
         try:
             async with self._places:
@@ -165,7 +179,9 @@ class RewardServer:
         return {word: reward}
 
     async def _alive(self, http: web.Request, answering: "asyncio.Task[dict[str, object]]") -> web.StreamResponse:
-        """Answer at once when the answer is there; until then with a blank every ``ALIVE_S``, which JSON may begin with."""
+        """Answer at once when the answer is there; until then with a blank every ``ALIVE_S``, which JSON may begin
+        with.
+        """
         try:
             if (await asyncio.wait({answering}, timeout=ALIVE_S))[0]:
                 return web.json_response(answering.result())
@@ -189,7 +205,9 @@ class RewardServer:
 
 
 @asynccontextmanager
-async def serving(server: RewardServer, host: str, port: int, *, advertise: str = "", insecure: bool = False) -> AsyncIterator[str]:
+async def serving(
+    server: RewardServer, host: str, port: int, *, advertise: str = "", insecure: bool = False
+) -> AsyncIterator[str]:
     """Serve while entered; yields the URL. ``insecure``: other machines may ask without a key of a run.
 
     Raises OSError for an address that cannot be taken.
@@ -206,7 +224,9 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
 
     Raises UnknownReward, BadRewardOption, RewardFailed (a process with the reward could not be started).
     """
-    limits = ProcessLimits(timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb)
+    limits = ProcessLimits(
+        timeout_s=config.reward_timeout_s, workers=config.reward_workers, memory_mb=config.reward_memory_mb
+    )
     score: Scorer | None = None
     if config.reward_parts:
         score = await stack.enter_async_context(opened_parts([*config.reward_parts.values()], limits))
@@ -214,5 +234,7 @@ async def open_rewards(stack: AsyncExitStack, config: ActorConfig) -> tuple[Scor
         score = await stack.enter_async_context(opened(config.reward, config.reward_options, limits))
     group_score: GroupScorer | None = None
     if config.group_reward:
-        group_score = await stack.enter_async_context(opened_group(config.group_reward, config.group_reward_options, limits))
+        group_score = await stack.enter_async_context(
+            opened_group(config.group_reward, config.group_reward_options, limits)
+        )
     return score, group_score

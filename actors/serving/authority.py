@@ -1,4 +1,6 @@
-"""Authority over an engine: the run's keys for commands, the newest learner epoch, the GPUs it opens. Knows no HTTP and no updates."""
+"""Authority over an engine: the run's keys for commands, the newest learner epoch, the GPUs it opens. Knows no HTTP and
+no updates.
+"""
 
 import logging
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -68,7 +70,10 @@ class Authority:
         device = str(handle.get("device", ""))
         if not sees(self._visible, device):
             seen = ", ".join(self._visible) or "no GPU"
-            reason = f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: weights.staging: host"
+            reason = (
+                f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: "
+                "weights.staging: host"
+            )
             self.note(reason)
             raise BadRequest(reason)
 

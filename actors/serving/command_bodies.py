@@ -92,7 +92,8 @@ class PushBody(UpdateBody, kw_only=True):
     def each_bucket(self) -> list[BucketBody]:
         """Return the buckets, in the order of their messages. Raises BadRequest."""
         return [
-            decode({"group_name": self.group_name, **bucket}, BucketBody, f"buckets[{place}]") for place, bucket in enumerate(self.buckets)
+            decode({"group_name": self.group_name, **bucket}, BucketBody, f"buckets[{place}]")
+            for place, bucket in enumerate(self.buckets)
         ]
 
 

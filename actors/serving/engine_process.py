@@ -1,4 +1,5 @@
-"""The body of an engine process: load, listen, catch up with the head, serve, drain. Names no backend: the factory is passed in.
+"""The body of an engine process: load, listen, catch up with the head, serve, drain. Names no backend: the factory is
+passed in.
 
     joining -> catching up -> (probe) serving -> stale (missed pushes) -> catching up -> ...
 
@@ -68,7 +69,13 @@ class HeldDevices:
 
     def stated_in(self, capabilities: Capabilities) -> Capabilities:
         """Return the capabilities with these devices."""
-        return replace(capabilities, devices=self.own, visible_devices=self.visible, nccl=self.nccl, device_memory_bytes=self.memory_bytes)
+        return replace(
+            capabilities,
+            devices=self.own,
+            visible_devices=self.visible,
+            nccl=self.nccl,
+            device_memory_bytes=self.memory_bytes,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +105,15 @@ class EngineLimits:
 
 
 async def run_engine(
-    places: EnginePlaces, engine_config: EngineConfig, draining: asyncio.Event, *, factory: Factory, limits: EngineLimits
+    places: EnginePlaces,
+    engine_config: EngineConfig,
+    draining: asyncio.Event,
+    *,
+    factory: Factory,
+    limits: EngineLimits,
 ) -> None:
-    """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are answered.
+    """Serve a model directory and every newer version of the run until ``draining`` is set and the requests are
+    answered.
 
     Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
     load.
@@ -112,7 +125,12 @@ async def run_engine(
             return
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", id)))
         served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None, places.devices)
-        at = reach(engine_config.host, engine_config.advertise, await asyncio.to_thread(route_to, places.bus_url), name="engine.host")
+        at = reach(
+            engine_config.host,
+            engine_config.advertise,
+            await asyncio.to_thread(route_to, places.bus_url),
+            name="engine.host",
+        )
         engine = factory(
             places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
@@ -136,7 +154,9 @@ async def run_engine(
 class _Served:
     """The engine's live row, and its use of a shared accelerator."""
 
-    def __init__(self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None, devices: HeldDevices) -> None:
+    def __init__(
+        self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None, devices: HeldDevices
+    ) -> None:
         self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
         self._devices = devices
         self._waits_for, self._place = "", shared_memory_domain()
@@ -168,7 +188,9 @@ class _Served:
         self._take(True)
         try:
             async with asyncio.timeout(STORED_S):
-                await self._heartbeat.stored()  # so that either this sees that the learner owns it, or the learner sees this row
+                await (
+                    self._heartbeat.stored()
+                )  # so that either this sees that the learner owns it, or the learner sees this row
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the live row is stored error=%r", error)
@@ -193,7 +215,9 @@ class _Served:
         self.update_row()
 
     def update_row_soon(self) -> None:
-        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered first."""
+        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered
+        first.
+        """
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
@@ -241,7 +265,9 @@ class _Follower:
         turns: AcceleratorLease | None,
     ) -> None:
         self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
-        self._joiner = Joiner(engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for)
+        self._joiner = Joiner(
+            engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for
+        )
 
     async def run(self) -> None:
         """Catch up with the head, serve, and keep up with it, without end.

@@ -1,9 +1,10 @@
-"""The engine's end of pushes by handles: a ZMQ socket at which a learner of the same host sends references to its staged weights.
+"""The engine's end of pushes by handles: a ZMQ socket at which a learner of the same host sends references to its
+staged weights.
 
     learner --join, push | begin, bucket, checksums, end, load, leave--> HandleListener --as over HTTP--> Updates
 
-Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a directory that
-only this user can enter.
+Requests and answers are msgpack maps (``docs/wire.md``); statuses and refusals are those of HTTP. The socket lies in a
+directory that only this user can enter.
 """
 
 import asyncio
@@ -98,11 +99,16 @@ class HandleListener:
 
     async def _serve(self) -> None:
         while True:
-            *envelope, request = await self._socket.recv_multipart()  # the envelope of some sockets (REQ) has more than the sender
+            (
+                *envelope,
+                request,
+            ) = await self._socket.recv_multipart()  # the envelope of some sockets (REQ) has more than the sender
             self._keep(asyncio.create_task(self._answer(envelope, request), name="handles: verb"))
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
-        """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of ``http_api.translate``."""
+        """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of
+        ``http_api.translate``.
+        """
         body: JsonMapping = {}
         try:
             body = _map_of(request)
@@ -141,7 +147,9 @@ class HandleListener:
         """Begin a push and read all its buckets. The learner gets a message after each bucket but the last."""
         sent = need(body, "buckets", list)
         version, timeout_s = need(body, "version", int), decode(body, UpdateBody).timeout_s
-        buckets = self._buckets = {packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)}
+        buckets = self._buckets = {
+            packed: self._buckets.get(packed) or Bucket.unpacked(packed) for packed in map(_packed, sent)
+        }
 
         async def read_all() -> None:
             """Do all of it in one operation, which no other one comes between."""
@@ -149,7 +157,9 @@ class HandleListener:
             for number, entry in enumerate(sent, 1):
                 try:
                     offered = self._offered(self._joined(envelope), entry)
-                    await self._updates.read_bucket(buckets[_packed(entry)], offered, version=version, timeout_s=timeout_s)
+                    await self._updates.read_bucket(
+                        buckets[_packed(entry)], offered, version=version, timeout_s=timeout_s
+                    )
                 except (EngineError, WeightstoreError, RuntimeError) as error:  # CUDA's are RuntimeErrors
                     raise _BucketFailed(number, error) from error
                 if number < len(sent):
@@ -165,7 +175,9 @@ class HandleListener:
     async def _bucket(self, envelope: Sequence[bytes], body: JsonMapping) -> dict[str, object]:
         offered, bucket = self._offered(self._joined(envelope), body), Bucket.unpacked(_packed(body))
         version, timeout_s = need(body, "version", int), decode(body, UpdateBody).timeout_s
-        await self._updates.run_shielded(self._updates.read_bucket(bucket, offered, version=version, timeout_s=timeout_s))
+        await self._updates.run_shielded(
+            self._updates.read_bucket(bucket, offered, version=version, timeout_s=timeout_s)
+        )
         return {}
 
     def _offered(self, learner: _Learner, entry: JsonMapping) -> Offered:
@@ -191,11 +203,13 @@ class HandleListener:
         return {}
 
     def _joined(self, envelope: Sequence[bytes]) -> _Learner:
-        """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted learner would
-        be mixed with the push of the next one.
+        """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted
+        learner would be mixed with the push of the next one.
         """
         if self._learner is None or self._learner.sender != envelope[0]:
-            raise BadRequest("want join first" + ("" if self._learner is None else ": another learner has joined since"))
+            raise BadRequest(
+                "want join first" + ("" if self._learner is None else ": another learner has joined since")
+            )
         return self._learner
 
     def _ended(self) -> None:

@@ -1,4 +1,5 @@
-"""The host of an engine: its phase, its requests in number, its versions, and its listeners; the same for both kinds of engine.
+"""The host of an engine: its phase, its requests in number, its versions, and its listeners; the same for both kinds of
+engine.
 
 A process embeds its engine. The host knows no bus: its owner sets ``phase``, and makes all changes of it but one:
 ``stale`` becomes ``serving`` by itself with the next completed update.
@@ -82,7 +83,9 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """
         if self.config.max_context > max_positions:
             context = self.config.max_context
-            raise UnsupportedModel("engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {context}")
+            raise UnsupportedModel(
+                "engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {context}"
+            )
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
@@ -211,7 +214,9 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """Count responses that begin. Raises EngineUnavailable when there are too many."""
         limit = self.limits.max_responses
         if self.unfinished + count > limit:
-            raise EngineUnavailable(self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}")
+            raise EngineUnavailable(
+                self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
+            )
         self.unfinished += count
 
     def ended(self, count: int) -> None:

@@ -1,4 +1,6 @@
-"""The engine port: the interface that an engine process serves, and the parts that the HTTP server and the handle listener call."""
+"""The engine port: the interface that an engine process serves, and the parts that the HTTP server and the handle
+listener call.
+"""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
@@ -30,7 +32,8 @@ class ServedEngine(Protocol):
     phase: str
     url: str
     nonce: str
-    """Random text of this process: its answers to GET /health have it in a header, for callers that verify the address."""
+    """Random text of this process: its answers to GET /health have it in a header, for callers that verify the address.
+    """
     handles: str
     """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 
@@ -65,7 +68,9 @@ class ServedEngine(Protocol):
         """Generate one token. Raises EngineFailed when that fails."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
+        """Accept no more requests and finish the accepted ones. Returns False when some are left after
+        ``timeout_s``.
+        """
 
     async def close(self) -> None:
         """Stop listening and end the engine."""
@@ -79,13 +84,17 @@ class ServedEngine(Protocol):
 
 
 Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not known yet."""
+"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not
+known yet.
+"""
 
 
 class Updates(Protocol):
-    """The weight updates of an engine. Operations other than ``require_current_epoch`` are called through ``run_shielded``.
+    """The weight updates of an engine. Operations other than ``require_current_epoch`` are called through
+    ``run_shielded``.
 
-    They raise UpdateRefused; then the engine serves the weights before the update, or, where those were overwritten, none.
+    They raise UpdateRefused; then the engine serves the weights before the update, or, where those were overwritten,
+    none.
     """
 
     begun: int
@@ -118,7 +127,9 @@ class Updates(Protocol):
         """Run an operation to its end even if the caller is cancelled. Returns its result, raises its errors."""
 
     async def join(self, body: Body) -> None:
-        """Join the process group that the body of /init_weights_update_group names; one of the same name is left first."""
+        """Join the process group that the body of /init_weights_update_group names; one of the same name is left
+        first.
+        """
 
     async def leave(self, group_name: str) -> None:
         """Leave a process group, and discard an open update as ``sender_left``."""
@@ -137,7 +148,9 @@ class Updates(Protocol):
         """Read one flat bucket from memory that processes of this host can read."""
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights, if every tensor was received once. Returns the seconds for which generation was held up."""
+        """Serve the received weights, if every tensor was received once. Returns the seconds for which generation was
+        held up.
+        """
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
         """Load and serve all weights of a directory, or none. Returns seconds as ``end``."""
@@ -155,16 +168,24 @@ class Updates(Protocol):
         """Return checksums of the served weights by name, as SGLang computes them."""
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return version and checksums of the served weights, or of the weights of the open update, which must be complete."""
+        """Return version and checksums of the served weights, or of the weights of the open update, which must be
+        complete.
+        """
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests without a pause."""
+        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests
+        without a pause.
+        """
 
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a pause ends."""
+        """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a
+        pause ends.
+        """
 
     async def pause(self, mode: str) -> None:
-        """Pause generation: in_place keeps the running requests, retract sends them back to the queue, abort ends them."""
+        """Pause generation: in_place keeps the running requests, retract sends them back to the queue, abort ends
+        them.
+        """
 
     async def continue_generation(self, body: Body) -> None:
         """Continue after a pause."""
@@ -192,13 +213,19 @@ class ExposedEngine(ServedEngine, Protocol):
 
 
 class Backend(Protocol):
-    """Requests that each kind of engine answers in its own way. Keys, epochs and fields common to all kinds are checked before."""
+    """Requests that each kind of engine answers in its own way. Keys, epochs and fields common to all kinds are checked
+    before.
+    """
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable, EngineFailed."""
+        """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable,
+        EngineFailed.
+        """
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield the states of all responses to a body of /generate, as ``tidemill.actors.openai.openai_server.GenerateBackend`` wants."""
+        """Yield the states of all responses to a body of /generate, as
+        ``tidemill.actors.openai.openai_server.GenerateBackend`` wants.
+        """
         ...
 
     async def abort(self, rid: str | None, body: Body) -> web.StreamResponse:
@@ -221,4 +248,6 @@ class Backend(Protocol):
         ...
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its body."""
+        """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its
+        body.
+        """

@@ -1,4 +1,6 @@
-"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds of engine."""
+"""SGLang's HTTP API of an engine: paths, JSON and status codes (``tidemill.actors.http_api``), the same for both kinds
+of engine.
+"""
 
 from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
@@ -35,13 +37,23 @@ class EngineServer:
         self._engine, self._backend, self._updates = engine, backend, engine.updates
         authority = engine.authority
         self._access = RunAccess(authority.keys, authority.note, unguarded=authority.unguarded)
-        routes = {**self._routes(), **self._update_routes(), **backend.own_routes(self._command), **OpenAiRoutes(engine, backend).routes()}
+        routes = {
+            **self._routes(),
+            **self._update_routes(),
+            **backend.own_routes(self._command),
+            **OpenAiRoutes(engine, backend).routes(),
+        }
         if not authority.accepts_commands:
             routes = {path: route for path, route in routes.items() if route.rule is not Rule.COMMAND}
-        self.listener = Listener(routes, self._access, middlewares=[self._with_nonce, translate], limits=BodyLimits(all_bytes=BODIES_BYTES))
+        self.listener = Listener(
+            routes, self._access, middlewares=[self._with_nonce, translate], limits=BodyLimits(all_bytes=BODIES_BYTES)
+        )
 
     def _routes(self) -> dict[str, Route]:
-        model_info, server_info = Route.request(_json(self._backend.model_info)), Route.request(_json(self._backend.server_info))
+        model_info, server_info = (
+            Route.request(_json(self._backend.model_info)),
+            Route.request(_json(self._backend.server_info)),
+        )
         flush_cache = Route.command(self._backend.flush_cache)
         return {
             "POST /generate": Route.request(self._backend.generate),
@@ -57,7 +69,10 @@ class EngineServer:
             "GET /flush_cache": flush_cache,
             "POST /weights_checker": Route.request(self._weights_checker),
             "POST /weights_checksums": Route.request(
-                self._operation(lambda body: self._updates.checksum_report(of_update=decode(body, ChecksumBody).of == "update"), _report)
+                self._operation(
+                    lambda body: self._updates.checksum_report(of_update=decode(body, ChecksumBody).of == "update"),
+                    _report,
+                )
             ),
         }
 
@@ -66,27 +81,42 @@ class EngineServer:
         updates, operation = self._updates, self._operation
         handlers = {
             "POST /pause_generation": operation(self._pause, _status("Generation paused successfully.")),
-            "POST /continue_generation": operation(updates.continue_generation, _status("Generation continued successfully.")),
-            "POST /init_weights_update_group": operation(self._join, _done("Succeeded to initialize custom process group.")),
+            "POST /continue_generation": operation(
+                updates.continue_generation, _status("Generation continued successfully.")
+            ),
+            "POST /init_weights_update_group": operation(
+                self._join, _done("Succeeded to initialize custom process group.")
+            ),
             "POST /destroy_weights_update_group": operation(
-                lambda body: updates.leave(decode(body, UpdateBody).group_name), _done("Succeeded to destroy custom process group.")
+                lambda body: updates.leave(decode(body, UpdateBody).group_name),
+                _done("Succeeded to destroy custom process group."),
             ),
             "POST /begin_weight_update": operation(self._begin, _done("Weight update begun.")),
-            "POST /update_weights_from_distributed": operation(self._receive_bucket, _done("Succeeded to update parameter online.")),
-            "POST /end_weight_update": operation(lambda body: updates.end(decode(body, UpdateBody).version), self._ended),
+            "POST /update_weights_from_distributed": operation(
+                self._receive_bucket, _done("Succeeded to update parameter online.")
+            ),
+            "POST /end_weight_update": operation(
+                lambda body: updates.end(decode(body, UpdateBody).version), self._ended
+            ),
             "POST /update_weights_from_disk": operation(
                 self._load_directory,
                 lambda stall_s: done("Succeeded to update model weights.", num_paused_requests=0, stall_s=stall_s),
             ),
-            "POST /release_memory_occupation": operation(lambda body: updates.release(decode(body, MemoryBody).kinds), web.json_response),
-            "POST /resume_memory_occupation": operation(lambda body: updates.resume(decode(body, MemoryBody).kinds), web.json_response),
+            "POST /release_memory_occupation": operation(
+                lambda body: updates.release(decode(body, MemoryBody).kinds), web.json_response
+            ),
+            "POST /resume_memory_occupation": operation(
+                lambda body: updates.resume(decode(body, MemoryBody).kinds), web.json_response
+            ),
         }
         return {path: Route.command(handler) for path, handler in handlers.items()}
 
     def _operation(
         self, operation: Callable[[Body], Coroutine[object, None, Result]], response: Callable[[Result], web.Response]
     ) -> Handler:
-        """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the result."""
+        """Return a handler that checks a command's epoch, runs its operation to the end, and responds with the
+        result.
+        """
 
         async def handle(request: web.Request) -> web.Response:
             """Run the operation of one command, and respond with its result."""
@@ -103,7 +133,9 @@ class EngineServer:
         body = dict(body_of(request))
         if "epoch" in body:
             await self._access.want(request, admin=True)
-        await self._engine.authority.require_current_epoch(self._updates.require_current_epoch, body, self._engine.url, request.path)
+        await self._engine.authority.require_current_epoch(
+            self._updates.require_current_epoch, body, self._engine.url, request.path
+        )
         body.pop("epoch", None)
         return body
 
@@ -137,7 +169,9 @@ class EngineServer:
 
     @web.middleware
     async def _with_nonce(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Add the nonce to the answers of /health, whether the engine serves or not: the caller verifies the address."""
+        """Add the nonce to the answers of /health, whether the engine serves or not: the caller verifies the
+        address.
+        """
         response = await handler(request)
         if request.path == "/health":
             response.headers[NONCE_HEADER] = self._engine.nonce

@@ -1,4 +1,5 @@
-"""Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning and tool calls.
+"""Renderers of the library ``renderers`` (extra ``renderers``): chats to token ids, and token ids to content, reasoning
+and tool calls.
 
 A renderer is written for one family of models, and has their chat template and format of tool calls as code. This is
 the only module that knows the library; it is imported when a renderer is read. The library encodes the chats of gpt-oss
@@ -44,7 +45,9 @@ class HarmonyVocabulary:
         try:
             vocabulary = json.loads(tokenizer.read_bytes())["model"]["vocab"].items()
             of_character = {character: byte for byte, character in enumerate(_characters())}
-            pieces = sorted((int(rank), bytes(of_character[character] for character in token)) for token, rank in vocabulary)
+            pieces = sorted(
+                (int(rank), bytes(of_character[character] for character in token)) for token, rank in vocabulary
+            )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{want}, got one that is no byte-level BPE: {error!r}") from None
         self._content = b"".join(base64.b64encode(piece) + b" %d\n" % rank for rank, piece in pieces)
@@ -100,7 +103,13 @@ class Renderer:
     """The renderer of a model. Knows nothing of earlier chats."""
 
     def __init__(
-        self, text: Text, config: Any, *, public_name: str = "", template: str = "", vocabulary: HarmonyVocabulary | None = None
+        self,
+        text: Text,
+        config: Any,
+        *,
+        public_name: str = "",
+        template: str = "",
+        vocabulary: HarmonyVocabulary | None = None,
     ) -> None:
         """``config``: the library's, of one renderer. Raises the library's errors when the tokenizer does not fit.
 
@@ -125,7 +134,10 @@ class Renderer:
         """
         config = config_of(name, options, model_dir)
         want = f"a tokenizer with the special tokens of {config.name}"
-        cure = f"name the renderer of this model's family, or use the tokenizer that belongs to it ({model_dir / 'tokenizer.json'})"
+        cure = (
+            "name the renderer of this model's family, or use the tokenizer that belongs to it "
+            f"({model_dir / 'tokenizer.json'})"
+        )
         with errors_as(lambda error: NoRenderer(want=want, got=_first_line(error), cure=cure)):
             template = ChatTemplate.read(model_dir)
             return cls(
@@ -142,14 +154,17 @@ class Renderer:
         renderer = self._variant(_template_arguments(arguments))
         with self._rejecting("messages"):
             ids = renderer.render_ids(
-                list(messages), tools=arguments.get("tools"), add_generation_prompt=bool(arguments.get("add_generation_prompt", True))
+                list(messages),
+                tools=arguments.get("tools"),
+                add_generation_prompt=bool(arguments.get("add_generation_prompt", True)),
             )
         return list(map(int, ids))
 
     def next_prompt(
         self, prompt: Sequence[int], output: Sequence[int], messages: Sequence[JsonMapping], arguments: JsonMapping
     ) -> list[int] | None:
-        """Return ``prompt + output`` and the token ids of the messages that follow; None where only rendering the whole chat is right.
+        """Return ``prompt + output`` and the token ids of the messages that follow; None where only rendering the whole
+        chat is right.
 
         That is where the model's format changes earlier turns, such as a new question of the user, behind which earlier
         reasoning is left out. Raises BadRequest.
@@ -158,7 +173,9 @@ class Renderer:
         renderer, before = self._variant(_template_arguments(arguments)), [*prompt, *output]
         try:
             with self._rejecting("messages"):
-                bridged = renderer.bridge_to_next_turn(list(prompt), list(output), list(messages), tools=arguments.get("tools"))
+                bridged = renderer.bridge_to_next_turn(
+                    list(prompt), list(output), list(messages), tools=arguments.get("tools")
+                )
         except BadRequest as error:
             logger.debug("renderer cannot extend a chat error=%s", error)
             return None
@@ -166,7 +183,9 @@ class Renderer:
             return None
         return list(map(int, bridged.token_ids))
 
-    def read_reply(self, text: str, output: Sequence[int], prompt: Sequence[int], arguments: JsonMapping) -> ParsedReply:
+    def read_reply(
+        self, text: str, output: Sequence[int], prompt: Sequence[int], arguments: JsonMapping
+    ) -> ParsedReply:
         """Return content, reasoning and calls of a finished response.
 
         ``text``: the response as text, which is the content where the parser fails. A call that cannot be read is part
@@ -218,7 +237,9 @@ class Renderer:
 
     def _rejecting(self, what: str) -> AbstractContextManager[None]:
         """Raise BadRequest for every error of the library, which does not check what programs and models write."""
-        return errors_as(lambda error: BadRequest(f"{what}: rejected by the renderer {self.name}: {_first_line(error)}"))
+        return errors_as(
+            lambda error: BadRequest(f"{what}: rejected by the renderer {self.name}: {_first_line(error)}")
+        )
 
 
 class _Tokenizer:
@@ -247,7 +268,9 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
     """
     if missing := [package for package in ("renderers", "httpx") if find_spec(package) is None]:
         got = f"none of the name {', '.join(missing)}"
-        raise RendererMissing(want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'")
+        raise RendererMissing(
+            want="the packages of tidemill[renderers]", got=got, cure="pip install 'tidemill[renderers]'"
+        )
     import renderers
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -259,10 +282,14 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
         public_name = _public_name(model_dir)
         if public_name is None:
             want = "a model directory OWNER/NAME with the public name of a model that the library knows"
-            raise NoRenderer(want=want, got=str(model_dir), cure=f"name the renderer of the model's family: {', '.join(names)}")
+            raise NoRenderer(
+                want=want, got=str(model_dir), cure=f"name the renderer of the model's family: {', '.join(names)}"
+            )
         found = MODEL_RENDERER_MAP[public_name]
     if found in UNSUPPORTED:
-        raise NoRenderer(want=f"one of {', '.join(names)}", got=f"{found}: {UNSUPPORTED[found]}", cure="name another one")
+        raise NoRenderer(
+            want=f"one of {', '.join(names)}", got=f"{found}: {UNSUPPORTED[found]}", cure="name another one"
+        )
     try:
         empty = renderers.config_from_name(found)
     except ValueError:
@@ -275,19 +302,31 @@ def config_of(name: str, options: Mapping[str, object], model_dir: Path | None) 
 
 
 def _public_name(model_dir: Path) -> str | None:
-    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face; None = none."""
+    """Return the name by which the library knows a model, by its directory, its own or one in a cache of Hugging Face;
+    None = none.
+    """
     from renderers.base import MODEL_RENDERER_MAP
 
     resolved = model_dir.resolve()
-    cached = [part.removeprefix("models--").replace("--", "/", 1) for part in resolved.parts if part.startswith("models--")]
+    cached = [
+        part.removeprefix("models--").replace("--", "/", 1) for part in resolved.parts if part.startswith("models--")
+    ]
     return next(
-        (name for name in ("/".join(model_dir.parts[-2:]), "/".join(resolved.parts[-2:]), *cached) if name in MODEL_RENDERER_MAP), None
+        (
+            name
+            for name in ("/".join(model_dir.parts[-2:]), "/".join(resolved.parts[-2:]), *cached)
+            if name in MODEL_RENDERER_MAP
+        ),
+        None,
     )
 
 
 def _with_distinct_ids(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
     """Return the calls, without the model's id where an earlier one has the same: results are matched by ids."""
-    return tuple(replace(call, id="") if call.id in [other.id for other in calls[:place]] else call for place, call in enumerate(calls))
+    return tuple(
+        replace(call, id="") if call.id in [other.id for other in calls[:place]] else call
+        for place, call in enumerate(calls)
+    )
 
 
 def _check(messages: Sequence[JsonMapping]) -> None:

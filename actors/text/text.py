@@ -10,7 +10,9 @@ from tidemill.actors.errors import BadRequest
 from tidemill.bus.system.foreign import errors_as
 
 LONG = 16_384
-"""Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a thousand."""
+"""Characters of text above which an event loop does not wait for its tokens: tokenizers take a millisecond for about a
+thousand.
+"""
 T = TypeVar("T")
 
 
@@ -55,7 +57,8 @@ class Text:
 
     @classmethod
     def read(cls, model_dir: Path) -> "Text | None":
-        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids only.
+        """Return the tokenizer; None when there is no tokenizer.json: the engine then accepts and returns token ids
+        only.
 
         Raises ValueError for files that do not describe one.
         """
@@ -87,16 +90,22 @@ class Text:
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of a text.
 
-        ``add_special``: with the tokens that the tokenizer puts before and after every text (a chat template has them already).
-        Raises BadRequest for text with a lone surrogate, which is not valid Unicode, and for one over the bound; ValueError for text
-        without tokens.
+        ``add_special``: with the tokens that the tokenizer puts before and after every text (a chat template has them
+        already).
+        Raises BadRequest for text with a lone surrogate, which is not valid Unicode, and for one over the bound;
+        ValueError for text without tokens.
         """
         try:
             num_bytes = len(text.encode())
         except UnicodeEncodeError as error:
-            raise BadRequest(f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}") from error
+            raise BadRequest(
+                f"text: want Unicode text, got a lone surrogate ({text[error.start]!a}) at {error.start}"
+            ) from error
         if num_bytes > self._max_bytes > 0:
-            raise BadRequest(f"The input ({num_bytes} bytes) is longer than the model's context length ({self._max_tokens} tokens) allows.")
+            raise BadRequest(
+                f"The input ({num_bytes} bytes) is longer than the model's context length ({self._max_tokens} "
+                "tokens) allows."
+            )
         # The library raises plain Exception, for a vocabulary without a token for unknown text.
         with errors_as(lambda error: ValueError(f"text: the tokenizer has no tokens for {text[:100]!r}: {error}")):
             # A batch of one: unlike ``encode`` it lets other threads run meanwhile.

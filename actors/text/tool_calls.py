@@ -1,4 +1,5 @@
-"""Parser of tool calls: splits generated text into content and calls; and the chat template, whose source shows the form of its calls.
+"""Parser of tool calls: splits generated text into content and calls; and the chat template, whose source shows the
+form of its calls.
 
     tags    <tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>      Hermes, Qwen2.5, Qwen3
     json    {"name": "add", "parameters": {"a": 3}}; {...}                     Llama 3.1 and later: nothing but calls
@@ -40,8 +41,9 @@ class ParsedReply:
     content: str
     calls: tuple[ToolCall, ...]
     reasoning: str = ""
-    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate it from
-    the content."""
+    """Text in front of the content, no part of the answer; only renderers (``tidemill.actors.text.rendering``) separate
+    it from the content.
+    """
     malformed: int = 0
     """Number of calls that a renderer could not read; they are content."""
 
@@ -54,7 +56,9 @@ def form_of(template: str) -> str | None:
 
 
 def read(text: str, form: str, *, finished: bool) -> ParsedReply:
-    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is content."""
+    """Return content and calls of a text in a ``form`` of ``form_of``; in a ``finished`` text an unclosed call is
+    content.
+    """
     return _read_tags(text, finished) if form == "tags" else _read_json(text, finished)
 
 
@@ -170,7 +174,14 @@ class ChatTemplate(MessageTemplate):
         self.form_of_calls = form_of(tool_use or source)
         """Format in which the model writes tool calls (``tidemill.actors.text.tool_calls``); None = unknown."""
 
-    def render(self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **more: object) -> str:
+    def render(
+        self,
+        messages: Sequence[JsonMapping],
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        **more: object,
+    ) -> str:
         """Return the prompt as text. Raises BadRequest when the template refuses the messages."""
         try:
             return super().render(messages, tools=tools, add_generation_prompt=add_generation_prompt, **more)

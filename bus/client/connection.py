@@ -48,7 +48,9 @@ _FORBIDDEN_S = 10.0
 _VIOLATION = re.compile(r'permissions violation for (publish|subscription) to "([^"]+)"', re.IGNORECASE)
 """The server's error for a forbidden subject, which has no code."""
 _CLEANUP = "$js.api.consumer.delete."
-"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself, too."""
+"""Prefix of requests that may be refused: readers delete their consumers, and the server removes idle ones by itself,
+too.
+"""
 _LOGIN_ERRORS = ("authorization violation", "authentication", "user credentials")
 """Parts of the server's errors for a wrong user or password, in lower case."""
 
@@ -57,7 +59,8 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """The client library, patched: it would stop reading for ever from a connection on which headers arrive that it cannot parse.
+    """The client library, patched: it would stop reading for ever from a connection on which headers arrive that it
+    cannot parse.
 
     There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
     """
@@ -123,7 +126,9 @@ class Connection:
                         raise BusUnavailable(where, "the connection was closed")
                     await self._up_or_closed.wait()
         except TimeoutError:
-            raise BusUnavailable(where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})") from None
+            raise BusUnavailable(
+                where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
+            ) from None
 
     def on_lost(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` whenever the connection breaks. Returns a function that removes it."""
@@ -133,7 +138,8 @@ class Connection:
     def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
         """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
 
-        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed one is logged.
+        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed
+        one is logged.
         """
         self._forbidden_listeners.add(listener)
         return lambda: self._forbidden_listeners.discard(listener)
@@ -183,7 +189,8 @@ class Connection:
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later, too late.
+        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later,
+        too late.
 
         Raises Forbidden when the server refused this subject within the last 10 s.
         """
@@ -207,7 +214,9 @@ class Connection:
 
     @asynccontextmanager
     async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, call ``on_message`` with every message on a subject, except those published while the connection is broken."""
+        """While entered, call ``on_message`` with every message on a subject, except those published while the
+        connection is broken.
+        """
         try:
             sub = await self.nc.subscribe(subject, cb=on_message)
         except FOREIGN as error:
@@ -250,7 +259,9 @@ class Connection:
                 await asyncio.shield(connecting)
         except FOREIGN as error:
             reason = self.last_error or str(error) or type(error).__name__
-            raise BusUnavailable(f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}") from None
+            raise BusUnavailable(
+                f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}"
+            ) from None
         finally:
             await ended(connecting)  # the client library may swallow one cancellation, and would then connect for ever
             self._opening = None
@@ -258,14 +269,17 @@ class Connection:
         if (version.major, version.minor) < OLDEST_SERVER:
             want = ".".join(map(str, OLDEST_SERVER))
             raise BusError(
-                f"connecting {name} to {address}: want nats-server >= {want}, got {version.major}.{version.minor}.{version.patch}"
+                f"connecting {name} to {address}: want nats-server >= {want}, got "
+                f"{version.major}.{version.minor}.{version.patch}"
             )
         self._set_connected()
 
     async def close(self) -> None:
-        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for ever.
+        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for
+        ever.
 
-        A cancellation is raised when the connection is closed: a close that is cut short leaves the library's tasks and its socket behind.
+        A cancellation is raised when the connection is closed: a close that is cut short leaves the library's tasks and
+        its socket behind.
         """
         await to_the_end(self._close())
 
@@ -273,7 +287,8 @@ class Connection:
         self._closing = True
         flushing: asyncio.Task[None] | None = None
         if self.connected and not self.nc.is_closed:
-            # Cancelled only after the close: the library fails at the answer to a flush that has been given up, and stops reading.
+            # Cancelled only after the close: the library fails at the answer to a flush that has been given up, and
+            # stops reading.
             flushing = asyncio.create_task(self.nc.flush(timeout=_NEVER_S), name="flush")
         try:
             if flushing is not None:
@@ -290,7 +305,9 @@ class Connection:
                 await ended(flushing)
 
     async def _on_error(self, error: Exception) -> None:
-        """Handle a refused publish, which the client library reports only here: its caller would wait for the answer."""
+        """Handle a refused publish, which the client library reports only here: its caller would wait for the
+        answer.
+        """
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
             _raise_if_denied(self._what, self._opening, error)
@@ -300,7 +317,9 @@ class Connection:
         now = time.monotonic()
         if now - self._logged_s > _LOG_EVERY_S:
             self._logged_s = now
-            _log.warning("bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error)
+            _log.warning(
+                "bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error
+            )
 
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
@@ -349,7 +368,11 @@ def _login(address: Address) -> dict[str, object]:
     """Return the client library's options for user and certificates."""
     options: dict[str, object] = {}
     if address.user and address.password:
-        options |= {"user": address.user, "password": address.password, "inbox_prefix": inbox_prefix(address.user).encode()}
+        options |= {
+            "user": address.user,
+            "password": address.password,
+            "inbox_prefix": inbox_prefix(address.user).encode(),
+        }
     elif address.user:
         options["token"] = address.user
     if address.tls or address.ca:
@@ -358,7 +381,9 @@ def _login(address: Address) -> dict[str, object]:
             if address.cert:
                 context.load_cert_chain(address.cert, address.key or None)
         except OSError as error:
-            raise ValueError(f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}") from None
+            raise ValueError(
+                f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}"
+            ) from None
         options["tls"] = context
     return options
 
@@ -367,10 +392,18 @@ def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
     """Raise Denied for an error that waiting does not cure."""
     reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        raise Denied(what, f"the certificate of the bus: {error.verify_message}", "give the file that signed it (bus.tls_ca, or ?ca=FILE)")
+        raise Denied(
+            what,
+            f"the certificate of the bus: {error.verify_message}",
+            "give the file that signed it (bus.tls_ca, or ?ca=FILE)",
+        )
     if any(text in reason.lower() for text in _LOGIN_ERRORS):
         missing = "no user given" if not address.user else "wrong name or password"
-        raise Denied(what, missing, "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)")
+        raise Denied(
+            what,
+            missing,
+            "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)",
+        )
 
 
 @asynccontextmanager
@@ -393,7 +426,8 @@ async def retry(
     outage_s: float | None = None,
     report: Callable[[BusUnavailable], None] | None = None,
 ) -> T:
-    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry`` does not.
+    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry``
+    does not.
 
     A full bus is waited for without end. ``report`` is called with each error that another try follows.
 
@@ -412,8 +446,11 @@ async def retry(
             await connection.wait_up(outage_s)
 
 
-async def before_retry(connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf) -> None:
-    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be past ``deadline``.
+async def before_retry(
+    connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf
+) -> None:
+    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be
+    past ``deadline``.
 
     ``deadline`` is a time of the monotonic clock.
     """
@@ -425,8 +462,8 @@ async def before_retry(connection: Connection, error: BusUnavailable, *, pause_s
 async def cancellable(work: Coroutine[object, None, T]) -> T:
     """Return the result of ``work``, which ends for certain when this is cancelled.
 
-    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its result
-    (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
+    result (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
     """
     task = asyncio.create_task(work)
     try:

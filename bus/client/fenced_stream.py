@@ -1,8 +1,8 @@
 """A stream with one writer at a time, the newest learner: writing it, and reading its valid messages.
 
-Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first message of an epoch;
-later messages of an older epoch are void. Messages of no learner are void as well: messages that cannot be decoded, or have another
-epoch in the header than in the message. Writer and readers pass over both.
+Every message carries the epoch of its writer and the expected sequence of the message before it. A fence is the first
+message of an epoch; later messages of an older epoch are void. Messages of no learner are void as well: messages that
+cannot be decoded, or have another epoch in the header than in the message. Writer and readers pass over both.
 """
 
 import asyncio
@@ -92,7 +92,8 @@ class FencedWriter(Generic[R]):
         async with self._lock:
             if self.epoch == epoch or await self._has_fenced(epoch):
                 return
-            # Read before the fence: a message that comes in between makes its expected sequence wrong, and is found by ``_find_own``.
+            # Read before the fence: a message that comes in between makes its expected sequence wrong, and is found by
+            # ``_find_own``.
             self._last = (await self._jet.state(self._stream)).last_seq
             previous, self.epoch = self.epoch, epoch
             try:
@@ -107,11 +108,17 @@ class FencedWriter(Generic[R]):
         return self._jet.connection.max_payload - parts.HEADER_RESERVE_BYTES
 
     async def append(self, subject: str, payload: bytes) -> int:
-        """Append a message and return its sequence. Retries for ever; cancellable. Raises Fenced, and WireError for one too large."""
+        """Append a message and return its sequence. Retries for ever; cancellable. Raises Fenced, and WireError for one
+        too large.
+        """
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         # No try of such a message can succeed, and the client library's refusal looks like an outage.
         if not parts.fits(payload, self._jet.connection.max_payload):
-            raise WireError(subject, f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)", len(payload))
+            raise WireError(
+                subject,
+                f"at most {self.max_bytes} bytes, as max_payload of the nats-server allows (raise it)",
+                len(payload),
+            )
         async with self._lock:
             return await self._append(subject, payload)
 
@@ -143,7 +150,9 @@ class FencedWriter(Generic[R]):
                 return mine
 
     async def _find_own(self, message_id: str) -> int | None:
-        """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a newer learner's."""
+        """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a
+        newer learner's.
+        """
         while True:
             try:
                 found = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
@@ -164,7 +173,9 @@ class FencedWriter(Generic[R]):
         return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
     async def _has_fenced(self, epoch: int) -> bool:
-        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is as new or newer."""
+        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is
+        as new or newer.
+        """
         fence = await self._newest_fence()
         if fence is None:
             return False
@@ -228,7 +239,9 @@ class Fences(Generic[R]):
 
 
 async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
-    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present end, or for ever."""
+    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present
+    end, or for ever.
+    """
     fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)
@@ -241,7 +254,9 @@ async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIt
         if found.epoch >= epoch:
             yield delivered, found
         else:
-            _log.warning("bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch)
+            _log.warning(
+                "bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch
+            )
 
 
 async def _endless(stream: FencedStream[R], start: int) -> AsyncIterator[Delivered]:

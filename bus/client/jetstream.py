@@ -1,4 +1,6 @@
-"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server restart."""
+"""The requests of JetStream's API in use: maps in and out, foreign errors translated, reads repeated over a server
+restart.
+"""
 
 import base64
 import json
@@ -24,7 +26,8 @@ T = TypeVar("T")
 _ANSWER_S = 2.0
 """Deadline of one attempt."""
 RETRY_FOR_S = 15.0
-"""Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error."""
+"""Seconds for which a request is repeated: a killed server is back within a second or so, a longer outage is an error.
+"""
 _NOT_FOUND = {10014: "consumer", 10037: "message", 10059: "stream"}
 """Error codes of the server, and the kind of thing that is missing."""
 _STARTING = (10008, 10074)
@@ -63,8 +66,11 @@ class JetStream:
         self.outbox = Outbox(connection, subjects.full(run))
         self.refusals = Refusals()
 
-    async def call(self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S) -> JsonObject:
-        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may be repeated.
+    async def call(
+        self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S
+    ) -> JsonObject:
+        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may
+        be repeated.
 
         Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
         """
@@ -75,7 +81,9 @@ class JetStream:
             """Send the request once, when the connection is up."""
             await self.connection.wait_up(deadline - time.monotonic(), verb)
             try:
-                answer = await self.connection.request(f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic())))
+                answer = await self.connection.request(
+                    f"$JS.API.{verb}", payload, min(_ANSWER_S, max(0.01, deadline - time.monotonic()))
+                )
                 return _fields(verb, answer.data)
             except BusUnavailable as error:  # servers of a cluster that cannot write give no answer to reads either
                 raise await self.outbox.explained(error) from None
@@ -83,7 +91,9 @@ class JetStream:
         return await retry(self.connection, ask, pause_s=RETRY_S, deadline=deadline)
 
     async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the connection was closed."""
+        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the
+        connection was closed.
+        """
         return await retry(self.connection, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
@@ -134,7 +144,9 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove a stream's messages of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects, ``*`` = any task's."""
+        """Remove a stream's messages of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects,
+        ``*`` = any task's.
+        """
         try:
             held = await self.subjects(stream, subject_of("*"))
         except NotFound:

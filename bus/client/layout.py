@@ -1,4 +1,6 @@
-"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do not know."""
+"""The streams, consumers and buckets of a run, created once and read back: older servers silently drop settings they do
+not know.
+"""
 
 from collections.abc import Iterator
 
@@ -24,7 +26,8 @@ _MAX_WAITING = 16_384
 async def create_layout(jet: JetStream) -> None:
     """Create missing streams and consumers; compare every setting with the server's.
 
-    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows at once.
+    TASKS is created last: other processes find a run by it (``tidemill.bus.streams.bus.find_run``), and read its rows
+    at once.
 
     Raises ConfigMismatch naming stream and field, NoRoom, BusUnavailable.
     """
@@ -36,10 +39,11 @@ async def create_layout(jet: JetStream) -> None:
 
 
 async def create_archive(jet: JetStream) -> None:
-    """Create the streams and buckets of a run that only keeps samples, for readers; without TASKS, by which runs are found.
+    """Create the streams and buckets of a run that only keeps samples, for readers; without TASKS, by which runs are
+    found.
 
-    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and for the
-    same reason this raises ConfigMismatch for a run that trains.
+    Its SAMPLES has no bound, so that no learner takes it for its own (its ``create_layout`` raises ConfigMismatch), and
+    for the same reason this raises ConfigMismatch for a run that trains.
     """
     for config in stream_configs(jet.run, jet.config):
         if config["name"] == subjects.stream(jet.run, subjects.TASKS):
@@ -114,7 +118,11 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
     there = info["config"]
-    changes = {field: config[field] for field in _CHANGED_IN_PLACE if field in config and there.get(field, False) != config[field]}
+    changes = {
+        field: config[field]
+        for field in _CHANGED_IN_PLACE
+        if field in config and there.get(field, False) != config[field]
+    }
     if changes:
         info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
     _compare(name, config, info["config"])
@@ -131,7 +139,9 @@ async def _ensure_consumer(jet: JetStream, stream: str, config: JsonObject) -> N
 
 
 async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) -> JsonObject:
-    """Return the server's description of a stream or consumer that this, or another process a moment ago, has created."""
+    """Return the server's description of a stream or consumer that this, or another process a moment ago, has
+    created.
+    """
     try:
         return await jet.call(verb, request)
     except Refused as error:

@@ -21,7 +21,9 @@ _log = logging.getLogger(__name__)
 STREAM_FULL = 10077
 """Error code of a stream that is at its limit."""
 _NO_ROOM = frozenset({10023, 10047})
-"""Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be freed."""
+"""Error codes of a server with a full disk, or full share of it, in any stream. Treated like an outage: space may be
+freed.
+"""
 WRONG_LAST_SEQUENCE = (10071, 10164)
 """Error codes of a message with another expected last sequence than its stream or subject has."""
 _ANSWER_S = 5.0
@@ -30,7 +32,8 @@ _FULL_S = 3.0
 """Seconds to wait for the reason for which the bus stores nothing; without one the server itself answers at once."""
 _FULL_WAIT_S = (0.02, 0.2)
 _RETRY_WAIT_S = (0.05, 0.3)
-"""Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment."""
+"""Range of the pause before the next try, drawn at random, so that many publishers do not come back at the same moment.
+"""
 
 
 class PublishAck(NamedTuple):
@@ -44,8 +47,8 @@ class PublishAck(NamedTuple):
 class Outbox:
     """The publishing side of one connection; any number of messages may be in flight.
 
-    It replaces the client library's ``publish_async``, which leaves a refused message pending for ever, and its ``publish``,
-    which keeps waiting for an answer after the connection that should bring it has broken.
+    It replaces the client library's ``publish_async``, which leaves a refused message pending for ever, and its
+    ``publish``, which keeps waiting for an answer after the connection that should bring it has broken.
     """
 
     def __init__(self, connection: Connection, full_subject: str) -> None:
@@ -103,11 +106,17 @@ class Outbox:
         return answer.data.decode(errors="replace")
 
     async def store(
-        self, subject: str, payload: bytes, headers: dict[str, str], *, on_retry: Callable[[str, bool], None] | None = None
+        self,
+        subject: str,
+        payload: bytes,
+        headers: dict[str, str],
+        *,
+        on_retry: Callable[[str, bool], None] | None = None,
     ) -> PublishAck:
         """Send until it is stored, for ever, under the same message id. Returns the acknowledgement. Cancellable.
 
-        ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them), BusUnavailable when closed.
+        ``on_retry(reason, full)`` is called before each wait. Raises Refused, Forbidden (no retry cures them),
+        BusUnavailable when closed.
         """
         assert "Nats-Msg-Id" in headers, "a message that is sent again needs an id"
         tries = 0
@@ -127,7 +136,11 @@ class Outbox:
                 on_retry(reason, full)
             if tries % 100 == 1:
                 _log.log(
-                    logging.INFO if full else logging.WARNING, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason
+                    logging.INFO if full else logging.WARNING,
+                    "bus: not stored yet subject=%s tries=%d reason=%s",
+                    subject,
+                    tries,
+                    reason,
                 )
             await self._pause(full)
 
@@ -143,8 +156,11 @@ class Outbox:
                 return
             inbox = f"{self._connection.nc.new_inbox()}."
             try:
-                # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent twice.
-                await self._connection.nc.subscribe(f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1)
+                # Without limits, beyond which the library drops messages: an answer that is dropped is a message sent
+                # twice.
+                await self._connection.nc.subscribe(
+                    f"{inbox}*", cb=self._answered, pending_msgs_limit=-1, pending_bytes_limit=-1
+                )
             except FOREIGN as error:
                 raise self._connection.unavailable("outbox", error) from None
             self._inbox = inbox
@@ -168,7 +184,9 @@ class Outbox:
             self._settle(token, None)
 
     def _forbidden(self, error: Forbidden) -> bool:
-        waiting = [(future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject]
+        waiting = [
+            (future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject
+        ]
         for future, subject in waiting:
             if not future.done():
                 future.set_exception(Forbidden(subject, error.verb, error.user))
@@ -180,11 +198,15 @@ class Outbox:
 
 
 _INCURABLE = frozenset({10054, *WRONG_LAST_SEQUENCE})
-"""Error codes that no retry cures: the message is larger than the stream allows, or another message has the expected place."""
+"""Error codes that no retry cures: the message is larger than the stream allows, or another message has the expected
+place.
+"""
 
 
 _NOT_NOW = frozenset({10008, 10158})
-"""Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused by the message."""
+"""Error codes of a cluster between two leaders, or still working on the same message; unlike a full stream, not caused
+by the message.
+"""
 _UNAVAILABLE = 503
 """Status of an answer, as in HTTP."""
 
@@ -207,7 +229,9 @@ _REPLY = msgspec.json.Decoder(_Reply)
 
 
 def answered(where: str, data: bytes) -> JsonObject:
-    """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer: the request is repeated."""
+    """Return the map in an answer of JetStream's API. Raises BusUnavailable for a malformed answer: the request is
+    repeated.
+    """
     with suppress(ValueError, RecursionError):
         fields = json.loads(data)
         if isinstance(fields, dict):
@@ -219,7 +243,9 @@ def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
         raise BusUnavailable(subject, "no answer: the message may be stored")
     if not answer.data:
-        raise BusUnavailable(subject, "there is no stream for this subject (not created yet, or the server is starting)")
+        raise BusUnavailable(
+            subject, "there is no stream for this subject (not created yet, or the server is starting)"
+        )
     try:
         stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):

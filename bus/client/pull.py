@@ -1,7 +1,8 @@
 """Messages of a stream in order, from a sequence on, without a gap, over lost connections and server restarts.
 
-A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the server. A missing
-consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next sequence.
+A pull consumer without acknowledgements: the position is kept here (and in the reader's checkpoint), never by the
+server. A missing consumer sequence, missing heartbeats and a lost connection all lead to a new consumer at the next
+sequence.
 """
 
 import json
@@ -50,7 +51,8 @@ class Delivered(NamedTuple):
 
 
 class OrderedPull:
-    """Async iterator over the messages from ``start`` on, without an end. ``next`` returns one of them, or None after a timeout.
+    """Async iterator over the messages from ``start`` on, without an end. ``next`` returns one of them, or None after a
+    timeout.
 
     ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
     """
@@ -97,9 +99,11 @@ class OrderedPull:
     @overload
     async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
-        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus for as long as necessary, and logs that.
+        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus for as long as necessary,
+        and logs that.
 
-        Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was closed.
+        Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was
+        closed.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -140,8 +144,8 @@ class OrderedPull:
         return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
-        """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or consumer deleted,
-        503 no responders.
+        """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or
+        consumer deleted, 503 no responders.
         """
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
@@ -182,11 +186,14 @@ class OrderedPull:
         self._lost = False
         inbox = self._jet.connection.nc.new_inbox()
         try:
-            self._sub = await self._jet.connection.nc.subscribe(inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1)
+            self._sub = await self._jet.connection.nc.subscribe(
+                inbox, cb=self._on_message, pending_msgs_limit=-1, pending_bytes_limit=-1
+            )
         except FOREIGN as error:
             raise self._jet.connection.unavailable(self._stream, error) from None
         name = f"read-{inbox.rsplit('.', 1)[1]}"
-        # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer continues from it.
+        # In the memory of one server, because nothing is lost with it: the position is here, and a new consumer
+        # continues from it.
         config = {
             "name": name,
             "ack_policy": "none",
@@ -199,8 +206,14 @@ class OrderedPull:
             "headers_only": self._headers_only,
             **({"filter_subjects": self._filters} if self._filters else {}),
         }
-        self._consumer, self._consumer_seq, self._requested = name, 0, 0  # a server that answers too late has made it, too
-        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5)
+        self._consumer, self._consumer_seq, self._requested = (
+            name,
+            0,
+            0,
+        )  # a server that answers too late has made it, too
+        await self._jet.call(
+            f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5
+        )
         self._last_message_s = time.monotonic()
         await self._request_more()
         self.reopened += 1
@@ -209,7 +222,8 @@ class OrderedPull:
         assert self._sub is not None
         request = {
             "batch": _CREDIT - self._requested,
-            # More than one message of any size: a request with less room than the next message needs would end without it.
+            # More than one message of any size: a request with less room than the next message needs would end without
+            # it.
             "max_bytes": max(_CREDIT_BYTES, 2 * self._jet.connection.max_payload),
             "expires": int(_EXPIRES_S * _NS),
             "idle_heartbeat": int(_HEARTBEAT_S * _NS),
@@ -245,7 +259,9 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
 ) -> AsyncIterator[Delivered]:
-    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such stream."""
+    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such
+    stream.
+    """
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         while pull.position <= last:
@@ -259,7 +275,9 @@ async def present(
             if delivered.seq > last:
                 return
             yield delivered
-            if delivered.pending == 0 and (pull.position > last or not await _any(jet, stream, pull.position, last, filters)):
+            if delivered.pending == 0 and (
+                pull.position > last or not await _any(jet, stream, pull.position, last, filters)
+            ):
                 return  # the leader decides: in a cluster the consumer counts only messages that its own server has
 
 

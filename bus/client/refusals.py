@@ -21,8 +21,8 @@ _MAX_TEXT = 160
 class Refusals:
     """The refusals of one connection. Memory is bounded, whatever arrives.
 
-    Each message is counted once: a stream's by its sequence, a row by key and revision. (After thousands of others it is forgotten, and
-    would be counted again.)
+    Each message is counted once: a stream's by its sequence, a row by key and revision. (After thousands of others it
+    is forgotten, and would be counted again.)
     """
 
     def __init__(self) -> None:

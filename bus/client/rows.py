@@ -1,7 +1,7 @@
 """Rows of a key-value bucket: maps with a revision, changed by compare-and-set where it matters.
 
-A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have the shape of its
-key (``bus/wire/rows.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
+A row is a JSON object, so that any NATS tool can show it. A deleted row leaves nothing behind. A row that does not have
+the shape of its key (``bus/wire/rows.py``) is passed over and counted; only ``get`` and ``change`` raise for it.
 """
 
 import asyncio
@@ -17,7 +17,16 @@ from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
 from tidemill.bus.client.pull import Delivered, present
-from tidemill.bus.errors import BusFull, BusUnavailable, Forbidden, NotFound, Refused, RowConflict, UnreadableRow, WireError
+from tidemill.bus.errors import (
+    BusFull,
+    BusUnavailable,
+    Forbidden,
+    NotFound,
+    Refused,
+    RowConflict,
+    UnreadableRow,
+    WireError,
+)
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.system.failure_log import FailureLog
 from tidemill.bus.wire import subjects
@@ -59,7 +68,9 @@ class Rows:
         self._stream = subjects.bucket_stream(jet.run, bucket)
 
     async def get(self, key: str) -> Row | None:
-        """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller needs."""
+        """Return (value, revision), or None when there is no such row. Raises UnreadableRow: for a row that the caller
+        needs.
+        """
         value, revision, error = await self._read_row(key)
         if error is not None:
             raise self._unreadable(key, revision, error)
@@ -74,7 +85,9 @@ class Rows:
         return value, 0 if value is None and error is None else revision
 
     async def all(self, under: str = "") -> dict[str, Row]:
-        """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value, revision)."""
+        """Return every readable row, or those with a key that begins with ``under`` and a dot: key -> (value,
+        revision).
+        """
         limit = asyncio.Semaphore(_AT_ONCE)
 
         async def read_one(key: str) -> tuple[str, Value | None, int]:
@@ -86,7 +99,9 @@ class Rows:
         return {key: (value, revision) for key, value, revision in found if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
-        """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or unreadable."""
+        """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or
+        unreadable.
+        """
         prefix = subjects.row(self._jet.run, self.bucket, "")
         found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
         return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
@@ -117,11 +132,13 @@ class Rows:
         replace_unreadable: bool = False,
         if_none: Callable[[], Awaitable[None]] | None = None,
     ) -> Changed[After]:
-        """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer was faster.
+        """Write the value that ``fn`` makes of the present one, by compare-and-set, repeated whenever another writer
+        was faster.
 
         ``fn`` gets None when there is no row. It returns None to leave the row as it is; its exceptions are passed on.
-        Returns the row before and after. Raises UnreadableRow for a row that cannot be read; with ``replace_unreadable`` ``fn`` gets None
-        for that one, too. ``if_none`` is awaited after the row was read and before ``fn`` gets None; its exceptions are passed on.
+        Returns the row before and after. Raises UnreadableRow for a row that cannot be read; with
+        ``replace_unreadable`` ``fn`` gets None for that one, too. ``if_none`` is awaited after the row was read and
+        before ``fn`` gets None; its exceptions are passed on.
         """
         while True:
             before, revision, error = await self._read_row(key)
@@ -148,7 +165,9 @@ class Rows:
             await self._jet.outbox.store(self._subject(key), b"", headers)
 
     async def keep(self, key: str, value: Value, *, every_s: float = 5.0) -> None:
-        """Write ``value`` again whenever the row is missing or cannot be read, until cancelled: for the process that writes the row."""
+        """Write ``value`` again whenever the row is missing or cannot be read, until cancelled: for the process that
+        writes the row.
+        """
         while True:
             try:
                 async for row in self.watch(key, every_s, unreadable=True):
@@ -161,7 +180,8 @@ class Rows:
             await asyncio.sleep(RETRY_S)
 
     async def watch(self, key: str, every_s: float = 1.0, *, unreadable: bool = False) -> AsyncIterator[Row | None]:
-        """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as one.
+        """Yield the row now and after each readable change (None = there is none), for ever; quick changes may show as
+        one.
 
         Writes wake it (as core messages), and it also reads every ``every_s``: a wake-up may be lost, a change may not.
         ``unreadable``: also yield None for a row that cannot be read.
@@ -182,7 +202,9 @@ class Rows:
                 await waiter.wait(every_s)
 
     async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:
-        """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``, as they are now."""
+        """Yield (value, the message that wrote it) of the rows with these keys (``v.*``) and a revision >= ``start``,
+        as they are now.
+        """
         prefix = subjects.row(self._jet.run, self.bucket, "")
         async for delivered in present(self._jet, self._stream, start, filters=[f"{prefix}{keys}"]):
             value, _, _ = self._decoded(delivered.subject.removeprefix(prefix), delivered)
@@ -191,7 +213,8 @@ class Rows:
 
     @asynccontextmanager
     async def on_change(self, keys: str, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, call ``wake`` at writes of these keys (``*`` = any one part). Some may be missed, so callers also poll.
+        """While entered, call ``wake`` at writes of these keys (``*`` = any one part). Some may be missed, so callers
+        also poll.
 
         The call may come a moment before the written row can be read.
         """
@@ -223,7 +246,9 @@ class Rows:
                 report("bus: not stored yet", str(error))
 
         try:
-            return (await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline, report=report_full)).seq
+            return (
+                await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline, report=report_full)
+            ).seq
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise
@@ -260,10 +285,13 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
-        return UnreadableRow(f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision)
+        return UnreadableRow(
+            f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision
+        )
 
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
-        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None) when there is none.
+        """Return (value, revision, None), (None, revision, the reason it cannot be read), or (None, revision, None)
+        when there is none.
 
         In the last case the revision belongs to the marker of a deleted row, or is 0.
         """

@@ -1,7 +1,8 @@
-"""Bodies of requests, read before their handlers run: bounded one by one and together, uncompressed, and within deadlines.
+"""Bodies of requests, read before their handlers run: bounded one by one and together, uncompressed, and within
+deadlines.
 
-Compressed bodies are refused: aiohttp compares its limit with the unpacked bytes only after it has unpacked them, and one megabyte of gzip
-makes a gigabyte.
+Compressed bodies are refused: aiohttp compares its limit with the unpacked bytes only after it has unpacked them, and
+one megabyte of gzip makes a gigabyte.
 """
 
 import asyncio
@@ -22,14 +23,17 @@ MAX_BODIES_BYTES = 256 << 20
 A request beyond them gets 503.
 """
 SMALL_BYTES = 64 << 10
-"""Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much of a connection."""
+"""Bodies up to this size are not counted, so that an abort passes where large requests do not. aiohttp buffers as much
+of a connection.
+"""
 BODY_S = 120.0
 """Deadline from the headers of a request to the end of its body."""
 STALL_S = 15.0
 """Deadline between two pieces of a body."""
 RETRY_AFTER_S = 1
 MAX_DEPTH = 100
-"""Maximum depth of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones."""
+"""Maximum depth of nested lists and maps in JSON. Not every encoder that a body passes through can write deeper ones.
+"""
 MAX_NESTED = 1 << 20
 """Maximum number of lists and maps in JSON: an empty one has 2 bytes in a body and 56 or more in memory."""
 _BODY: web.RequestKey[bytes] = web.RequestKey("body", bytes)
@@ -57,7 +61,8 @@ class Bodies:
     async def received(self, request: web.Request) -> AsyncIterator[None]:
         """Read the body for ``body_in``, and hold it while entered.
 
-        Raises HTTPUnsupportedMediaType, HTTPRequestEntityTooLarge, HTTPRequestTimeout, HTTPBadRequest, HTTPServiceUnavailable.
+        Raises HTTPUnsupportedMediaType, HTTPRequestEntityTooLarge, HTTPRequestTimeout, HTTPBadRequest,
+        HTTPServiceUnavailable.
         """
         self._refuse_by_headers(request)
         body, num_bytes = bytearray(), 0
@@ -90,7 +95,10 @@ class Bodies:
                 self._refuse_size(len(body) + len(piece))
                 more = _counted(len(body) + len(piece)) - _counted(len(body))
                 if self.held_bytes + more > limits.all_bytes:
-                    reason = f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: repeat the request"
+                    reason = (
+                        f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: "
+                        "repeat the request"
+                    )
                     raise refusal(web.HTTPServiceUnavailable, reason, {"Retry-After": str(RETRY_AFTER_S)})
                 body += piece
                 self.held_bytes += more
@@ -98,7 +106,9 @@ class Bodies:
             reason = f"body: want all of it within {limits.whole_s:g} s, and a piece of it every {limits.stall_s:g} s"
             raise refusal(web.HTTPRequestTimeout, f"{reason}, got {len(body)} bytes") from None
         except web.RequestPayloadError as error:
-            raise refusal(web.HTTPBadRequest, f"body: want valid chunks or as many bytes as Content-Length says: {error}") from None
+            raise refusal(
+                web.HTTPBadRequest, f"body: want valid chunks or as many bytes as Content-Length says: {error}"
+            ) from None
 
 
 class _TooLarge(web.HTTPClientError):
@@ -120,8 +130,11 @@ def body_in(request: web.Request) -> bytes:
 
 
 def json_in(raw: bytes) -> object:
-    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH`` deep."""
-    # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is bounded.
+    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH``
+    deep.
+    """
+    # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is
+    # bounded.
     nested = raw.count(b"[") + raw.count(b"{")
     if nested > MAX_NESTED:
         raise ValueError(f"body: want at most {MAX_NESTED} lists and maps (brackets), got {nested}")

@@ -2,8 +2,8 @@
 
     status, or error of aiohttp --(here)--> CallFailed(failure) --(``translate`` of each room)--> its own error
 
-Knows requests, deadlines and how an error is worded; no path, and nothing of weights, of generating or of rewards. Traffic inside a run
-never goes through a proxy of the environment: a session does not read it.
+Knows requests, deadlines and how an error is worded; no path, and nothing of weights, of generating or of rewards.
+Traffic inside a run never goes through a proxy of the environment: a session does not read it.
 """
 
 import asyncio
@@ -93,10 +93,12 @@ def open_session(
     unpack: bool = True,
     read_buffer_bytes: int = 1 << 16,
 ) -> aiohttp.ClientSession:
-    """Return a session; the caller closes it. A deadline of None is none: requests may take minutes, and bring their own.
+    """Return a session; the caller closes it. A deadline of None is none: requests may take minutes, and bring their
+    own.
 
-    ``max_connections``: 0 = no limit, because a request must not wait for the end of another. ``keep_s``: time for which an idle
-    connection is kept; 0 = each request has a connection of its own, None = as aiohttp has it. ``unpack``: of compressed answers.
+    ``max_connections``: 0 = no limit, because a request must not wait for the end of another. ``keep_s``: time for
+    which an idle connection is kept; 0 = each request has a connection of its own, None = as aiohttp has it.
+    ``unpack``: of compressed answers.
     """
     timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=connect_s, sock_read=read_s)
     keep: dict[str, Any] = {"keepalive_timeout": keep_s} if keep_s else {"force_close": keep_s == 0}
@@ -136,16 +138,22 @@ class ApiClient:
         self.url, self._translate, self._headers, self._connect_s = url.rstrip("/"), translate, headers, connect_s
         self._shared, self._opened = session, session
 
-    async def call(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> Any:
+    async def call(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+    ) -> Any:
         """Return the JSON of the answer; None for an answer of another kind."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             raw = await self._content(path, response)
         try:
             return json.loads(raw) if response.content_type == "application/json" else None
         except (ValueError, RecursionError) as error:
-            raise self._translate(CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)) from error
+            raise self._translate(
+                CallFailed(self.url, path, Failure.UNREADABLE, f"want JSON: {error}", status=200)
+            ) from error
 
-    async def read(self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None) -> bytes:
+    async def read(
+        self, method: str, path: str, body: Mapping[str, object] | None = None, *, timeout_s: float | None = None
+    ) -> bytes:
         """Return the body of the answer."""
         async with self.open(method, path, body, timeout_s=timeout_s) as response:
             return await self._content(path, response)
@@ -160,7 +168,9 @@ class ApiClient:
         try:
             async with asyncio.timeout(timeout_s):
                 headers = {**await self._headers(), "Accept-Encoding": "identity"}
-                async with self._session.request(method, self.url + path, json=body, headers=headers, timeout=timeout) as response:
+                async with self._session.request(
+                    method, self.url + path, json=body, headers=headers, timeout=timeout
+                ) as response:
                     if response.status != 200:
                         raise await self._refused(path, response)
                     if encoding := response.headers.get("Content-Encoding", "").replace("identity", ""):

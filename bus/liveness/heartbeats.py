@@ -1,4 +1,6 @@
-"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of processes that wait."""
+"""Liveness of processes: rows renewed by heartbeats, with ages measured by the reader's own clock; and rows of
+processes that wait.
+"""
 
 import asyncio
 import dataclasses
@@ -83,17 +85,23 @@ class HeartbeatPublisher:
             changes = self._changes
             try:
                 async with asyncio.timeout(_PERIODS * self._every_s):
-                    await self._rows.put(_key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)})
+                    await self._rows.put(
+                        _key(self.row), dataclasses.asdict(self.row) | {"unreadable": str(self._bus.refusals)}
+                    )
                 self.last_error, self.written_s, self._stored = "", time.monotonic(), changes
                 self._written.wake()
             except (BusError, TimeoutError) as error:
-                self.last_error = str(error) or await self._bus.full() or f"no answer for {_PERIODS * self._every_s:.1f} s"
+                self.last_error = (
+                    str(error) or await self._bus.full() or f"no answer for {_PERIODS * self._every_s:.1f} s"
+                )
                 _log.warning("heartbeat unsent key=%s error=%s", _key(self.row), self.last_error)
             await self._waiter.wait(self._every_s)
 
 
 class LiveView:
-    """The rows with their revisions and the times of their last changes on this process' monotonic clock: no clocks are compared."""
+    """The rows with their revisions and the times of their last changes on this process' monotonic clock: no clocks are
+    compared.
+    """
 
     def __init__(self, bus: Bus, dead_after_s: float = 5.0) -> None:
         self._bus, self._rows, self._refusals, self._dead_after_s = bus, bus.rows(_BUCKET), bus.refusals, dead_after_s
@@ -102,9 +110,9 @@ class LiveView:
     async def refresh(self, role: str = "") -> list[tuple[LiveRow, float]]:
         """Return (row, seconds since its revision changed), by role and id, of all roles or one. Raises BusUnavailable.
 
-        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: check ``bus.connected``
-        too, or an outage of the bus looks like dead processes. While the bus is full, so that no heartbeat is stored, every row counts as
-        just changed.
+        A row seen for the first time counts as just changed. Time in which the bus was away counts as age: check
+        ``bus.connected`` too, or an outage of the bus looks like dead processes. While the bus is full, so that no
+        heartbeat is stored, every row counts as just changed.
         """
         rows, now = await self._rows.all(role), time.monotonic()
         kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
@@ -122,7 +130,9 @@ class LiveView:
         return [row for row, age in await self.refresh(role) if age <= self._dead_after_s]
 
     def on_change(self, role: str, wake: Callable[[], None]) -> AbstractAsyncContextManager[None]:
-        """While entered, call ``wake`` about when a row of the role is written. Some writes may be missed, so callers also refresh."""
+        """While entered, call ``wake`` about when a row of the role is written. Some writes may be missed, so callers
+        also refresh.
+        """
         return self._rows.on_change(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
@@ -154,7 +164,9 @@ def _parse(key: str, value: Value) -> LiveRow:
 
 
 class Waiting:
-    """Async context manager: while entered, the row names the event that is waited for. Another row of the same key may follow it."""
+    """Async context manager: while entered, the row names the event that is waited for. Another row of the same key may
+    follow it.
+    """
 
     def __init__(self, bus: Bus, row: LiveRow, what: str) -> None:
         self._heartbeat, self._what, self._since_s = HeartbeatPublisher(bus, row), what, time.monotonic()

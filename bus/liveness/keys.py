@@ -1,7 +1,8 @@
 """The keys of a run that its HTTP servers require: made once by the learner, kept as rows of the bus. Knows no HTTP.
 
-row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers read it
-row run/api_key  every other request to a listener that other machines reach; derived from the first, read by every process
+row keys/admin   commands to engines (weights, memory, pauses); on a bus with users only learner, engines and routers
+read it row run/api_key  every other request to a listener that other machines reach; derived from the first, read by
+every process
 
 A process keeps the keys that it has read: an unreadable row keeps only a process waiting that has none.
 """
@@ -48,7 +49,9 @@ class Keys:
         return {"Authorization": f"Bearer {self.bearer}"} if self.bearer else {}
 
     def admits(self, presented: str, *, admin: bool) -> bool:
-        """Return whether ``presented`` is accepted for a command (``admin``) or another request. Compares in constant time."""
+        """Return whether ``presented`` is accepted for a command (``admin``) or another request. Compares in constant
+        time.
+        """
         wanted = (self.admin,) if admin else (self.admin, self.api)
         given = presented.encode(errors="surrogateescape")
         # A list, not a generator: all keys are compared, so that the time does not show which one fits.
@@ -77,9 +80,11 @@ class RunKeys:
         return self._keys if self._keys.bearer else await self.newest()
 
     async def headers(self, *, admin: bool = True) -> dict[str, str]:
-        """Return the headers of a request; none while the bus is away and no key is known, because most servers require none.
+        """Return the headers of a request; none while the bus is away and no key is known, because most servers require
+        none.
 
-        ``admin``: with the admin key where it is known; a process that passes on the requests of others does not lend it to them.
+        ``admin``: with the admin key where it is known; a process that passes on the requests of others does not lend
+        it to them.
         """
         try:
             keys = await self.known()
@@ -88,7 +93,9 @@ class RunKeys:
             return {}
 
     async def newest(self) -> Keys:
-        """Return the keys, read again unless that was done within the last second: for a presented key that differs. Raises BusError."""
+        """Return the keys, read again unless that was done within the last second: for a presented key that differs.
+        Raises BusError.
+        """
         async with self._reading:
             if time.monotonic() - self._read_s >= _AGAIN_S:
                 self._keys = await self._read()
@@ -119,11 +126,13 @@ def api_keys(bus: Bus) -> RunKeys:
 async def make_keys(bus: Bus, *, last: str = "") -> Keys:
     """Return the run's keys. Its learner makes them if missing or unreadable, before it sends a command to an engine.
 
-    ``last``: the admin key that the run had, which is stored again in the place of an unreadable one; empty = not known: a new one is made,
-    and engines read it when a command brings it. Raises BusUnavailable.
+    ``last``: the admin key that the run had, which is stored again in the place of an unreadable one; empty = not
+    known: a new one is made, and engines read it when a command brings it. Raises BusUnavailable.
     """
     made: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
-    row = (await bus.rows("keys").change(ADMIN_KEY, lambda found: made if found is None else None, replace_unreadable=True)).after or made
+    row = (
+        await bus.rows("keys").change(ADMIN_KEY, lambda found: made if found is None else None, replace_unreadable=True)
+    ).after or made
     keys = Keys.of(str(row["key"]))
     api: Value = {"key": keys.api}
     await bus.rows("run").change(API_KEY, lambda found: None if found == api else api, replace_unreadable=True)
@@ -131,7 +140,9 @@ async def make_keys(bus: Bus, *, last: str = "") -> Keys:
 
 
 async def keep_keys(bus: Bus, keys: Keys) -> None:
-    """Store the run's keys again whenever a row of theirs is lost or unreadable, until cancelled. For the learner, which made them."""
+    """Store the run's keys again whenever a row of theirs is lost or unreadable, until cancelled. For the learner,
+    which made them.
+    """
     rows = (("keys", ADMIN_KEY, keys.admin), ("run", API_KEY, keys.api))
     async with asyncio.TaskGroup() as group:
         for bucket, key, value in rows:

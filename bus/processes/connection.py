@@ -1,4 +1,5 @@
-"""Calls of one child process, from the process that started it: each request has one result or a reason. Starts and kills no process.
+"""Calls of one child process, from the process that started it: each request has one result or a reason. Starts and
+kills no process.
 
     to the child      {"id": N, "request": {...}}     {"id": N, "cancel": true}
     from the child    {"up": true} once               {"id": N, "result": ...} or {"id": N, "failed": TEXT}, with "last": TEXT where the
@@ -20,7 +21,9 @@ from tidemill.bus.wire.json_object import JsonMapping
 START_S = 120.0
 """Seconds for the import of a user's module, with the packages that it needs."""
 LAST_WORDS_S = 1.0
-"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below it lives on."""
+"""Seconds for reading the output that a process wrote before it ended; its connection stays open where a process below
+it lives on.
+"""
 MAX_TEXT = 2000
 """Characters of a text of the child that are kept."""
 
@@ -52,8 +55,9 @@ class ChildConnection:
         note: Callable[[str, str], None] = lambda kind, text: None,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``kill`` ends the process, with a reason for its calls. ``closed``: called when the child has closed its end. ``note``: gets
-        its notes, by kind. ``freed``: called when a call has ended."""
+        """``kill`` ends the process, with a reason for its calls. ``closed``: called when the child has closed its end.
+        ``note``: gets its notes, by kind. ``freed``: called when a call has ended.
+        """
         self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
         self.ended = ""
         """Why it takes no more calls; empty while it does."""
@@ -74,11 +78,14 @@ class ChildConnection:
         async with asyncio.timeout(START_S):
             await self._up
 
-    async def call(self, request: bytes, timeout_s: float | None = None, *, cancel_s: float = 0.0, blocked: str = "") -> object:
+    async def call(
+        self, request: bytes, timeout_s: float | None = None, *, cancel_s: float = 0.0, blocked: str = ""
+    ) -> object:
         """Return the result of one call. Raises ChildCallFailed with the child's reason, TimeoutError.
 
-        ``cancel_s``: a call that is cancelled or past its limit is cancelled in the child, which confirms that within this time if it is
-        alive; else it is ended, and ``blocked`` is the reason of its other calls. 0 = the caller ends the process.
+        ``cancel_s``: a call that is cancelled or past its limit is cancelled in the child, which confirms that within
+        this time if it is alive; else it is ended, and ``blocked`` is the reason of its other calls. 0 = the caller
+        ends the process.
         """
         if self.ended or self._writer is None:
             raise ChildCallFailed(self.ended or "not started", ended=True)
@@ -97,7 +104,9 @@ class ChildConnection:
                 future.cancel()
 
     def process_ended(self, reason: str) -> None:
-        """End, once the output from before the process's end is read: its end may be reported before the last reply comes."""
+        """End, once the output from before the process's end is read: its end may be reported before the last reply
+        comes.
+        """
         if self._reading is None or self._reading.done():
             self.end(reason)
             return

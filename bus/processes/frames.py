@@ -1,6 +1,7 @@
 """Frames between an actor and the workers of its reward: four bytes of length (big-endian), then one JSON map.
 
-The code of a user can write to the worker's end. So a frame that an actor reads has a bounded size, and anything but a map is BadFrame.
+The code of a user can write to the worker's end. So a frame that an actor reads has a bounded size, and anything but a
+map is BadFrame.
 """
 
 import asyncio
@@ -21,7 +22,9 @@ class BadFrame(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON does not have."""
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON does not
+    have.
+    """
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 

@@ -1,9 +1,9 @@
 """Users of the embedded server, each with a password and the permissions of its role. Knows files, no connection.
 
-Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's samples and rows
-from another's. The streams are in the account of the learner. Every other user is in an account of its own, which imports the subjects
-its role needs: in one account with the learner it could name any subject of the run as reply subject, and the server would write
-the answer there.
+Every process has a user of its own, with the name of the process, so that the server can distinguish one actor's
+samples and rows from another's. The streams are in the account of the learner. Every other user is in an account of its
+own, which imports the subjects its role needs: in one account with the learner it could name any subject of the run as
+reply subject, and the server would write the answer there.
 """
 
 import ctypes
@@ -39,8 +39,8 @@ SERVER_FILE = "users.conf"
 _ROUTES = "routes"
 """Login of the servers of a cluster to each other; no process has it."""
 _MANY_ANSWERS = re.compile(r"\$JS\.API\.CONSUMER\.MSG\.NEXT\..*\.\*")
-"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server drops its reply
-subject after that one; the others live until they are unsubscribed.
+"""Requests of readers, which are answered by more than one message. A request for a task has one answer: the server
+drops its reply subject after that one; the others live until they are unsubscribed.
 """
 _PUBLIC_BUCKETS = tuple(bucket for bucket in subjects.BUCKETS if bucket not in subjects.SECRET_BUCKETS)
 _PASSWORD_BYTES = 24
@@ -71,7 +71,11 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     publish, subscribe, denied = getattr(rights, role)()
     unique = tuple(dict.fromkeys(publish))
     return Permissions(
-        publish=unique, subscribe=tuple(subscribe), inbox=f"{inbox_prefix(name)}.>", denied=tuple(denied), answers=role == LEARNER
+        publish=unique,
+        subscribe=tuple(subscribe),
+        inbox=f"{inbox_prefix(name)}.>",
+        denied=tuple(denied),
+        answers=role == LEARNER,
     )
 
 
@@ -79,7 +83,9 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it writes: a cycle."""
+    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it
+    writes: a cycle.
+    """
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name, self._rollouts = run, name, config.rollouts
@@ -95,10 +101,16 @@ class _Rights:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
-        return [*own, *api], [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)], []
+        return (
+            [*own, *api],
+            [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)],
+            [],
+        )
 
     def actor(self) -> _Lists:
-        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of failures."""
+        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of
+        failures.
+        """
         publish = [
             subjects.samples_of(self._run, self._name),
             subjects.manifest(subjects.samples_of(self._run, self._name)),
@@ -119,7 +131,11 @@ class _Rights:
 
     def engine(self) -> _Lists:
         """Reads the versions of the weights, and requests snapshots of them."""
-        publish = [subjects.row(self._run, "weights", "want"), *self._member("engine"), *self._reading(subjects.SECRET_BUCKETS)]
+        publish = [
+            subjects.row(self._run, "weights", "want"),
+            *self._member("engine"),
+            *self._reading(subjects.SECRET_BUCKETS),
+        ]
         return publish, self._subscriptions(live=(), weights=("head", "snapshot")), []
 
     def scorer(self) -> _Lists:
@@ -132,10 +148,16 @@ class _Rights:
 
     def router(self) -> _Lists:
         """Reads the addresses of the engines; commands to it require the same key as those to engines."""
-        return [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)], self._subscriptions(live=("engine",), weights=()), []
+        return (
+            [*self._member("router"), *self._reading(subjects.SECRET_BUCKETS)],
+            self._subscriptions(live=("engine",), weights=()),
+            [],
+        )
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the consumers of tasks."""
+        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the
+        consumers of tasks.
+        """
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
@@ -178,7 +200,9 @@ class _Rights:
             yield _api(f"DIRECT.GET.{stream}")
 
     def _subscriptions(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and ``wanted``."""
+        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and
+        ``wanted``.
+        """
         rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
@@ -192,7 +216,8 @@ def _api(verb: str) -> str:
 
 
 def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
-    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only its owner can read.
+    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only
+    its owner can read.
 
     Users that exist keep their passwords, so that running processes can still connect.
     """
@@ -216,7 +241,9 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
 
 
 def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
-    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a password."""
+    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a
+    password.
+    """
     if not password:
         return []
     return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
@@ -233,7 +260,9 @@ def credentials_file(directory: Path, user: str) -> Path:
 
 
 def read_credentials(file: Path) -> tuple[str, str]:
-    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its content."""
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its
+    content.
+    """
     try:
         pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
     except OSError as error:
@@ -246,12 +275,16 @@ def read_credentials(file: Path) -> tuple[str, str]:
 def _new_user(directory: Path, user: str) -> str:
     """Write the file with a new password, and return its hash for the server (where this system has bcrypt)."""
     password = secrets.token_urlsafe(_PASSWORD_BYTES)
-    write_whole(credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True)
+    write_whole(
+        credentials_file(directory, user), f"{USER_VARIABLE}={user}\n{PASSWORD_VARIABLE}={password}\n", private=True
+    )
     return _hashed(password)
 
 
 def _hashed(password: str) -> str:
-    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as secret as the users'."""
+    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as
+    secret as the users'.
+    """
     found = ctypes.util.find_library("crypt")
     if found is None:
         return password
@@ -259,7 +292,11 @@ def _hashed(password: str) -> str:
     crypt.restype = ctypes.c_char_p
     salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
     hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())
-    return hashed.decode() if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60 else password
+    return (
+        hashed.decode()
+        if hashed is not None and hashed.startswith(_BCRYPT.encode()) and len(hashed) == 60
+        else password
+    )
 
 
 def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, str]) -> Iterator[str]:
@@ -270,7 +307,10 @@ def _account_lines(allowed: Mapping[str, Permissions], passwords: Mapping[str, s
     yield "    jetstream: enabled"
     yield "    exports: ["
     for subject in services:
-        yield f"      {{ service: {quoted(subject)}, response_type: {'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
+        yield (
+            f"      {{ service: {quoted(subject)}, response_type: "
+            f"{'stream' if _MANY_ANSWERS.fullmatch(subject) else 'singleton'} }}"
+        )
     for subject in streams:
         yield f"      {{ stream: {quoted(subject)} }}"
     yield "    ]"

@@ -1,4 +1,6 @@
-"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if wanted."""
+"""The embedded bus: one nats-server child, three that are a cluster, or this machine's one of a cluster; with users if
+wanted.
+"""
 
 import dataclasses
 from collections.abc import Sequence
@@ -15,13 +17,22 @@ _CLUSTER_NAME = "tidemill"
 
 
 class EmbeddedBus:
-    """The servers of this machine. Synchronous, like each of them: call it from a thread that lives as long as the process."""
+    """The servers of this machine. Synchronous, like each of them: call it from a thread that lives as long as the
+    process.
+    """
 
     def __init__(
-        self, directory: Path, run: str, config: BusConfig, auth_dir: Path | None = None, *, read_only: bool = False, viewer: str = ""
+        self,
+        directory: Path,
+        run: str,
+        config: BusConfig,
+        auth_dir: Path | None = None,
+        *,
+        read_only: bool = False,
+        viewer: str = "",
     ) -> None:
-        """``read_only``: for reading a run that has ended (``EmbeddedServer``). ``viewer``: password of the viewer, then
-        the only user of a bus without ``auth``.
+        """``read_only``: for reading a run that has ended (``EmbeddedServer``). ``viewer``: password of the viewer,
+        then the only user of a bus without ``auth``.
         """
         self._directory, self._config, self._read_only = directory, config, read_only
         self._auth_dir = auth_dir or directory / "auth"
@@ -73,7 +84,9 @@ class EmbeddedBus:
         return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
-        """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a password and TLS."""
+        """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a
+        password and TLS.
+        """
         config = self._config
         password = route_password(self._auth_dir) if config.auth else ""
         login = f"routes:{password}@" if password else ""
@@ -88,9 +101,13 @@ class EmbeddedBus:
 
 
 def _check_account(store: Path, *, with_users: bool) -> None:
-    """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the other way round."""
+    """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the
+    other way round.
+    """
     other = NO_ACCOUNT if with_users else ACCOUNT
     there = store / "jetstream" / other / "streams"
     if there.is_dir() and any(there.iterdir()):
         made, want = ("without", "false") if with_users else ("with", "true")
-        raise ServerFailed(f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory")
+        raise ServerFailed(
+            f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory"
+        )

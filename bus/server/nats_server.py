@@ -58,11 +58,17 @@ class Monitor:
         if _STOPPED.search(health):
             return health
         most, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
-        return f"its store is at its limit of {most / 1e6:.1f} MB (three quarters of the room at its start)" if used >= most else ""
+        return (
+            f"its store is at its limit of {most / 1e6:.1f} MB (three quarters of the room at its start)"
+            if used >= most
+            else ""
+        )
 
     def read(self, page: str) -> JsonObject:
         """Return one page. Raises OSError, HTTPException; ValueError when it is no JSON object."""
-        connection = http.client.HTTPConnection(self._address, timeout=_ANSWER_S)  # urllib would take the way through a proxy
+        connection = http.client.HTTPConnection(
+            self._address, timeout=_ANSWER_S
+        )  # urllib would take the way through a proxy
         try:
             connection.request("GET", f"{self._path}/{page}")
             fields = json.loads(connection.getresponse().read())
@@ -118,13 +124,18 @@ def end_reader(directory: Path) -> None:
 
 
 class EmbeddedServer:
-    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context manager."""
+    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context
+    manager.
+    """
 
-    def __init__(self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False) -> None:
+    def __init__(
+        self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False
+    ) -> None:
         """``extra``: more lines of its configuration (users, the cluster it is part of).
 
-        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes of the run that wait for
-        their bus must not find it), and this process is signalled to end when the run's own server is started.
+        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes of
+        the run that wait for their bus must not find it), and this process is signalled to end when the run's own
+        server is started.
         """
         self.directory = Path(directory).absolute()
         self._reader = ReaderLock(self.directory) if read_only else None
@@ -179,7 +190,9 @@ class EmbeddedServer:
         return self._url
 
     def _lost_its_port(self, error: BaseException) -> bool:
-        """Return whether a program took a port that no process of this run knows yet: a reserved one can be had by its number."""
+        """Return whether a program took a port that no process of this run knows yet: a reserved one can be had by its
+        number.
+        """
         chosen = self._reader is None and self.config.port < 0 and not self._url
         return chosen and isinstance(error, ServerFailed) and "address already in use" in str(error)
 
@@ -244,7 +257,8 @@ class EmbeddedServer:
         return self._await_ports(Path(binary).name)
 
     def _lock(self) -> int:
-        """Return a lock on the directory that the server inherits and holds while it lives: two servers on one store would destroy it.
+        """Return a lock on the directory that the server inherits and holds while it lives: two servers on one store
+        would destroy it.
 
         A read-only server waits for another one of its kind; the run's own signals such a one to end.
         """
@@ -278,8 +292,8 @@ class EmbeddedServer:
         return self.directory / "port"
 
     def _port(self) -> int:
-        """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other process gets it while
-        a killed server is started again. For reading, any but the last one.
+        """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other
+        process gets it while a killed server is started again. For reading, any but the last one.
         """
         if self._reader is None and self.config.port >= 0:
             return self.config.port
@@ -337,16 +351,26 @@ class EmbeddedServer:
         return path
 
     def _most_stored(self) -> int:
-        """Return the limit of the store. By default nats-server takes a share of the free room, less than a store may hold already."""
+        """Return the limit of the store. By default nats-server takes a share of the free room, less than a store may
+        hold already.
+        """
         files = [entry.stat() for entry in self.store.rglob("*") if entry.is_file()]
-        return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(STORE_SHARE * shutil.disk_usage(self.directory).free)
+        return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(
+            STORE_SHARE * shutil.disk_usage(self.directory).free
+        )
 
     def _tls_lines(self) -> list[str]:
         config = self.config
         if not config.tls_cert:
             return []
         verify = [f"  ca_file: {quoted(config.tls_ca)}", "  verify: true"] if config.tls_verify else []
-        return ["tls {", f"  cert_file: {quoted(config.tls_cert)}", f"  key_file: {quoted(config.tls_key)}", *verify, "}"]
+        return [
+            "tls {",
+            f"  cert_file: {quoted(config.tls_cert)}",
+            f"  key_file: {quoted(config.tls_key)}",
+            *verify,
+            "}",
+        ]
 
     def _await_ports(self, binary_name: str) -> str:
         assert self._process is not None

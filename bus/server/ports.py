@@ -6,8 +6,8 @@ from typing import Self
 
 
 class KeptPort:
-    """A free TCP port of this machine: ``number``. A server, which listens with SO_REUSEADDR, can bind it; a process that requests any free
-    port, or connects from one, does not get it until ``close``.
+    """A free TCP port of this machine: ``number``. A server, which listens with SO_REUSEADDR, can bind it; a process
+    that requests any free port, or connects from one, does not get it until ``close``.
     """
 
     def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:
@@ -29,5 +29,7 @@ class KeptPort:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()

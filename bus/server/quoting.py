@@ -1,4 +1,6 @@
-"""Text in the configuration of nats-server: strings like JSON's, but without ``\\uXXXX``, so letters stand as they are."""
+"""Text in the configuration of nats-server: strings like JSON's, but without ``\\uXXXX``, so letters stand as they
+are.
+"""
 
 from collections.abc import Iterable
 
@@ -7,7 +9,9 @@ from tidemill.bus.errors import Unquotable
 
 
 def quoted(text: str) -> str:
-    """Return the text as a string of the configuration. Raises Unquotable for control characters and for names that are no UTF-8."""
+    """Return the text as a string of the configuration. Raises Unquotable for control characters and for names that are
+    no UTF-8.
+    """
     if (odd := UNQUOTABLE.search(text)) is not None:
         raise Unquotable(text, odd[0])
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')

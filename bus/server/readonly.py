@@ -1,6 +1,8 @@
-"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself starts.
+"""A lock that names its holder: the process that has started a run's server read-only, and ends when the run itself
+starts.
 
-A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it ends.
+A POSIX record lock: the kernel knows the process that holds it, and releases it when that process ends, however it
+ends.
 """
 
 import contextlib
@@ -19,7 +21,9 @@ _FLOCK = "hhqqi"
 
 
 class ReaderLock:
-    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file releases the lock."""
+    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file
+    releases the lock.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE

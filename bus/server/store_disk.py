@@ -5,8 +5,9 @@
       -> is the pause since the last restart over?        no: wait, with the reason
       -> start it again
 
-The state is entered by an error alone and left at ``need_bytes`` of free room, so a disk that is full to the last megabyte causes no
-restarts; the pause between two restarts doubles, up to a minute, so an error of another kind causes one a minute.
+The state is entered by an error alone and left at ``need_bytes`` of free room, so a disk that is full to the last
+megabyte causes no restarts; the pause between two restarts doubles, up to a minute, so an error of another kind causes
+one a minute.
 """
 
 import errno
@@ -26,7 +27,9 @@ _log = logging.getLogger(__name__)
 CHECK_S = 1.0
 """Interval in seconds at which the state of the servers that run is read."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
-"""Seconds between two restarts after write errors: doubled with each one, and the first again after the longest without any."""
+"""Seconds between two restarts after write errors: doubled with each one, and the first again after the longest without
+any.
+"""
 _MESSAGES = 4
 """Number of the largest messages for which a disk must have room before a server is started on it."""
 _TRIAL_BYTES = 1 << 16
@@ -68,7 +71,9 @@ def _mb(size: int) -> str:
 class StoreKeeper:
     """The one place that decides on restarts of a bus's servers. Synchronous: call ``look`` from a thread."""
 
-    def __init__(self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, servers: Sequence[EmbeddedServer], need_bytes: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._servers, self._need_bytes, self._clock = servers, need_bytes, clock
         self._faults: dict[EmbeddedServer, str] = {}
         """Servers that store nothing, with their errors, until they are started again."""
@@ -80,7 +85,9 @@ class StoreKeeper:
         """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
     def look(self) -> None:
-        """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises ServerFailed."""
+        """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises
+        ServerFailed.
+        """
         now = self._clock()
         if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
             return

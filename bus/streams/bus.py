@@ -1,4 +1,6 @@
-"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a bus's runs."""
+"""The one connection of a process to the bus, through which it reaches streams, rows and counters; the epoch; and a
+bus's runs.
+"""
 
 import asyncio
 import json
@@ -60,7 +62,9 @@ class Bus:
 
     @property
     def nc(self) -> Client:
-        """The client library's connection. For tests and benchmarks: every use of the program has a method of its own."""
+        """The client library's connection. For tests and benchmarks: every use of the program has a method of its
+        own.
+        """
         return self._connection.nc
 
     @property
@@ -106,7 +110,9 @@ class Bus:
         return self._rows[bucket]
 
     async def full(self) -> str:
-        """Return the reason for which the bus stores nothing, with the cure; empty when messages are stored, or the bus is away."""
+        """Return the reason for which the bus stores nothing, with the cure; empty when messages are stored, or the bus
+        is away.
+        """
         return await self.jet.outbox.full()
 
     @asynccontextmanager
@@ -134,7 +140,9 @@ class Bus:
 
 
 @asynccontextmanager
-async def connect(url: str, run: str, config: BusConfig = _DEFAULT, *, name: str, wait_s: float = 60) -> AsyncIterator[Bus]:
+async def connect(
+    url: str, run: str, config: BusConfig = _DEFAULT, *, name: str, wait_s: float = 60
+) -> AsyncIterator[Bus]:
     """Connect, waiting up to ``wait_s`` for the server; afterwards reconnect for ever.
 
     Raises BusUnavailable naming url and reason, BusError for a server that is too old, ValueError for a bad run id.
@@ -173,12 +181,16 @@ class SeveralRuns(ValueError):
 
 
 async def runs_on(connection: Connection) -> list[str]:
-    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its streams."""
+    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its
+    streams.
+    """
     found: list[str] = []
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
-        answer = answered("$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data)
+        answer = answered(
+            "$JS.API.STREAM.NAMES", (await connection.request("$JS.API.STREAM.NAMES", request, _ANSWER_S)).data
+        )
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
@@ -189,7 +201,8 @@ async def runs_on(connection: Connection) -> list[str]:
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
-    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start later.
+    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start
+    later.
 
     Raises SeveralRuns naming them, BusUnavailable.
     """
@@ -200,7 +213,9 @@ async def find_run(url: str, *, name: str, wait_s: float) -> str:
             if len(found) == 1:
                 return found[0]
             if found:
-                raise SeveralRuns(f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one")
+                raise SeveralRuns(
+                    f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one"
+                )
             if time.monotonic() > deadline:
                 raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")
             await asyncio.sleep(LOOK_EVERY_S)

@@ -1,7 +1,7 @@
 """Further readers of SAMPLES, registered by name: trimming waits for them or not, by the policy of each.
 
-A row ``cursor.<name>`` of the bucket ``run`` holds a reader's row: all samples up to its floor are processed. The learner's own
-row is in its checkpoint, and in no row.
+A row ``cursor.<name>`` of the bucket ``run`` holds a reader's row: all samples up to its floor are processed. The
+learner's own row is in its checkpoint, and in no row.
 """
 
 import dataclasses
@@ -40,7 +40,9 @@ class Cursors:
         return {key.removeprefix(f"{_PREFIX}."): row_of(ReaderRow, value) for key, (value, _) in rows.items()}
 
     async def first_needed(self, created: str) -> int | None:
-        """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None for none."""
+        """Return the smallest sequence that a reader with policy ``wait`` needs of the stream made at ``created``; None
+        for none.
+        """
         waiting = [row.floor + 1 for row in (await self.all()).values() if _waits(row, created)]
         return min(waiting, default=None)
 
@@ -67,10 +69,11 @@ class Reader:
 
     @classmethod
     async def open(cls, bus: Bus, name: str, *, policy: str = WAIT, owner: str = "") -> "Reader":
-        """Register under ``name``, or continue from the position of the last reader of this name, which is refused from now on.
+        """Register under ``name``, or continue from the position of the last reader of this name, which is refused from
+        now on.
 
-        A new one begins at the first sample there is. Raises StreamReplaced when the row is in another stream, ValueError for an
-        unknown policy, BusUnavailable.
+        A new one begins at the first sample there is. Raises StreamReplaced when the row is in another stream,
+        ValueError for an unknown policy, BusUnavailable.
         """
         if policy not in (WAIT, LEAVE):
             raise ValueError(f"policy: want {WAIT} or {LEAVE}, got {policy!r}")
@@ -89,13 +92,16 @@ class Reader:
 
     async def read(self, *, vocab_size: int | None = None, check: bool = True) -> AsyncIterator[Received]:
         """Yield every sample after its position, in stream order, for ever. Raises StreamTrimmed, StreamReplaced."""
-        # A new reader begins at the first sample there is when it reads, even if those at its position have been trimmed meanwhile.
+        # A new reader begins at the first sample there is when it reads, even if those at its position have been
+        # trimmed meanwhile.
         cursor = None if self._is_new else Cursor(created=self.row.created, floor=self.row.floor)
         async for received in self._bus.samples.read(cursor, vocab_size=vocab_size, check=check):
             yield received
 
     async def advance(self, floor: int) -> None:
-        """Record that all samples up to ``floor`` are processed. Never goes back. Raises CursorTaken, BusUnavailable."""
+        """Record that all samples up to ``floor`` are processed. Never goes back. Raises CursorTaken,
+        BusUnavailable.
+        """
         if floor > self.row.floor:
             self._is_new = False
             self.row = await _change(self._rows, self.name, owner=self.row.owner, floor=floor)

@@ -33,9 +33,13 @@ class DeadLetters:
         self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
-        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts once."""
+        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts
+        once.
+        """
         subject = subjects.dead_report(self._jet.run, task)
-        payload = msgpack.packb({"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt})
+        payload = msgpack.packb(
+            {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt}
+        )
         await self._jet.outbox.store(subject, payload, {subjects.MESSAGE_ID: f"report.{task}.{attempt}"})
         return (await self._jet.subjects(self._stream, subject)).get(subject, 0)
 
@@ -48,7 +52,9 @@ class DeadLetters:
             if error.code not in WRONG_LAST_SEQUENCE:
                 raise
         else:
-            self._repeated("task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}")
+            self._repeated(
+                "task dead", f"task={dead.task} attempts={dead.attempts} actor={dead.actor} reason={dead.reason}"
+            )
 
     async def decide(self, decision: DeadLetterDecision) -> bool:
         """Store the decision on a dead task. Returns False when there is one already. Retries until stored."""
@@ -66,7 +72,9 @@ class DeadLetters:
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
         """Return the decisions so far, by task."""
-        found = [self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])]
+        found = [
+            self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])
+        ]
         return {decision.task: decision for decision in found if isinstance(decision, DeadLetterDecision)}
 
     async def of(self, task: int) -> Dead | None:
@@ -96,7 +104,9 @@ class DeadLetters:
 
 
 def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
-    """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is none of a prompt."""
+    """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is
+    none of a prompt.
+    """
     *_, kind, named = delivered.subject.split(".")
     found = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
     if found.task != subjects.natural(named) or found.task < 1:

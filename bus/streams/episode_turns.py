@@ -1,4 +1,5 @@
-"""The stream TURNS: the log of an episode, which the next actor of its task goes on from. One actor at a time writes a subject.
+"""The stream TURNS: the log of an episode, which the next actor of its task goes on from. One actor at a time writes a
+subject.
 
 ::
 
@@ -7,8 +8,8 @@
      |       stored before it is delivered +-- the sample is stored
      from here on earlier writers are refused: each record names the sequence of the one before it
 
-A record that cannot be stored in time leaves the episode unlogged, and it goes on; or, where its log is ``needed``, raises NotStored, and
-the episode ends: no answer is delivered that the next actor would not find.
+A record that cannot be stored in time leaves the episode unlogged, and it goes on; or, where its log is ``needed``,
+raises NotStored, and the episode ends: no answer is delivered that the next actor would not find.
 """
 
 import asyncio
@@ -30,7 +31,9 @@ _log = logging.getLogger(__name__)
 STORE_S = 2.0
 """Longest wait for a record, in seconds. The answer that it is about waits as long."""
 NEEDED_S = 30.0
-"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds, and an episode that waits loses nothing."""
+"""Longest wait for a record of a log that is needed: the restart of a bus takes seconds, and an episode that waits
+loses nothing.
+"""
 READ_S = 10.0
 """Longest wait for the log of an earlier actor."""
 _PAUSE_S = 0.1
@@ -39,11 +42,15 @@ _TAKES = 8
 
 
 class Superseded(Exception):
-    """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the task."""
+    """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the
+    task.
+    """
 
 
 class NotStored(Exception):
-    """A record is not stored, or the log of earlier actors not read. Raised to the episode only where its log is needed: it must end."""
+    """A record is not stored, or the log of earlier actors not read. Raised to the episode only where its log is
+    needed: it must end.
+    """
 
     def __init__(self, reason: str, *, lasting: bool = False) -> None:
         """``lasting``: another try would end in the same way."""
@@ -69,21 +76,25 @@ class TurnCounters:
 class EpisodeLog:
     """The log of one sample, as the actor that took it writes it. Calls must not overlap."""
 
-    def __init__(self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None, *, needed: bool = False) -> None:
+    def __init__(
+        self, turns: "TurnStream", task: int, index: int, attempt: str, last: int | None, *, needed: bool = False
+    ) -> None:
         self._turns, self._task, self._index, self._attempt = turns, task, index, attempt
         self._last, self._count, self._superseded, self._needed = last, 0, False, needed
         self._lost = NotStored("it is not known whether a record is stored")
 
     @property
     def kept(self) -> bool:
-        """True while records are stored, or refused; False once one was not stored in time, and the log is not needed."""
+        """True while records are stored, or refused; False once one was not stored in time, and the log is not
+        needed.
+        """
         return self._superseded or self._needed or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
         """Store a record with these fields of ``TurnRecord``, unless one before it was not stored. Raises Superseded.
 
-        Raises NotStored where the log is needed, also for a record before this one; not for the end of an episode: a later attempt that
-        does not find it gives the program the stored answers again.
+        Raises NotStored where the log is needed, also for a record before this one; not for the end of an episode: a
+        later attempt that does not find it gives the program the stored answers again.
         """
         needed = self._needed and kind not in (TurnKind.END, TurnKind.FAILED)
         if self._superseded:  # raised again: the first one may have reached no caller
@@ -93,8 +104,13 @@ class EpisodeLog:
                 raise NotStored(self._lost.reason, lasting=self._lost.lasting)
             return
         self._count += 1
-        record = TurnRecord(kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields)
-        last, self._last = self._last, None  # a call that is cancelled here leaves it unknown whether the record is stored
+        record = TurnRecord(
+            kind=kind, run=self._turns.run, task=self._task, index=self._index, attempt=self._attempt, **fields
+        )
+        last, self._last = (
+            self._last,
+            None,
+        )  # a call that is cancelled here leaves it unknown whether the record is stored
         try:
             id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
             self._last = await self._turns.store(record, id, last, NEEDED_S if needed else STORE_S)
@@ -118,12 +134,14 @@ class TurnStream:
         self._stream = subjects.stream(jet.run, subjects.TURNS)
         self._rows = Rows(jet, "run")
 
-    async def take(self, task: int, index: int, attempt: str, *, first: bool, needed: bool = False) -> tuple[list[TurnRecord], EpisodeLog]:
+    async def take(
+        self, task: int, index: int, attempt: str, *, first: bool, needed: bool = False
+    ) -> tuple[list[TurnRecord], EpisodeLog]:
         """Begin to write the log of a sample; return the records of earlier attempts, and the log.
 
-        ``first``: no actor had the task before, so there should be none. ``needed``: raise NotStored where the episode would go on without
-        its log. Raises Superseded when others take it all the time, and for a task that is settled: a server that was killed can deliver
-        one again, also as if for the first time, and its records are removed.
+        ``first``: no actor had the task before, so there should be none. ``needed``: raise NotStored where the episode
+        would go on without its log. Raises Superseded when others take it all the time, and for a task that is settled:
+        a server that was killed can deliver one again, also as if for the first time, and its records are removed.
         """
         records: list[TurnRecord] = []
         for _ in range(_TAKES):
@@ -144,7 +162,8 @@ class TurnStream:
                 first = False
                 continue
             try:
-                # Whatever was read: the log may have been removed meanwhile, and have records of actors that found it so.
+                # Whatever was read: the log may have been removed meanwhile, and have records of actors that found it
+                # so.
                 async with asyncio.timeout(READ_S):
                     if await self._settled(task):
                         break
@@ -164,7 +183,9 @@ class TurnStream:
         return EpisodeLog(self, task, index, attempt, None)
 
     async def _settled(self, task: int) -> bool:
-        """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are removed (``trim``)."""
+        """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are
+        removed (``trim``).
+        """
         row, _ = await self._rows.read(subjects.FLOOR_KEY)
         return row is not None and row["floor"] >= task
 
@@ -220,7 +241,8 @@ class TurnStream:
             self.counters.unlogged += 1
 
     async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int, int]:
-        """Return the usable records of a sample in order, the last sequence of its subject, or 0, and the number of unusable records.
+        """Return the usable records of a sample in order, the last sequence of its subject, or 0, and the number of
+        unusable records.
 
         Raises BusUnavailable.
         """
@@ -244,11 +266,15 @@ class TurnStream:
         record = decode_turn_record(data)
         check_turn_record(record)
         if (record.run, record.task, record.index) != (self.run, task, index):
-            raise WireError("run, task, index", f"{self.run}, {task}, {index}", f"{record.run}, {record.task}, {record.index}")
+            raise WireError(
+                "run, task, index", f"{self.run}, {task}, {index}", f"{record.run}, {record.task}, {record.index}"
+            )
         return record
 
     async def trim(self, below: int) -> None:
-        """Remove the logs of tasks with ids < ``below``, which are settled: not above the task floor. Raises BusUnavailable."""
+        """Remove the logs of tasks with ids < ``below``, which are settled: not above the task floor. Raises
+        BusUnavailable.
+        """
         if not self._jet.config.rollouts:  # then there is no such stream
             return
         await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

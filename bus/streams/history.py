@@ -1,4 +1,6 @@
-"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads as stored."""
+"""SAMPLES for readers other than the learner: from any time or version on, headers alone where they suffice, payloads
+as stored.
+"""
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -26,7 +28,9 @@ class StoredSample:
 
 
 class History:
-    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server keeps in memory."""
+    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server
+    keeps in memory.
+    """
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -63,7 +67,9 @@ class History:
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last if none was."""
+        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last
+        if none was.
+        """
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
@@ -82,7 +88,9 @@ class History:
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task is gone."""
+        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task
+        is gone.
+        """
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:
@@ -90,7 +98,9 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Return the sequence of the first sample with its oldest token of this version, or else of the next version that has one."""
+        """Return the sequence of the first sample with its oldest token of this version, or else of the next version
+        that has one.
+        """
         for found in sorted(v for v in await self._versions() if v >= version):
             firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
             if any(firsts):
@@ -110,12 +120,16 @@ class History:
 
     async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
         if last is not None:
-            async for delivered in present(self._jet, self._stream, first, filters=self._filters, headers_only=headers_only):
+            async for delivered in present(
+                self._jet, self._stream, first, filters=self._filters, headers_only=headers_only
+            ):
                 if delivered.seq > last:
                     return
                 yield delivered
             return
-        async with OrderedPull(self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only) as pull:
+        async with OrderedPull(
+            self._jet, self._stream, max(1, first), filters=self._filters, headers_only=headers_only
+        ) as pull:
             async for delivered in pull:
                 yield delivered
 
@@ -125,4 +139,6 @@ class History:
             data = await payload_of(self._jet, message)
         except WireError as error:
             data = error
-        return StoredSample(seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s)
+        return StoredSample(
+            seq=message.seq, subject=message.subject, headers=message.headers, data=data, stored_s=message.stored_s
+        )

@@ -77,10 +77,11 @@ class SampleStream:
         self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
-        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check invariants.
+        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check
+        invariants.
 
-        Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot be encoded, and
-        ValueError for a sample of another run.
+        Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot
+        be encoded, and ValueError for a sample of another run.
         """
         if sample.run != self._jet.run:
             raise ValueError(f"sample.run: want {self._jet.run!r}, got {sample.run!r}")
@@ -110,12 +111,14 @@ class SampleStream:
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
-        """Yield every message after the cursor in stream order, for ever, over server restarts. End it with ``aclose`` or cancellation.
+        """Yield every message after the cursor in stream order, for ever, over server restarts. End it with ``aclose``
+        or cancellation.
 
-        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are decoded and, with
-        ``check``, checked against the invariants, except sequences in ``checked_before``: those passed the invariants of their time.
-        ``vocab_size`` and ``routed``, the sizes of the model's routing: None = not known.
-        ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled ones included.
+        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are
+        decoded and, with ``check``, checked against the invariants, except sequences in ``checked_before``: those
+        passed the invariants of their time. ``vocab_size`` and ``routed``, the sizes of the model's routing: None = not
+        known. ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled
+        ones included.
         Raises StreamReplaced, StreamTrimmed when messages after the cursor are gone.
         """
         reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before, routed)
@@ -136,10 +139,11 @@ class SampleStream:
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages between).
+        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages
+        between).
 
-        A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a window of
-        history, as ``history_samples`` does.
+        A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a
+        window of history, as ``history_samples`` does.
         """
         state = await self.info()
         if below > state.last_seq + 1:
@@ -147,10 +151,14 @@ class SampleStream:
         await self._jet.purge(self._stream, min(below, await self._oldest_part_needed(below)))
 
     @overload
-    def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False) -> AsyncIterator[Received]: ...
+    def tail(
+        self, *, last: int = 0, follow: bool = True, headers_only: Literal[False] = False
+    ) -> AsyncIterator[Received]: ...
     @overload
     def tail(self, *, last: int = 0, follow: bool = True, headers_only: Literal[True]) -> AsyncIterator[Glimpse]: ...
-    def tail(self, *, last: int = 0, follow: bool = True, headers_only: bool = False) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
+    def tail(
+        self, *, last: int = 0, follow: bool = True, headers_only: bool = False
+    ) -> AsyncIterator[Received] | AsyncIterator[Glimpse]:
         """Yield about the ``last`` newest messages (parts count), then, with ``follow``, every new one, for ever.
 
         Samples are decoded, not checked.
@@ -178,7 +186,9 @@ class SampleStream:
                 yield delivered
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
-        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server filters nothing."""
+        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server
+        filters nothing.
+        """
         if kinds is None or set(kinds) == set(Kind):
             return []
         return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
@@ -200,7 +210,9 @@ class SampleStream:
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
-        """Return the smallest sequence of a part that a manifest at ``below`` or after it names; ``below`` when there is none."""
+        """Return the smallest sequence of a part that a manifest at ``below`` or after it names; ``below`` when there
+        is none.
+        """
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
         while True:
@@ -212,9 +224,13 @@ class SampleStream:
             oldest = await self._first_part(message, oldest)
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
-        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else ``oldest``."""
+        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else
+        ``oldest``.
+        """
         try:
-            seqs = parts.read_manifest(manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload).seqs
+            seqs = parts.read_manifest(
+                manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload
+            ).seqs
             if min(seqs) < oldest:
                 await _part(self._jet, manifest, seqs.index(min(seqs)), min(seqs))
         except WireError:
@@ -267,8 +283,12 @@ class _Reading:
         self._start = 1 if cursor is None else cursor.floor + 1
         self._parts_prefix = subjects.parts(jet.run).removesuffix(">")
 
-    async def messages(self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None) -> AsyncIterator[Received]:
-        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a jump in the sequences that is a hole."""
+    async def messages(
+        self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None
+    ) -> AsyncIterator[Received]:
+        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a jump in the sequences that is a
+        hole.
+        """
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
             expected = pull.position
             async for delivered in pull:
@@ -306,7 +326,9 @@ class _Reading:
         )
 
     def _opened(self, state: StreamState, position: int) -> None:
-        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages needed."""
+        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages
+        needed.
+        """
         if self._created is None:
             self._created = state.created
             self._start = max(self._start, state.first_seq)
@@ -315,7 +337,9 @@ class _Reading:
         self._check_first(state, max(position, self._start))
 
     async def _check_gap(self, expected: int) -> None:
-        """Check a jump in the sequences: either messages of another kind have the sequences between, or there is a hole."""
+        """Check a jump in the sequences: either messages of another kind have the sequences between, or there is a
+        hole.
+        """
         self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
@@ -328,7 +352,8 @@ class _Reading:
 async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """Return the bytes of a sample, joined from its parts where the message is a manifest.
 
-    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another sample's.
+    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another
+    sample's.
     """
     if PARTS_HEADER not in message.headers:
         return message.data
@@ -345,9 +370,13 @@ async def _part(jet: JetStream, manifest: Delivered | Message, number: int, seq:
     except NotFound:
         raise WireError("parts.seqs", "parts that are in the stream", seq) from None
     message_id = manifest.headers.get(subjects.MESSAGE_ID, "")
-    subject = subjects.part(jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0)
+    subject = subjects.part(
+        jet.run, subjects.kind_of_sample(manifest.subject), subjects.natural(message_id.partition(".")[0]) or 0
+    )
     if part.subject != subject or part.headers.get(subjects.MESSAGE_ID) != _part_id(message_id, number):
-        raise WireError("parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}")
+        raise WireError(
+            "parts.seqs", f"part {number} of sample {message_id[:80]} at {seq}", f"a message on {part.subject[:80]}"
+        )
     return part.data
 
 
@@ -368,10 +397,13 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 
 def headers_of(sample: Sample) -> dict[str, str]:
-    """Return the headers of a sample. The summary for readers without the payload is one header, because each header costs CPU."""
+    """Return the headers of a sample. The summary for readers without the payload is one header, because each header
+    costs CPU.
+    """
     versions = [span.version for span in sample.spans]
     fields = (
-        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} reward={sample.score:.6g} "
+        f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} "
+        f"reward={sample.score:.6g} "
         f"status={sample.status} tokens={sample.response_length}"
     )
     if sample.turns is not None:
@@ -386,7 +418,9 @@ def headers_of(sample: Sample) -> dict[str, str]:
 
 
 def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ``versions``, ..."""
+    """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``,
+    ``versions``, ...
+    """
     task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
     found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
     return {"task": task, "index": rest.partition(".")[0], **found}

@@ -40,7 +40,8 @@ _NS = 1_000_000_000
 class Lease:
     """The right of this process to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
 
-    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is harmless.
+    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is
+    harmless.
     """
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
@@ -57,7 +58,9 @@ class Lease:
         return await self._answer(PROGRESS)
 
     async def ack(self) -> bool:
-        """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server confirmed it."""
+        """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server
+        confirmed it.
+        """
         connection, deadline = self._queue.jet.connection, time.monotonic() + self._lease_s
 
         async def ack() -> None:
@@ -78,8 +81,12 @@ class Lease:
         return True
 
     async def nak(self, delay_s: float = 0) -> bool:
-        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus was away."""
-        return await self._answer(NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode())
+        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus
+        was away.
+        """
+        return await self._answer(
+            NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode()
+        )
 
     async def fail(self, reason: str, *, actor: str) -> bool:
         """Report a failure and nak; the ``max_attempts``-th report makes the task dead. Returns whether it is dead now.
@@ -90,7 +97,8 @@ class Lease:
         if reports < self._queue.jet.config.max_attempts:
             await self.nak()
             return False
-        # Stored before the task is acknowledged: a kill in between leads to another delivery, not to a task that is lost.
+        # Stored before the task is acknowledged: a kill in between leads to another delivery, not to a task that is
+        # lost.
         await self._queue.dead.store(_dead(self.task, reason, reports, actor))
         await self.ack()
         return True
@@ -141,7 +149,8 @@ class TaskQueue:
         await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
-        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced one.
+        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced
+        one.
 
         Raises Fenced, and WireError for a task that is larger than a message.
         """
@@ -160,8 +169,12 @@ class TaskQueue:
         return decode_task((await self.jet.message(self._stream, id)).data, id)
 
     async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
-        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that is not delivered again yet counts as leased."""
-        if rollout is None and kind is Kind.TRAIN:  # also those that the settings of this process do not name, as an onlooker's
+        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that is not delivered again yet
+        counts as leased.
+        """
+        if (
+            rollout is None and kind is Kind.TRAIN
+        ):  # also those that the settings of this process do not name, as an onlooker's
             there = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
             rollouts = {subjects.rollout_of(subject) for subject in there if subjects.trains(subject)}
             names = [subjects.consumer(kind, each) for each in sorted({"", *self.jet.config.rollouts, *rollouts})]
@@ -171,7 +184,9 @@ class TaskQueue:
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def waiting(self) -> dict[str, int]:
-        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single turns."""
+        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single
+        turns.
+        """
         found: Counter[str] = Counter()
         for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
             kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)
@@ -182,13 +197,17 @@ class TaskQueue:
         return +found
 
     async def acked_to(self, rollout: str = "") -> int:
-        """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds it back)."""
+        """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds
+        it back).
+        """
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{self._queues[Kind.TRAIN, rollout]}")
         return int(info["ack_floor"]["stream_seq"])
 
     @asynccontextmanager
     async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
-        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see ``acked_to``."""
+        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see
+        ``acked_to``.
+        """
 
         async def on_message(message: Msg) -> None:
             """Call ``on_ack`` with the task of an acknowledgement after which it is not delivered again."""
@@ -206,7 +225,9 @@ class TaskQueue:
         return (await self.jet.state(self._stream)).last_seq
 
     async def raise_floor(self, floor: int) -> None:
-        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never falls."""
+        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never
+        falls.
+        """
 
         def raised(row: Value | None) -> Value | None:
             """Return the row with the floor; None if it is as high already."""
@@ -222,9 +243,11 @@ class TaskQueue:
     # --- the actors' side
 
     async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN, rollout: str = "") -> Lease | None:
-        """Return the next task of a queue, None when none came within ``timeout_s``. Any number of callers may wait at once; cancellable.
+        """Return the next task of a queue, None when none came within ``timeout_s``. Any number of callers may wait at
+        once; cancellable.
 
-        Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too often (DEAD).
+        Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too
+        often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
@@ -247,7 +270,9 @@ class TaskQueue:
         deliveries, seq = numbers.deliveries, numbers.seq
         try:
             async with asyncio.timeout(_CONFIRM_S):
-                await self._refresh(0.0 if deliveries > 1 else _REFRESH_EVERY_S)  # the first one may have settled it a moment ago
+                await self._refresh(
+                    0.0 if deliveries > 1 else _REFRESH_EVERY_S
+                )  # the first one may have settled it a moment ago
         except (BusUnavailable, TimeoutError) as error:  # continue with the floor and fences read before
             _log.info("task floor not read reason=%s", error)
         if seq <= self._floor or self._fences.voids(seq, epoch_of(message.headers or {})):
@@ -255,7 +280,9 @@ class TaskQueue:
             return None
         try:
             task = self._log.checked(
-                Message(seq=seq, subject=message.subject, headers=message.headers or {}, data=message.data, stored_s=0.0)
+                Message(
+                    seq=seq, subject=message.subject, headers=message.headers or {}, data=message.data, stored_s=0.0
+                )
             )
             assert isinstance(task, Task), "the consumer's subject is that of tasks"
         except WireError as error:
@@ -263,7 +290,9 @@ class TaskQueue:
             await self._store_dead(message, Dead(task=seq, reason=str(error), attempts=deliveries, actor="", prompt=""))
             return None
         if deliveries > MAX_DELIVERIES:
-            await self._store_dead(message, _dead(task, f"delivered {deliveries} times, never acknowledged", deliveries, ""))
+            await self._store_dead(
+                message, _dead(task, f"delivered {deliveries} times, never acknowledged", deliveries, "")
+            )
             return None
         return Lease(self, task, message, deliveries)
 
@@ -291,7 +320,9 @@ def _decode(message: Message | Delivered) -> Task | Fence:
         task = decode_task(message.data, message.seq)
         place = f"{task.kind}-{task.rollout}" if task.rollout else task.kind.value
         if not message.subject.endswith(f".{place}"):
-            raise WireError("kind, rollout" if task.rollout else "kind", f"that of the subject {message.subject}", place)
+            raise WireError(
+                "kind, rollout" if task.rollout else "kind", f"that of the subject {message.subject}", place
+            )
         return task
     record = decode_record(message.data)
     if not isinstance(record, Fence):

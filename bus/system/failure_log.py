@@ -19,12 +19,18 @@ class _Tally:
 class FailureLog:
     """A logger for a few kinds of failures, each of which may occur thousands of times."""
 
-    def __init__(self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, log: logging.Logger, *, every_s: float = EVERY_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._log, self._every_s, self._clock = log, every_s, clock
         self._tallies: dict[str, _Tally] = {}
 
-    def __call__(self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None) -> None:
-        """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when it is time."""
+    def __call__(
+        self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None
+    ) -> None:
+        """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when
+        it is time.
+        """
         now, seen = self._clock(), self._tallies.get(kind)
         if seen is None:
             self._tallies[kind] = _Tally(now)

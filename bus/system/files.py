@@ -6,7 +6,8 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str, *, private: bool = False) -> None:
-    """Write a small file under another name, then rename it. ``private``: only its owner can read it, from its first byte on.
+    """Write a small file under another name, then rename it. ``private``: only its owner can read it, from its first
+    byte on.
 
     Raises OSError with the file's name when that is not possible; the file is as it was then.
     """
@@ -14,7 +15,9 @@ def write_whole(file: Path, text: str, *, private: bool = False) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         aside.unlink(missing_ok=True)
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "w") as opened:
+        with os.fdopen(
+            os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666), "w"
+        ) as opened:
             opened.write(text)
         os.replace(aside, file)
     except OSError as error:

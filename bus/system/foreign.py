@@ -14,13 +14,18 @@ _PACKAGES = tuple(sysconfig.get_path(name) + os.sep for name in ("purelib", "pla
 """Directories of installed packages, which may be below Python's own."""
 _PYTHON = ("<", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib")))
 _OURS = tuple(
-    str(Path(__file__).resolve().parents[2] / name) + os.sep for name in ("actors", "bus", "launch", "learner", "rewards", "weightstore")
+    str(Path(__file__).resolve().parents[2] / name) + os.sep
+    for name in ("actors", "bus", "launch", "learner", "rewards", "weightstore")
 )
 
 
 @contextmanager
-def errors_as(error_of: Callable[[BaseException], Exception], *, but: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Raise ``error_of(error)`` from every error in the block, SystemExit included; errors of the types ``but`` pass unchanged."""
+def errors_as(
+    error_of: Callable[[BaseException], Exception], *, but: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Raise ``error_of(error)`` from every error in the block, SystemExit included; errors of the types ``but`` pass
+    unchanged.
+    """
     try:
         yield
     except but:
@@ -40,7 +45,9 @@ def text_of(error: BaseException) -> str:
 
 
 def described(error: BaseException) -> str:
-    """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it, if there is one."""
+    """Return type and message of an error in an ``errors_as`` block, and the line of the user's code that raised it, if
+    there is one.
+    """
     if isinstance(error, SyntaxError):  # its message names the line
         return text_of(error)
     # The first two frames belong to ``errors_as`` and its block.
@@ -53,7 +60,9 @@ def repr_at(error: BaseException) -> str:
 
 
 def _place(frames: Sequence[traceback.FrameSummary]) -> str:
-    """Return the line of the user's code in a traceback, in brackets: the innermost one outside of packages, else where one was entered."""
+    """Return the line of the user's code in a traceback, in brackets: the innermost one outside of packages, else where
+    one was entered.
+    """
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     written = [frame for frame in foreign if not frame.filename.startswith((*_PYTHON, *_PACKAGES))]
     entered = [frame for frame in foreign if frame.filename.startswith(_PACKAGES)]

@@ -1,4 +1,5 @@
-"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no setting.
+"""Functions and classes of users by import path: found, and compared with the arguments that they will get. Knows no
+setting.
 
 Modules are searched in the working directory and in PYTHONPATH, as Python does it for a program that is started there.
 """
@@ -61,7 +62,9 @@ def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Call
 
 
 def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
-    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's import too."""
+    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's
+    import too.
+    """
 
     def refused(defect: Defect, reason: str) -> FunctionRefused:
         """Return the error."""
@@ -73,7 +76,9 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
     if present := present_name(module_name):
         raise refused(Defect.MODULE, f"{module_name} is {present} now")
     try:
-        with errors_as(lambda error: refused(Defect.IMPORT, f"importing {module_name}: {described(error)}"), but=(ImportError,)):
+        with errors_as(
+            lambda error: refused(Defect.IMPORT, f"importing {module_name}: {described(error)}"), but=(ImportError,)
+        ):
             place: Any = importlib.import_module(module_name)
     except ImportError as error:
         raise refused(Defect.MODULE, f"cannot import {module_name}: {error}") from error
@@ -85,7 +90,8 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
 
 
 def present_name(module_name: str) -> str:
-    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for others.
+    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for
+    others.
 
     A user's own ``rewards.py`` or ``bus/`` is such a name's rightful owner.
     """

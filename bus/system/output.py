@@ -1,7 +1,9 @@
-"""Standard output and error, and log files, of processes that a full disk, a closed pipe or a lost terminal must not end.
+"""Standard output and error, and log files, of processes that a full disk, a closed pipe or a lost terminal must not
+end.
 
-Python keeps text that it could not write, tries again at exit, and replaces the exit code by 120 when that fails, too. Files made here
-forget such text. Lossy ones go on; a strict one, for a command whose output is its result, raises Unwritable once.
+Python keeps text that it could not write, tries again at exit, and replaces the exit code by 120 when that fails, too.
+Files made here forget such text. Lossy ones go on; a strict one, for a command whose output is its result, raises
+Unwritable once.
 """
 
 import errno
@@ -28,7 +30,9 @@ class _File(io.FileIO):
         self._lossy, self._ended = lossy, False
 
     def write(self, data: Any) -> int:
-        """Write what can be written; the bytes count as written when they cannot be. Raises Unwritable once, unless lossy."""
+        """Write what can be written; the bytes count as written when they cannot be. Raises Unwritable once, unless
+        lossy.
+        """
         try:
             return len(data) if self._ended else super().write(data) or len(data)
         except OSError as error:
@@ -50,7 +54,9 @@ def lossy_standard_files() -> None:
 
 
 def guard_standard_files() -> None:
-    """Make standard error lossy, and standard output strict. Closed ones become /dev/null: another file would get their numbers."""
+    """Make standard error lossy, and standard output strict. Closed ones become /dev/null: another file would get their
+    numbers.
+    """
     for descriptor in (STANDARD_OUTPUT, STANDARD_ERROR):
         try:
             os.fstat(descriptor)

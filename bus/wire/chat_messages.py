@@ -1,4 +1,5 @@
-"""Chat messages and tools in one form: of rows, of requests of every API, and of environments. Knows no template and no transport.
+"""Chat messages and tools in one form: of rows, of requests of every API, and of environments. Knows no template and no
+transport.
 
     role developer                            ->  system
     content null, or text parts               ->  a text
@@ -6,7 +7,8 @@
     results with the id of their call alone   ->  with the tool's name, too
     tools with their name on top              ->  {"type": "function", "function": {"name": ..., ...}}
 
-Chat templates and renderers read this form alone, so that the same messages and tools have the same tokens wherever they come from.
+Chat templates and renderers read this form alone, so that the same messages and tools have the same tokens wherever
+they come from.
 """
 
 import json
@@ -21,16 +23,22 @@ ROLES = {"developer": "system"}
 """Role in OpenAI's API -> the role that chat templates have for it; other roles stay."""
 TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Type of a content part -> its field with the text."""
-WITHOUT_CONTENT = {ASSISTANT: frozenset(("content", "tool_calls", "refusal", "reasoning_content")), TOOL: frozenset(("content",))}
+WITHOUT_CONTENT = {
+    ASSISTANT: frozenset(("content", "tool_calls", "refusal", "reasoning_content")),
+    TOOL: frozenset(("content",)),
+}
 """Roles of messages whose content may be null, and the keys of which such a message has one at least."""
-REFUSED = {"function_call": "tool_calls, which have replaced it", "audio": "text alone, which is all that the model reads"}
+REFUSED = {
+    "function_call": "tool_calls, which have replaced it",
+    "audio": "text alone, which is all that the model reads",
+}
 
 
 def chat_messages(value: object, where: str = "messages") -> list[JsonObject]:
     """Return messages in the one form. Raises WireError, which names the message and its field.
 
-    Contents are texts: text parts are joined, null is empty. Arguments of calls are maps. Fields that are null are left out, unknown ones
-    stay. The result of a tool has the tool's name, if its call is among the messages.
+    Contents are texts: text parts are joined, null is empty. Arguments of calls are maps. Fields that are null are left
+    out, unknown ones stay. The result of a tool has the tool's name, if its call is among the messages.
     """
     if not isinstance(value, list | tuple) or not value:
         raise WireError(where, "a list of at least one message", _short(value))
@@ -50,12 +58,18 @@ def _tool(value: object, where: str) -> JsonObject:
         tool = {"type": tool.pop("type", "function"), "function": tool}
     function = tool["function"]
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise WireError(where, 'a tool with a name: {"type": "function", "function": {"name": ..., "parameters": ...}}', _short(value))
+        raise WireError(
+            where,
+            'a tool with a name: {"type": "function", "function": {"name": ..., "parameters": ...}}',
+            _short(value),
+        )
     return tool if "type" in tool else {"type": "function", **tool}
 
 
 def text_of(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
-    """Return the text of a message's content: a text, or text parts of these ``kinds``. Raises WireError, for an image as well."""
+    """Return the text of a message's content: a text, or text parts of these ``kinds``. Raises WireError, for an image
+    as well.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -81,7 +95,11 @@ def _message(value: object, where: str) -> JsonObject:
     if "content" not in fields and WITHOUT_CONTENT.get(role, frozenset()).isdisjoint(value):
         raise WireError(f"{where}.content", "text or text parts", "null" if "content" in value else "no such key")
     refusal, calls = fields.pop("refusal", ""), fields.pop("tool_calls", ())
-    message = {**fields, "role": ROLES.get(role, role), "content": text_of(fields.get("content", ""), f"{where}.content") or refusal}
+    message = {
+        **fields,
+        "role": ROLES.get(role, role),
+        "content": text_of(fields.get("content", ""), f"{where}.content") or refusal,
+    }
     if not isinstance(calls, list | tuple) or (calls and role != ASSISTANT):
         raise WireError(f"{where}.tool_calls", f"a list of calls, in messages of the {ASSISTANT} alone", _short(calls))
     if calls:
@@ -106,7 +124,9 @@ def _call(value: object, where: str) -> JsonObject:
     function = call.get("function")
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-        raise WireError(where, '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}', _short(value))
+        raise WireError(
+            where, '{"id": ..., "type": "function", "function": {"name": ..., "arguments": ...}}', _short(value)
+        )
     if not isinstance(call.get("id", ""), str):
         raise WireError(f"{where}.id", "text", _short(call["id"]))
     arguments = _arguments(function.get("arguments"), f"{where}.function.arguments")

@@ -1,9 +1,9 @@
 """Bytes of messages. Knows no transport.
 
 A field without a default is required; one with a default may be missing. Unknown fields of a Task or Sample are kept in
-``extra`` and written again; unknown fields inside ``sampling``, ``timings``, ``turns`` or ``budget`` are refused (they would change the
-meaning). A message has the lowest schema that has its meaning, and its later fields only where they differ from the default: so a
-message of schema 1 has the same bytes in every release.
+``extra`` and written again; unknown fields inside ``sampling``, ``timings``, ``turns`` or ``budget`` are refused (they
+would change the meaning). A message has the lowest schema that has its meaning, and its later fields only where they
+differ from the default: so a message of schema 1 has the same bytes in every release.
 """
 
 import dataclasses
@@ -59,7 +59,9 @@ _SETTLE = MessageFormat(Settle, "settle")
 _REQUEUE = MessageFormat(Requeue, "requeue")
 _FENCE = MessageFormat(Fence, "fence")
 _EVALUATED = MessageFormat(Evaluated, "evaluated")
-_RECORDS: Mapping[str, MessageFormat[Any]] = {record.name: record for record in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE, _EVALUATED)}
+_RECORDS: Mapping[str, MessageFormat[Any]] = {
+    record.name: record for record in (_PLAN, _DONE, _SETTLE, _REQUEUE, _FENCE, _EVALUATED)
+}
 _RECORD_OF = {record.message: record for record in _RECORDS.values()}
 
 
@@ -69,12 +71,16 @@ def encode_sample(sample: Sample) -> bytes:
 
 
 def decode_sample(data: bytes) -> Sample:
-    """Return a sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema. Checks no invariant."""
+    """Return a sample from its bytes; arrays are read-only views. Raises WireError naming the field, UnknownSchema.
+    Checks no invariant.
+    """
     return _SAMPLE.read(data)
 
 
 def encode_task(task: Task) -> bytes:
-    """Return the bytes of a task; its id is not among them. Raises WireError, also for a rollout or budget that no reader accepts."""
+    """Return the bytes of a task; its id is not among them. Raises WireError, also for a rollout or budget that no
+    reader accepts.
+    """
     check_task(task)
     return _TASK.encode(task)
 

@@ -22,7 +22,17 @@ class Budget:
 
 
 OF_TEMPLATE = frozenset(
-    ("self", "messages", "conversation", "tools", "documents", "add_generation_prompt", "tokenize", "return_dict", "return_tensors")
+    (
+        "self",
+        "messages",
+        "conversation",
+        "tools",
+        "documents",
+        "add_generation_prompt",
+        "tokenize",
+        "return_dict",
+        "return_tensors",
+    )
 )
 """Arguments of a chat template that the program sets: none of them is a variable in ``chat_template_args``."""
 

@@ -1,6 +1,8 @@
-"""Invariants of every sample and partial (``docs/wire.md``), checked where tokens are appended and again where samples are read.
+"""Invariants of every sample and partial (``docs/wire.md``), checked where tokens are appended and again where samples
+are read.
 
-The bounds of numbers are here and nowhere else. They make values safe to compute with: no later sum, square or exponential overflows.
+The bounds of numbers are here and nowhere else. They make values safe to compute with: no later sum, square or
+exponential overflows.
 """
 
 import math
@@ -18,19 +20,21 @@ from tidemill.bus.wire.routed_experts import RoutedShape, check_routed_experts
 MAX_REWARD = 1e6
 """Largest absolute value of a reward, of each of its parts and of the score made of them.
 
-The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38. An advantage is
-at most two rewards (one less the mean of the others of its group), an unbounded importance weight e^20 = 4.9e8 (``DELTA_BOUND`` of
-``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of 19,000 for the norm of grad log pi. Sums and squares of
-the rewards themselves (means, the standard deviation of a group) are far below. Rewards near the bound that differ by 1 still differ in
-float32, in which batches carry them.
+The largest number that a step makes of a reward is the squared norm of the gradient in float32, which ends at 3.4e38.
+An advantage is at most two rewards (one less the mean of the others of its group), an unbounded importance weight e^20
+= 4.9e8 (``DELTA_BOUND`` of ``learner/algorithms/ratios.py``): (2 x 1e6 x 4.9e8)^2 = 9.4e29 leaves a factor of 19,000
+for the norm of grad log pi. Sums and squares of the rewards themselves (means, the standard deviation of a group) are
+far below. Rewards near the bound that differ by 1 still differ in float32, in which batches carry them.
 """
 MIN_LOG_PROB = -700.0
-"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and perplexities are
-finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103."""
+"""Smallest log-probability (nats). e^-700 and e^700 are both normal float64 numbers, so ratios of probabilities and
+perplexities are finite. No sampler draws such a token: the smallest probability above 0 in float32 is e^-103.
+"""
 LOG_PROB_SLACK = 1e-5
 """A log-probability may be this much above 0: rounding in float32 of a probability of 1."""
 MAX_SECONDS = 1e10
-"""Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite."""
+"""Largest absolute value of a time in seconds: as Unix time the year 2286; sums over all samples of a run are finite.
+"""
 _TOKEN_LIMIT = 2**31
 _ID_LIMIT = 2**63
 _SECONDS = ("created_s", "timings.queued_s", "timings.generating_s", "timings.tools_s", "timings.reward_s")
@@ -47,7 +51,11 @@ def check_sample(sample: Sample, *, vocab_size: int | None = None, routed: Route
     _check_response(sample)
     if sample.demonstration and sample.rollout_log_probs.any():
         raise WireError("rollout_log_probs", "0 everywhere in a demonstration, whose log-probs are not known", "others")
-    if sample.teacher_log_probs is not None or sample.teacher_top_ids is not None or sample.teacher_top_log_probs is not None:
+    if (
+        sample.teacher_log_probs is not None
+        or sample.teacher_top_ids is not None
+        or sample.teacher_top_log_probs is not None
+    ):
         check_teacher(sample, vocab_size=vocab_size)
     check_covered(sample.spans, sample.response_length)
     check_sequences(sample)
@@ -66,9 +74,17 @@ def check_partial(partial: Partial) -> None:
         raise WireError("attempt", "a nonce", partial.attempt)
     length, log_probs = len(partial.tokens), partial.rollout_log_probs
     if (length > 0) == (partial.sample_seq > 0) or partial.sample_seq < 0:
-        raise WireError("tokens, sample_seq", "tokens or the sequence of a sample, not both", f"{length} tokens, {partial.sample_seq}")
+        raise WireError(
+            "tokens, sample_seq",
+            "tokens or the sequence of a sample, not both",
+            f"{length} tokens, {partial.sample_seq}",
+        )
     if length > partial.position or len(log_probs) != length:
-        raise WireError("position, rollout_log_probs", f"position >= {length} and as many values", f"{partial.position}, {len(log_probs)}")
+        raise WireError(
+            "position, rollout_log_probs",
+            f"position >= {length} and as many values",
+            f"{partial.position}, {len(log_probs)}",
+        )
     if length and partial.tokens.min() < 0:
         raise WireError("tokens", "ids >= 0", int(partial.tokens.min()))
     check_log_probs(log_probs)
@@ -106,7 +122,9 @@ def _check_tokens(sample: Sample, limit: int) -> None:
 
 
 def _check_response(sample: Sample) -> None:
-    """Check trainable tokens (log-probability from MIN_LOG_PROB to 0) and environment tokens (mask 0 and log-probability 0)."""
+    """Check trainable tokens (log-probability from MIN_LOG_PROB to 0) and environment tokens (mask 0 and
+    log-probability 0).
+    """
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     if not len(mask):
         return
@@ -123,7 +141,9 @@ def _check_response(sample: Sample) -> None:
 def check_log_probs(log_probs: NDArray[np.float32], field: str = "rollout_log_probs") -> None:
     """Check the log-probs of tokens in ``field``. Raises WireError."""
     # NaN fails both comparisons
-    if not len(log_probs) or (np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB):
+    if not len(log_probs) or (
+        np.maximum.reduce(log_probs) <= LOG_PROB_SLACK and np.minimum.reduce(log_probs) >= MIN_LOG_PROB
+    ):
         return
     where = int(np.argmax(~((log_probs >= MIN_LOG_PROB) & (log_probs <= LOG_PROB_SLACK))))
     raise WireError(f"{field}[{where}]", f"{MIN_LOG_PROB:g} to 0", float(log_probs[where]))
@@ -194,7 +214,9 @@ def check_sequences(sample: Sample) -> None:
     if not sample.sequences:
         if 0 < sample.response_length == len(sample.tokens):
             raise WireError(
-                "response_length", f"< {len(sample.tokens)} tokens: a token of context before the response", sample.response_length
+                "response_length",
+                f"< {len(sample.tokens)} tokens: a token of context before the response",
+                sample.response_length,
             )
         return
     for place, size in enumerate(sample.sequences):
@@ -206,16 +228,21 @@ def check_sequences(sample: Sample) -> None:
     ends = np.cumsum([size.response_length for size in sample.sequences])
     crossed = np.setdiff1d(ends, np.cumsum([span.num_tokens for span in sample.spans]))
     if len(crossed):
-        raise WireError("spans", f"to end where a sequence ends, at response token {int(crossed[0])}", "a span that crosses it")
+        raise WireError(
+            "spans", f"to end where a sequence ends, at response token {int(crossed[0])}", "a span that crosses it"
+        )
     empty = np.flatnonzero(
-        np.add.reduceat(sample.loss_mask, ends - [size.response_length for size in sample.sequences], dtype=np.int64) == 0
+        np.add.reduceat(sample.loss_mask, ends - [size.response_length for size in sample.sequences], dtype=np.int64)
+        == 0
     )
     if len(empty):
         raise WireError("loss_mask", f"a trainable token in sequence {int(empty[0])}", "none")
 
 
 def check_turns(sample: Sample, *, max_reward: float, max_seconds: float) -> None:
-    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens. Raises WireError naming the column."""
+    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens. Raises WireError
+    naming the column.
+    """
     turns = sample.turns
     if turns is None:
         return
@@ -242,14 +269,20 @@ def _check_columns(turns: Turns, max_seconds: float) -> None:
         column: NDArray[np.float32] = getattr(turns, name)
         wrong = np.flatnonzero(~(np.abs(column) <= max_seconds))  # NaN fails the comparison, too
         if len(wrong):
-            raise WireError(f"turns.{name}[{wrong[0]}]", f"a finite number within +-{max_seconds:g} s", float(column[wrong[0]]))
+            raise WireError(
+                f"turns.{name}[{wrong[0]}]", f"a finite number within +-{max_seconds:g} s", float(column[wrong[0]])
+            )
 
 
 def _check_places(sample: Sample, at_C: NDArray[np.int64], end_C: NDArray[np.int64]) -> None:
     ends = np.cumsum([size.response_length for size in sample.sizes])
-    crossing = np.flatnonzero(np.searchsorted(ends, at_C, side="right") != np.searchsorted(ends, end_C - 1, side="right"))
+    crossing = np.flatnonzero(
+        np.searchsorted(ends, at_C, side="right") != np.searchsorted(ends, end_C - 1, side="right")
+    )
     if len(crossing):
-        raise WireError(f"turns[{crossing[0]}]", "tokens of one sequence", f"{int(at_C[crossing[0]])} to {int(end_C[crossing[0]])}")
+        raise WireError(
+            f"turns[{crossing[0]}]", "tokens of one sequence", f"{int(at_C[crossing[0]])} to {int(end_C[crossing[0]])}"
+        )
     # +1 at every begin and -1 behind every end: the running sum is the number of turns at each token.
     edges = np.zeros(sample.response_length + 1, np.int64)
     np.add.at(edges, at_C, 1)
@@ -258,7 +291,10 @@ def _check_places(sample: Sample, at_C: NDArray[np.int64], end_C: NDArray[np.int
     wrong = np.flatnonzero(covered != sample.loss_mask)
     if len(wrong):
         place = int(wrong[0])
-        want = f"{int(sample.loss_mask[place])} turns at response token {place}, whose loss_mask is {int(sample.loss_mask[place])}"
+        want = (
+            f"{int(sample.loss_mask[place])} turns at response token {place}, whose loss_mask is "
+            f"{int(sample.loss_mask[place])}"
+        )
         raise WireError("turns", want, int(covered[place]))
 
 

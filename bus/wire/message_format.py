@@ -1,7 +1,8 @@
-"""Bytes of a message type, as its dataclass describes them: one msgpack map, ``schema`` and ``type`` first, arrays as raw bytes.
+"""Bytes of a message type, as its dataclass describes them: one msgpack map, ``schema`` and ``type`` first, arrays as
+raw bytes.
 
-msgspec reads and checks the fields by the annotations. This module adds arrays, depth limits, unknown fields and schema numbers; it
-knows the names of no message's fields.
+msgspec reads and checks the fields by the annotations. This module adds arrays, depth limits, unknown fields and schema
+numbers; it knows the names of no message's fields.
 """
 
 import dataclasses
@@ -24,7 +25,9 @@ from tidemill.bus.wire.mismatch import UNFIT, mismatch, shown
 from tidemill.bus.wire.routed_experts import RoutedExperts, pack_experts, unpack_experts
 
 MAX_LEVELS = 64
-"""Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither shown nor compared."""
+"""Limit of nesting of maps and lists in a field that may hold anything: deeper values could be decoded, but neither
+shown nor compared.
+"""
 _NEWEST = {"sample": DEMONSTRATIONS, "task": EPISODES, "plan": MASKED_SAMPLES}
 """Newest schema of the types that have more than one."""
 _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
@@ -38,7 +41,9 @@ RawFields = dict[str, msgspec.Raw]
 
 
 def _array(dtype: str) -> tuple[Convert, Convert]:
-    """Return functions that pack and unpack a 1-D array: raw little-endian bytes (``dtype`` as in numpy), unpacked as a read-only view."""
+    """Return functions that pack and unpack a 1-D array: raw little-endian bytes (``dtype`` as in numpy), unpacked as a
+    read-only view.
+    """
     wire = np.dtype(dtype)
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1
@@ -73,7 +78,9 @@ _ARRAYS: Mapping[object, tuple[Convert, Convert]] = {
 
 
 def check_open(value: object, levels: int = MAX_LEVELS) -> None:
-    """Check a value that may be anything: depth, and types that come back as they were written. Raises ValueError, TypeError."""
+    """Check a value that may be anything: depth, and types that come back as they were written. Raises ValueError,
+    TypeError.
+    """
     if type(value) in _SCALARS:
         return
     if isinstance(value, dict | list | tuple):
@@ -112,17 +119,28 @@ class _Conversion(NamedTuple):
 
 
 class _Layout:
-    """The fields of a dataclass as msgspec reads and writes them: a struct made from its annotations, in which arrays are bytes."""
+    """The fields of a dataclass as msgspec reads and writes them: a struct made from its annotations, in which arrays
+    are bytes.
+    """
 
-    def __init__(self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Collection[_Declared] = ()) -> None:
+    def __init__(
+        self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Collection[_Declared] = ()
+    ) -> None:
         self._names = names
         self._conversions: list[_Conversion] = []
         self._nested: dict[str, _Layout] = {}
-        hints, defaults = get_type_hints(message), {field.name: _default(field) for field in dataclasses.fields(message)}
+        hints, defaults = (
+            get_type_hints(message),
+            {field.name: _default(field) for field in dataclasses.fields(message)},
+        )
         fields = list(head)
         for name in names:
             kind, may_be_nil = _without_none(hints[name])
-            kinds = [self._struct_kind(name, kind), *([msgspec.UnsetType] if name in later else ()), *([None] if may_be_nil else ())]
+            kinds = [
+                self._struct_kind(name, kind),
+                *([msgspec.UnsetType] if name in later else ()),
+                *([None] if may_be_nil else ()),
+            ]
             fields.append((name, reduce(or_, kinds), defaults[name]))
             if pair := self._pair(name, kind):
                 self._conversions.append(_Conversion(name, *pair, may_be_nil))
@@ -165,16 +183,23 @@ class _Layout:
 
     def unchecked(self, value: object) -> JsonObject:
         """Return the fields of a message with values of any type, arrays as bytes. Raises WireError."""
-        packs = {name: pack for name, pack, _, _ in self._conversions} | {name: layout.unchecked for name, layout in self._nested.items()}
+        packs = {name: pack for name, pack, _, _ in self._conversions} | {
+            name: layout.unchecked for name, layout in self._nested.items()
+        }
         fields = {name: getattr(value, name) for name in self._names}
-        return {name: _converted(name, packs[name], item) if name in packs and item is not None else item for name, item in fields.items()}
+        return {
+            name: _converted(name, packs[name], item) if name in packs and item is not None else item
+            for name, item in fields.items()
+        }
 
 
 class MessageFormat(Generic[M]):
-    """Encoder and decoder of one message type: its dataclass has the fields in wire order, with the types that msgspec checks.
+    """Encoder and decoder of one message type: its dataclass has the fields in wire order, with the types that msgspec
+    checks.
 
-    ``later_from``: the first of the last fields that came after the first release: they are written only where they differ from the
-    default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field: they would change its meaning.
+    ``later_from``: the first of the last fields that came after the first release: they are written only where they
+    differ from the default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field:
+    they would change its meaning.
     """
 
     def __init__(self, message: type[M], name: str, *, later_from: str = "") -> None:
@@ -193,8 +218,8 @@ class MessageFormat(Generic[M]):
         try:
             return self._encode(value)
         except UNFIT:
-            # A wrong value, or a number or text of another type that msgpack can hold, such as numpy.float64 in a reward: reading it
-            # back names the one, and makes the other a value of a built-in type.
+            # A wrong value, or a number or text of another type that msgpack can hold, such as numpy.float64 in a
+            # reward: reading it back names the one, and makes the other a value of a built-in type.
             return self._encode(self.read(self._unchecked_bytes(value)))
 
     def read(self, data: bytes) -> M:
@@ -221,11 +246,15 @@ class MessageFormat(Generic[M]):
 
     def _extra(self, value: Any) -> JsonObject:
         """Return the unknown fields of a message, as they are written again. None of them replaces a known field."""
-        unknown = {name: item for name, item in value.extra.items() if name not in self._layout.struct.__struct_fields__}
+        unknown = {
+            name: item for name, item in value.extra.items() if name not in self._layout.struct.__struct_fields__
+        }
         return {name: _converted(name, _checked, item) for name, item in unknown.items()}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
-        """Return the bytes of a message with values of any type, of the newest schema. Raises WireError for a value without bytes."""
+        """Return the bytes of a message with values of any type, of the newest schema. Raises WireError for a value
+        without bytes.
+        """
         fields: JsonObject = {"schema": self._newest, "type": self.name, **self._layout.unchecked(value)}
         if self._keeps_unknown:
             fields |= self._extra(value)
@@ -235,7 +264,9 @@ class MessageFormat(Generic[M]):
             raise _unwritable(fields) from None
 
     def _read_fields(self, data: bytes) -> M:
-        """Return a message with unknown fields. Raises WireError naming the field that cannot be read, UnknownSchema."""
+        """Return a message with unknown fields. Raises WireError naming the field that cannot be read,
+        UnknownSchema.
+        """
         type_of(data, self.name)
         fields = _raw_fields(data)
         unknown = fields.keys() - set(self._layout.struct.__struct_fields__)
@@ -256,14 +287,16 @@ class MessageFormat(Generic[M]):
         message = msgspec.convert(wire, self.message, from_attributes=True)
         if self._newest > SCHEMA and message.schema > wire.schema:  # type: ignore[attr-defined]
             newer = ", ".join(name for name, default in self._later if not _is(getattr(message, name), default))
-            raise WireError("schema", f"{message.schema} for a {self.name} with {newer}", wire.schema)  # type: ignore[attr-defined]
+            raise WireError("schema", (f"{message.schema} for a {self.name} with {newer}"), wire.schema)  # type: ignore[attr-defined]
         return message
 
     def _refused(self, error: Exception, data: bytes) -> WireError:
         try:
             value: object = msgspec.msgpack.decode(data)
         except UNFIT as malformed:
-            return WireError("message", "one msgpack map", f"{len(data)} bytes: {malformed or type(malformed).__name__}")
+            return WireError(
+                "message", "one msgpack map", f"{len(data)} bytes: {malformed or type(malformed).__name__}"
+            )
         return mismatch(error, value, self.message)
 
 
@@ -274,7 +307,9 @@ def unpack(data: bytes, *types: str) -> JsonObject:
 
 
 def type_of(data: bytes, *types: str) -> str:
-    """Return the type of a message, which is one of ``types``. Raises WireError, and UnknownSchema also where the type is not known."""
+    """Return the type of a message, which is one of ``types``. Raises WireError, and UnknownSchema also where the type
+    is not known.
+    """
     fields = _raw_fields(data)
     name, schema = (_decoded(field, fields[field]) if field in fields else "nothing" for field in ("type", "schema"))
     known = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
@@ -297,7 +332,9 @@ def _decoded(field: str, raw: msgspec.Raw) -> object:
     try:
         value: object = msgspec.msgpack.decode(raw)
     except UNFIT as error:
-        raise WireError(field, "a value of msgpack", f"{len(bytes(raw))} bytes: {error or type(error).__name__}") from None
+        raise WireError(
+            field, "a value of msgpack", f"{len(bytes(raw))} bytes: {error or type(error).__name__}"
+        ) from None
     return _converted(field, _checked, value)
 
 

@@ -1,7 +1,8 @@
-"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns them into bytes.
+"""Messages between processes: Task, Sample, Plan and their parts. Knows no transport; ``tidemill.bus.wire.codec`` turns
+them into bytes.
 
-Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token sequences,
-G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
+Shape letters: R = tokens of the response, L = tokens of prompt + response, N = samples of a step, M = their token
+sequences, G = groups of a step. A sample with several sequences has them one after the other on both axes, L and R.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +32,9 @@ def _no_seconds() -> NDArray[np.float32]:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Turns:
-    """The model calls of an episode as columns, in order of delivery. Each of the columns with a default has C values, or none."""
+    """The model calls of an episode as columns, in order of delivery. Each of the columns with a default has C values,
+    or none.
+    """
 
     at: NDArray[np.int32]
     """Place of the turn's first sampled token on the R axis, [C]."""
@@ -42,7 +45,9 @@ class Turns:
     seconds: NDArray[np.float32] = field(default_factory=_no_seconds)
     """Seconds of the model call."""
     tools_s: NDArray[np.float32] = field(default_factory=_no_seconds)
-    """Seconds of tools and environment after it: those without a model call under way, up to the next call or the end of the episode."""
+    """Seconds of tools and environment after it: those without a model call under way, up to the next call or the end
+    of the episode.
+    """
     id: tuple[str, ...] = ()
     finish: tuple[str, ...] = ()
     """Finish reason, as the engine returned it."""
@@ -55,15 +60,17 @@ class Turns:
 SCHEMA = 1
 """Schema number of every message that does not need a newer one."""
 EPISODES = 2
-"""Schema number of a sample with several sequences, a task with a rollout, a plan with ``rows``: readers of schema 1 alone must refuse
-them, because they would misread them."""
+"""Schema number of a sample with several sequences, a task with a rollout, a plan with ``rows``: readers of schema 1
+alone must refuse them, because they would misread them.
+"""
 MASKED_SAMPLES = 3
 """Schema number of a plan with ``masked``, for the same reason."""
 DEMONSTRATIONS = 3
 """Schema number of a sample that is a demonstration, for the same reason: its log-probs are not known."""
 
 NOT_ON_WIRE = {"wire": False}
-"""Metadata of a field that is no field of the message's bytes. The other fields stand there in the order of the class."""
+"""Metadata of a field that is no field of the message's bytes. The other fields stand there in the order of the class.
+"""
 
 Prompt = str | list[JsonObject]
 """Text, or chat messages (``[{"role": ..., "content": ...}]``)."""
@@ -142,7 +149,9 @@ class Task:
     chat_template_args: JsonObject | None = None
     """Variables of the chat template in the chats of an episode; only with a rollout. None = none."""
     row_digest: int | None = None
-    """Digest of the row of the prompts that it was made of, by which a later start finds that the row has changed; None = not known."""
+    """Digest of the row of the prompts that it was made of, by which a later start finds that the row has changed; None
+    = not known.
+    """
     id: int = field(default=0, metadata=NOT_ON_WIRE)
     extra: JsonObject = field(default_factory=dict, metadata=NOT_ON_WIRE)
     """Unknown fields, kept and passed on."""
@@ -208,9 +217,13 @@ class Sample:
     demonstration: bool = False
     """True: a recorded response without known log-probs; all of them are 0, and only the cross-entropy trains it."""
     teacher_log_probs: NDArray[np.float32] | None = None
-    """Log-probability (nats) of each token under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0. None = not scored."""
+    """Log-probability (nats) of each token under a teacher at the sampling temperature, [R]; 0 where loss_mask is 0.
+    None = not scored.
+    """
     teacher_top_ids: NDArray[np.int32] | None = None
-    """Token ids of the K most probable next tokens under the teacher, [R x K] in one dimension; with ``teacher_log_probs`` only."""
+    """Token ids of the K most probable next tokens under the teacher, [R x K] in one dimension; with
+    ``teacher_log_probs`` only.
+    """
     teacher_top_log_probs: NDArray[np.float32] | None = None
     """Their log-probabilities (nats), [R x K] in one dimension; None = without ``teacher_top_ids``."""
     routed_experts: RoutedExperts | None = None
@@ -234,7 +247,11 @@ class Sample:
     @property
     def teacher_top_k(self) -> int:
         """Number of tokens that its teacher listed at each position, K; 0 = none."""
-        return 0 if self.teacher_top_ids is None or not self.response_length else len(self.teacher_top_ids) // self.response_length
+        return (
+            0
+            if self.teacher_top_ids is None or not self.response_length
+            else len(self.teacher_top_ids) // self.response_length
+        )
 
     @property
     def message_id(self) -> str:
@@ -258,7 +275,9 @@ class Sample:
 
 
 def score_of(reward: float | dict[str, float]) -> float:
-    """Return the scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its parts."""
+    """Return the scalar that is trained on: the reward itself, or its part named "score" or "reward", or the sum of its
+    parts.
+    """
     if not isinstance(reward, dict):
         return float(reward)
     for name in ("score", "reward"):
@@ -269,7 +288,9 @@ def score_of(reward: float | dict[str, float]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partial:
-    """The state of one response of a task that was nak'ed: its tokens so far, or the sequence of its finished sample."""
+    """The state of one response of a task that was nak'ed: its tokens so far, or the sequence of its finished
+    sample.
+    """
 
     run: str
     task: int
@@ -324,7 +345,9 @@ class Plan:
     """Tokens of a version with a smaller step are masked; None = nothing is masked."""
     data_parallel: int
     num_micro_batches: int
-    """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in order."""
+    """Number of micro-batches on every rank; a multiple of ``num_minibatches``, the same number for each of them, in
+    order.
+    """
     num_minibatches: int = 1
     """Number of optimizer steps that the plan is trained in."""
     config_digest: str
@@ -333,8 +356,9 @@ class Plan:
     rows: NDArray[np.int32] | None = None
     """Sequences of each sample, [N]; None = every sample has one."""
     masked: NDArray[np.int64] | None = None
-    """Those of ``seqs`` that are not trained, because a filter masked them; their rewards count in the baseline of their groups.
-    None = none are."""
+    """Those of ``seqs`` that are not trained, because a filter masked them; their rewards count in the baseline of
+    their groups. None = none are.
+    """
 
     @property
     def schema(self) -> int:
@@ -370,7 +394,9 @@ class Settle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeue:
-    """An operator's decision that the prompt of a dead task is issued again as a new task: recorded once, before the issue."""
+    """An operator's decision that the prompt of a dead task is issued again as a new task: recorded once, before the
+    issue.
+    """
 
     epoch: int
     task: int

@@ -1,4 +1,6 @@
-"""Translation of msgspec's validation errors into ``WireError``: the path of the value, what is wanted there, and what was found."""
+"""Translation of msgspec's validation errors into ``WireError``: the path of the value, what is wanted there, and what
+was found.
+"""
 
 import re
 from collections.abc import Mapping
@@ -44,7 +46,9 @@ def mismatch(error: Exception, value: object, kind: type) -> WireError:
         if field["problem"] == "missing required":
             return WireError(name, _described(_hint(kind, name)) or "a value", "nothing")
         return WireError(name, "a known field", shown(_at(value, name)))
-    return WireError(path.replace("[...]", ""), _described(_hint(kind, path)) or _translated(reason), shown(_at(value, path)))
+    return WireError(
+        path.replace("[...]", ""), _described(_hint(kind, path)) or _translated(reason), shown(_at(value, path))
+    )
 
 
 def shown(value: object) -> object:
@@ -59,7 +63,11 @@ def shown(value: object) -> object:
 
 def _described(hint: Any) -> str:
     """Return the wanted type in words; empty for one whose words msgspec knows better."""
-    described = [meta.description for meta in getattr(hint, "__metadata__", ()) if isinstance(meta, msgspec.Meta) and meta.description]
+    described = [
+        meta.description
+        for meta in getattr(hint, "__metadata__", ())
+        if isinstance(meta, msgspec.Meta) and meta.description
+    ]
     if described:
         return str(described[0])
     if isinstance(hint, type) and issubclass(hint, Enum):
@@ -79,14 +87,22 @@ def _translated(reason: str) -> str:
     expected = _EXPECTED.fullmatch(reason)
     if expected is None:
         return reason
-    return re.sub("`([^`]*)`", lambda kinds: " or ".join(_WORDS.get(name, name) for name in kinds[1].split(" | ")), expected["want"])
+    return re.sub(
+        "`([^`]*)`",
+        lambda kinds: " or ".join(_WORDS.get(name, name) for name in kinds[1].split(" | ")),
+        expected["want"],
+    )
 
 
 def _hint(kind: Any, path: str) -> Any:
     """Return the annotation of the value at a path; Any where the path leads through a union."""
     for name, index in re.findall(r"([^.\[\]]+)|\[(\d+|\.\.\.)\]", path):
         if name:
-            kind = get_type_hints(kind, include_extras=True).get(name, Any) if isinstance(kind, type) and not get_args(kind) else Any
+            kind = (
+                get_type_hints(kind, include_extras=True).get(name, Any)
+                if isinstance(kind, type) and not get_args(kind)
+                else Any
+            )
         elif index == "..." and get_origin(kind) in (dict, Mapping):
             kind = get_args(kind)[1]
         elif index and get_origin(kind) in (list, tuple):

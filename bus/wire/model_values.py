@@ -1,7 +1,8 @@
 """Values of a model's config.json in the keys of transformers 4, which the learner has.
 
-transformers 5 writes the settings of rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE as
-``num_local_experts``. Version 4 reads neither and takes its defaults: a model with another base would be trained with wrong positions.
+transformers 5 writes the settings of rotary positions into ``rope_parameters``, and the number of experts of Qwen3-MoE
+as ``num_local_experts``. Version 4 reads neither and takes its defaults: a model with another base would be trained
+with wrong positions.
 """
 
 from collections.abc import Mapping
@@ -19,7 +20,8 @@ RENAMED = ("qwen3_moe",)
 def in_older_keys(values: JsonMapping) -> JsonObject:
     """Return those values that transformers 4 has under other keys, under these keys; empty for a file of version 4.
 
-    ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no family here has.
+    ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
+    family here has.
     """
     found = _rope(values.get(ROPE))
     if values.get("model_type") in RENAMED and EXPERTS not in values and LOCAL_EXPERTS in values:

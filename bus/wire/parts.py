@@ -1,7 +1,7 @@
 """Samples larger than one message: cut into parts, named by a manifest, joined again. Knows no transport.
 
-A manifest is a few bytes that any actor can write, and its readers pay for the parts it names: so it is checked before any part is
-fetched, and every part as it arrives.
+A manifest is a few bytes that any actor can write, and its readers pay for the parts it names: so it is checked before
+any part is fetched, and every part as it arrives.
 """
 
 import hashlib
@@ -15,7 +15,9 @@ from tidemill.bus.wire.message_format import MessageFormat
 HEADER_RESERVE_BYTES = 1024
 """Room left for headers in a message of the largest size."""
 MAX_SAMPLE_BYTES = 64 << 20
-"""A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor read."""
+"""A sample of a million tokens has 9 bytes for each, its text and its metadata: a larger one is neither published nor
+read.
+"""
 _FEW_PARTS = 16
 """Number of parts that may have any size."""
 _SMALLEST_PART_BYTES = 256 << 10
@@ -66,7 +68,9 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
         raise WireError("parts.seqs", f"1 to {most} parts for {manifest.length} bytes", len(manifest.seqs))
     if len(set(manifest.seqs)) < len(manifest.seqs) or min(manifest.seqs) < 1 or max(manifest.seqs) >= seq:
         raise WireError(
-            "parts.seqs", f"sequences below {seq}, each once", f"{len(manifest.seqs)} from {min(manifest.seqs)} to {max(manifest.seqs)}"
+            "parts.seqs",
+            f"sequences below {seq}, each once",
+            f"{len(manifest.seqs)} from {min(manifest.seqs)} to {max(manifest.seqs)}",
         )
     return manifest
 

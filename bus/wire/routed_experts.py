@@ -1,8 +1,10 @@
-"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and their checks.
+"""The experts that an engine has chosen for the tokens of a sample: the sizes that a model gives them, their bytes, and
+their checks.
 
-Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts, top_k]. A row is known, or
-unknown as a whole: then every id in it is the largest number of the dtype. The last token of a sequence is never an input of the engine.
-Shape letters: L = tokens of the sample, E = layers with experts, K = experts of a token.
+Token-aligned: row t has the experts of token t when it was the input of a forward pass, [L, layers with experts,
+top_k]. A row is known, or unknown as a whole: then every id in it is the largest number of the dtype. The last token of
+a sequence is never an input of the engine. Shape letters: L = tokens of the sample, E = layers with experts, K =
+experts of a token.
 """
 
 from collections.abc import Mapping
@@ -68,17 +70,24 @@ class RoutedShape:
         if not isinstance(given, Mapping) or not isinstance(layers := given.get("layers"), list):
             raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(given)[:80]}")
         sizes: JsonObject = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
-        if not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values()) or not 0 < sizes["top_k"] <= sizes["num_experts"]:
+        if (
+            not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values())
+            or not 0 < sizes["top_k"] <= sizes["num_experts"]
+        ):
             raise ValueError(f"want sizes from 1 to {(1 << 16) - 1}, top_k at most num_experts, got {sizes}")
         if not layers or not all(type(at) is int for at in layers) or sorted({*layers}) != layers:
             raise ValueError(f"layers: want numbers of layers in order, at least one, got {str(layers)[:80]}")
         if layers[0] < 0 or layers[-1] >= sizes["num_layers"]:
-            raise ValueError(f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {layers[0]} to {layers[-1]}")
+            raise ValueError(
+                f"layers: want numbers from 0 to {sizes['num_layers'] - 1}, got {layers[0]} to {layers[-1]}"
+            )
         return cls(layers=tuple(layers), **sizes)
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":
-        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError for wrong sizes."""
+        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError
+        for wrong sizes.
+        """
         layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
         if not layers:
             return None
@@ -121,14 +130,18 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
     Zeros everywhere are refused, because an engine that has captured nothing may send them.
     """
     if ids_LEK.ndim != 3 or len(ids_LEK) != num_tokens or not ids_LEK[:1].size == np.prod(ids_LEK.shape[1:]) > 0:
-        raise WireError("routed_experts", f"{num_tokens} tokens x layers x experts", f"an array of shape {ids_LEK.shape}")
+        raise WireError(
+            "routed_experts", f"{num_tokens} tokens x layers x experts", f"an array of shape {ids_LEK.shape}"
+        )
     if shape is not None and ids_LEK.shape[1:] != (len(shape.layers), shape.top_k):
         want = f"{len(shape.layers)} layers and {shape.top_k} experts of a token, as the model has"
         raise WireError("routed_experts", want, f"{ids_LEK.shape[1]} and {ids_LEK.shape[2]}")
     missing = ids_LEK.reshape(num_tokens, -1) == np.iinfo(ids_LEK.dtype).max
     unknown_L = missing.all(axis=1)
     if (mixed_L := missing.any(axis=1) & ~unknown_L).any():
-        raise WireError(f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some")
+        raise WireError(
+            f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some"
+        )
     known = ids_LEK[~unknown_L]
     if not len(known):
         return
@@ -157,7 +170,12 @@ def pack_experts(value: object) -> JsonObject:
     if not isinstance(value, np.ndarray) or value.ndim != 3 or value.dtype.name not in _DTYPES:
         raise ValueError(_WANT)
     wire = _DTYPES[value.dtype.name]
-    return {"layers": value.shape[1], "top_k": value.shape[2], "dtype": value.dtype.name, "ids": value.astype(wire, copy=False).tobytes()}
+    return {
+        "layers": value.shape[1],
+        "top_k": value.shape[2],
+        "dtype": value.dtype.name,
+        "ids": value.astype(wire, copy=False).tobytes(),
+    }
 
 
 def unpack_experts(value: object) -> RoutedExperts:

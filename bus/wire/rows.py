@@ -1,7 +1,8 @@
-"""Rows of the key-value buckets, field by field, and the check of a row as it is read. A row of another shape is refused.
+"""Rows of the key-value buckets, field by field, and the check of a row as it is read. A row of another shape is
+refused.
 
-Fields without a default are required, further fields are ignored. Rows that other rooms describe in full are here as far as a process
-must be able to rely on them.
+Fields without a default are required, further fields are ignored. Rows that other rooms describe in full are here as
+far as a process must be able to rely on them.
 """
 
 import json
@@ -40,10 +41,14 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices alone."""
+    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices
+    alone.
+    """
 
     single_request_push: bool = False
-    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request each."""
+    """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request
+    each.
+    """
     peer_snapshots: bool = False
     """It serves snapshots of the weights it has to engines that catch up."""
     colocated: bool = False
@@ -90,11 +95,16 @@ class LiveRow:
     handles: Text = ""
     """Address at which an engine receives handles of weights (``ipc://...``), if it does."""
     place: Text = ""
-    """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can share memory."""
+    """Domain of shared memory of an engine that receives handles (``weightstore/transport/handles.py``). Equal ones can
+    share memory.
+    """
     unreadable: Text = ""
-    """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none."""
+    """Messages and rows that it passed over because it could not read them (``bus/client/refusals.py``); empty = none.
+    """
     rollouts: tuple[Text, ...] = ()
-    """Rollouts with tasks that an actor leases, ``single_turn`` for those without one; empty = not reported, or no actor's row."""
+    """Rollouts with tasks that an actor leases, ``single_turn`` for those without one; empty = not reported, or no
+    actor's row.
+    """
     nonce: Text = ""
     """Random text of an engine's process, which it answers to a call at its ``address``; empty = it answers none."""
     reached: dict[Text, Text] = field(default_factory=dict)
@@ -115,7 +125,9 @@ class VersionRow:
     snapshot: Text = ""
     """URL or directory of a snapshot of these weights, when there is one."""
     after: Whole = -1
-    """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not set yet."""
+    """Last sequence of SAMPLES before any engine could have it: no sample up to there can be of this version. -1 = not
+    set yet.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

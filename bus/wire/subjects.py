@@ -20,11 +20,15 @@ EPOCH_KEY = "epoch"
 FLOOR_KEY = "task_floor"
 """Row of the bucket ``run``: ``{"floor": n}``, all tasks with ids up to n are settled."""
 END_KEY = "end"
-"""Row of the bucket ``run``: the last step of a run that ends before ``learner.steps``, and the reason; none while the run goes on."""
+"""Row of the bucket ``run``: the last step of a run that ends before ``learner.steps``, and the reason; none while the
+run goes on.
+"""
 BEST_KEY = "best"
 """Row of the bucket ``run``: the best version by ``eval.best`` that has a checkpoint."""
 SETTINGS_KEY = "settings"
-"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner: ``tidemill.learner.settings.step_settings``."""
+"""Rows ``settings.<epoch>`` of the bucket ``run``, one for each start of the learner:
+``tidemill.learner.settings.step_settings``.
+"""
 REFUSED_KEY = "refused"
 """Rows ``refused.<actor>`` of the bucket ``run``, one for each actor that sends only invalid samples:
 ``tidemill.learner.buffer.senders.Refusal``."""
@@ -72,7 +76,9 @@ def row(run: str, bucket: str, key: str) -> str:
 
 
 def task(run: str, kind: str, rollout: str = "") -> str:
-    """Return the subject of a task. ``kind``: train, eval, or fence. Tasks of a rollout are on a subject of their own."""
+    """Return the subject of a task. ``kind``: train, eval, or fence. Tasks of a rollout are on a subject of their
+    own.
+    """
     return f"tm.{run}.task.{kind}-{rollout}" if rollout else f"tm.{run}.task.{kind}"
 
 
@@ -82,7 +88,9 @@ def consumer(kind: Kind, rollout: str = "") -> str:
 
 
 def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
-    """Return the durable consumers of TASKS by kind and rollout: one for tasks without a rollout, and one for each rollout."""
+    """Return the durable consumers of TASKS by kind and rollout: one for tasks without a rollout, and one for each
+    rollout.
+    """
     plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
     return plain | {(kind, rollout): consumer(kind, rollout) for rollout in rollouts for kind in Kind}
 
@@ -104,7 +112,9 @@ def plan(run: str, kind: str) -> str:
 
 
 def sample(run: str, kind: str, version: int, actor: str) -> str:
-    """Return the subject of a sample. ``version``: the oldest that generated one of its tokens; ``none`` for an empty response."""
+    """Return the subject of a sample. ``version``: the oldest that generated one of its tokens; ``none`` for an empty
+    response.
+    """
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
@@ -151,13 +161,17 @@ def refused(actor: str) -> str:
 
 
 def actor_of_sample(subject: str) -> str:
-    """Return the actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the message."""
+    """Return the actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the
+    message.
+    """
     tokens = subject.split(".", 6)
     return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
 def acks(run: str, rollouts: Sequence[str] = ()) -> list[str]:
-    """Return the subjects on which actors acknowledge training tasks, of each queue without a JetStream domain and with one."""
+    """Return the subjects on which actors acknowledge training tasks, of each queue without a JetStream domain and with
+    one.
+    """
     names = [name for (kind, _), name in queues(rollouts).items() if kind is Kind.TRAIN]
     tasks = stream(run, TASKS)
     return [subject for name in names for subject in (f"$JS.ACK.{tasks}.{name}.>", f"$JS.ACK.*.*.{tasks}.{name}.>")]
@@ -248,7 +262,9 @@ def metric(run: str, source: str = ">") -> str:
 
 
 def full(run: str) -> str:
-    """Return the subject of requests for the reason for which the bus stores nothing; only while there is one it is answered."""
+    """Return the subject of requests for the reason for which the bus stores nothing; only while there is one it is
+    answered.
+    """
     return f"tm.{run}.full"
 
 

@@ -1,4 +1,5 @@
-"""Checks of the prompts: rows, the keys that settings name, lengths; the evaluation sets; the files of the debugging modes.
+"""Checks of the prompts: rows, the keys that settings name, lengths; the evaluation sets; the files of the debugging
+modes.
 
 Reads for a second at most, and at least some hundred rows.
 """
@@ -24,7 +25,15 @@ from tidemill.learner.prompts.bad_rows import RowTooLong
 from tidemill.learner.prompts.formats import count_rows
 from tidemill.learner.prompts.mixing import Share
 from tidemill.learner.prompts.responses import Recordings
-from tidemill.learner.prompts.rows import PromptRow, RowRules, RowTokens, refuse_template, row_in, scan_rows, with_responses
+from tidemill.learner.prompts.rows import (
+    PromptRow,
+    RowRules,
+    RowTokens,
+    refuse_template,
+    row_in,
+    scan_rows,
+    with_responses,
+)
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.end_tokens import EndTokens
 from tidemill.rewards.part_settings import fits
@@ -65,7 +74,9 @@ class SourceReading:
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
-        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be read."""
+        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be
+        read.
+        """
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
         for scanned in scan_rows(source):
@@ -91,7 +102,8 @@ class SourceReading:
     def tokenize(self, tokens: RowTokens) -> None:
         """Tokenize the first row and others in random order; bad ones leave ``rows``. Raises TemplateLacks.
 
-        In random order, because of a file that is sorted by length the rows tokenized in time would all be short, or all long.
+        In random order, because of a file that is sorted by length the rows tokenized in time would all be short, or
+        all long.
         """
         self.readable = len(self.rows)
         order = random.Random(0).sample(range(1, len(self.rows)), max(0, len(self.rows) - 1))
@@ -102,7 +114,9 @@ class SourceReading:
             except PromptError as error:
                 bad[number] = error
             else:
-                self.longest = max(self.longest, max((len(response.tokens) for response in recorded), default=len(prompt)))
+                self.longest = max(
+                    self.longest, max((len(response.tokens) for response in recorded), default=len(prompt))
+                )
             self.tokenized += 1
             if self.tokenized >= SURE_ROWS and time.monotonic() > until:
                 break
@@ -135,10 +149,22 @@ class SourceReading:
             if refused:
                 report.error(topic, first.where, want=first.want, got=got, cure=remedy)
             else:
-                report.warning(topic, first.where, want=first.want, got=got, cure=f"they are skipped (data.bad_rows: skip); {remedy}")
+                report.warning(
+                    topic,
+                    first.where,
+                    want=first.want,
+                    got=got,
+                    cure=f"they are skipped (data.bad_rows: skip); {remedy}",
+                )
         if num_hidden := len(causes) - MOST_CAUSES if len(causes) > MOST_CAUSES else 0:
             got = f"bad rows of {num_hidden} further causes"
-            report.warning(topic, str(self.source), want="rows that can be used", got=got, cure="tidemill data check names all of them")
+            report.warning(
+                topic,
+                str(self.source),
+                want="rows that can be used",
+                got=got,
+                cure="tidemill data check names all of them",
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +216,9 @@ def check_data(
     _check_grouped(report, config, rows, complete=complete)
     longest = max(reading.longest for reading in readings)
     for reading in readings:
-        report.good("data", f"{reading.source}: {reading}" + (f", of up to {reading.longest} tokens" if reading.longest else ""))
+        report.good(
+            "data", f"{reading.source}: {reading}" + (f", of up to {reading.longest} tokens" if reading.longest else "")
+        )
     if complete and config.learner.num_epochs:
         _check_passes(report, config, _in_pass(readings))
     warm = next((row for row in rows if row.sampling.temperature not in (None, 1)), None)
@@ -198,8 +226,12 @@ def check_data(
     return Prompts(rows=rows, longest=longest if counted else 0, warm=warm)
 
 
-def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are read."""
+def check_evaluation(
+    report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None
+) -> Prompts | None:
+    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are
+    read.
+    """
     rows: list[PromptRow] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
@@ -207,7 +239,13 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
         cure = f"fix the file, or the keys of {setting} ({data.path})"
         if model is not None and tokenize is not None and model.context <= new:
             want = f"< {model.context}, the model's context"
-            report.error(EVALUATION, report.at(f"{setting}.max_new_tokens"), want=want, got=eval_set.max_new_tokens, cure="lower it")
+            report.error(
+                EVALUATION,
+                report.at(f"{setting}.max_new_tokens"),
+                want=want,
+                got=eval_set.max_new_tokens,
+                cure="lower it",
+            )
             continue
         try:
             (reading,) = read_sources(config, data, model, tokenize, max_new_tokens=new)
@@ -227,12 +265,23 @@ def check_evaluation(report: Report, config: RunConfig, model: CheckedModel | No
 
 
 def read_sources(
-    config: RunConfig, data: DataConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None, *, max_new_tokens: int
+    config: RunConfig,
+    data: DataConfig,
+    model: CheckedModel | None,
+    tokenize: PromptTokenizer | None,
+    *,
+    max_new_tokens: int,
 ) -> list[SourceReading]:
     """Read and tokenize rows of each source. Raises PromptError for a source that cannot be read, TemplateLacks."""
-    rules = RowRules(unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size))
+    rules = RowRules(
+        unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=None if model is None else model.vocab_size)
+    )
     readings = [SourceReading.of(source, rules, config.recorded_rollouts) for source in data.used]
-    tokens = None if model is None or tokenize is None else tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
+    tokens = (
+        None
+        if model is None or tokenize is None
+        else tokens_of(config, data, model, tokenize, max_new_tokens=max_new_tokens)
+    )
     if tokens is not None:
         for reading in readings:
             reading.tokenize(tokens)
@@ -259,32 +308,48 @@ def tokens_of(
 
 def _report_lack(report: Report, topic: str, data: DataConfig, error: TemplateLacks) -> None:
     cure = "fix the rows, data.template or the model's chat template"
-    report.error(topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure)
+    report.error(
+        topic, _place(data), want="a prompt that tokenizer and chat template accept", got=str(error), cure=cure
+    )
 
 
 def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, complete: bool) -> None:
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):
-        want, cure = f"rows with metadata {when!r:.200}", "fix it, or data.metadata_key: their samples are scored one by one"
+        want, cure = (
+            f"rows with metadata {when!r:.200}",
+            "fix it, or data.metadata_key: their samples are scored one by one",
+        )
         report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
-    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a pass."""
+    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a
+    pass.
+    """
     learner = config.learner
     steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
     if steps >= learner.steps:
-        report.good("data", f"learner.steps ends the run before learner.num_epochs, whose passes have prompts for {steps} steps")
+        report.good(
+            "data", f"learner.steps ends the run before learner.num_epochs, whose passes have prompts for {steps} steps"
+        )
         return
     report.good(
-        "data", f"{learner.num_epochs} pass{'es' * (learner.num_epochs > 1)} of {in_pass} prompts: the run ends after at most {steps} steps"
+        "data",
+        (
+            f"{learner.num_epochs} pass{'es' * (learner.num_epochs > 1)} of {in_pass} prompts: the run ends after "
+            f"at most {steps} steps"
+        ),
     )
     if learner.optimizer.lr_decay != "constant":
         report.warning(
             "data",
             report.at("learner.num_epochs"),
-            want=f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which ends at learner.steps",
+            want=(
+                f"learner.steps: {steps} with learner.optimizer.lr_decay: {learner.optimizer.lr_decay}, which "
+                "ends at learner.steps"
+            ),
             got=learner.steps,
             cure="lower learner.steps, or the rate is still high when the run ends",
         )
@@ -312,7 +377,13 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
         room = config.prepare.max_position - config.sampling.max_new_tokens
         if tokens > room > 0:
             want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
-            report.error("data", report.at("prepare.max_digits"), want=want, got=f"{tokens} tokens", cure="raise prepare.max_position")
+            report.error(
+                "data",
+                report.at("prepare.max_digits"),
+                want=want,
+                got=f"{tokens} tokens",
+                cure="raise prepare.max_position",
+            )
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")
     return Prompts(rows=[row], longest=tokens)
@@ -329,7 +400,9 @@ def check_debug(report: Report, config: RunConfig) -> None:
             report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="fix the file")
         if debug.dump_modules.step > config.learner.steps:
             where, steps = report.at("debug.dump_modules.step"), config.learner.steps
-            report.error("debug", where, want=f"<= learner.steps = {steps}", got=debug.dump_modules.step, cure="lower it")
+            report.error(
+                "debug", where, want=f"<= learner.steps = {steps}", got=debug.dump_modules.step, cure="lower it"
+            )
     if debug.load_rollout:
         _check_files(report, config)
 
@@ -341,7 +414,9 @@ def _check_files(report: Report, config: RunConfig) -> None:
     where = report.at("debug.load_rollout")
     if missing is not None:
         cure = (
-            f"set learner.steps: {missing - 1}, or save more steps" if missing > 1 else "fix the path, or save them with debug.save_rollout"
+            f"set learner.steps: {missing - 1}, or save more steps"
+            if missing > 1
+            else "fix the path, or save them with debug.save_rollout"
         )
         want = f"a file for each of learner.steps = {steps}"
         report.error("debug", where, want=want, got=f"none for step {missing}: {files[missing - 1]}", cure=cure)
@@ -349,9 +424,17 @@ def _check_files(report: Report, config: RunConfig) -> None:
     try:
         headers = [read_header(file) for file in dict.fromkeys(files)]
     except DebugFileRefused as error:
-        report.error("debug", where, want=error.want, got=f"{error.where}: {error.got}", cure="save it again with debug.save_rollout")
+        report.error(
+            "debug",
+            where,
+            want=error.want,
+            got=f"{error.where}: {error.got}",
+            cure="save it again with debug.save_rollout",
+        )
         return
-    report.good("debug", f"{len(headers)} files of recorded batches, {sum(header['samples'] for header in headers)} samples")
+    report.good(
+        "debug", f"{len(headers)} files of recorded batches, {sum(header['samples'] for header in headers)} samples"
+    )
 
 
 def _size(source: Source) -> int | None:

@@ -1,4 +1,6 @@
-"""Check of the devices: the placement of ranks and engines on this machine, or the reason why there is none. Starts only nvidia-smi."""
+"""Check of the devices: the placement of ranks and engines on this machine, or the reason why there is none. Starts
+only nvidia-smi.
+"""
 
 import os
 
@@ -16,7 +18,9 @@ PLACEMENT = "placement"
 """Topic of the findings on a machine with devices."""
 
 
-def check_devices(report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, learner: bool = True) -> None:
+def check_devices(
+    report: Report, config: RunConfig, model: CheckedModel | None, *, engines: int, learner: bool = True
+) -> None:
     """Report the places of the ranks and of ``engines`` engines, which are started on this machine."""
     size = ModelSize() if model is None else ModelSize(model.tensors, model.critic_tensors)
     try:
@@ -46,13 +50,20 @@ def _refuse_allocator(config: RunConfig, node: Node, placed: Placed) -> None:
 
 
 def _want_cuda(report: Report, config: RunConfig, *, engines: int, learner: bool) -> None:
-    """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds its devices.)"""
+    """Refuse ``device: cuda`` where there is no driver of NVIDIA. (Without nvidia-smi there may be one, and torch finds
+    its devices.)
+    """
     if GPU.exists():
         return
     is_builtin = engines and config.engine.kind == "builtin"
-    for setting, device in (("learner.device", learner and config.learner.device), ("engine.device", is_builtin and config.engine.device)):
+    for setting, device in (
+        ("learner.device", learner and config.learner.device),
+        ("engine.device", is_builtin and config.engine.device),
+    ):
         if device == "cuda":
-            report.error("devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it")
+            report.error(
+                "devices", report.at(setting), want="auto or cpu: this machine has no GPU", got="cuda", cure="change it"
+            )
 
 
 def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *, ranks: int) -> None:
@@ -65,19 +76,30 @@ def _check_host_memory(report: Report, config: RunConfig, model: CheckedModel, *
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed <= total:
         report.good(
-            "host memory", f"{total / 1e9:.1f} GB, {needed / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices"
+            "host memory",
+            f"{total / 1e9:.1f} GB, {needed / 1e9:.1f} GB needed for what {ranks} rank(s) keep outside their devices",
         )
         return
     parts = ", ".join(row.part for row in sorted(rows, key=lambda row: -row.bytes))
-    want = f"{needed / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
+    want = (
+        f"{needed / 1e9:.1f} GB of the machine's memory for what {ranks} rank(s) keep outside their devices ({parts})"
+    )
     settings = [name for name, used in _kept_outside(config).items() if used]
     cure = " or ".join(["use a larger machine", *(f"{name}: false" for name in settings)])
-    report.error("host memory", report.at(settings[0] if settings else "learner"), want=want, got=f"{total / 1e9:.1f} GB", cure=cure)
+    report.error(
+        "host memory",
+        report.at(settings[0] if settings else "learner"),
+        want=want,
+        got=f"{total / 1e9:.1f} GB",
+        cure=cure,
+    )
 
 
 def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSize) -> None:
     """Report the devices whose memory has not been compared with the needs of their processes."""
-    used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {uuid for engine in placed.engines for uuid in engine.uuids}
+    used = {uuid for rank in placed.ranks for uuid in rank.uuids} | {
+        uuid for engine in placed.engines for uuid in engine.uuids
+    }
     unknown = [device.name for device in node.devices if device.uuid in used and not device.memory_bytes]
     if unknown:
         report.good(PLACEMENT, f"memory of device {', '.join(unknown)} not checked: nvidia-smi does not report it")
@@ -88,4 +110,7 @@ def _report_unchecked(report: Report, node: Node, placed: Placed, size: ModelSiz
 def _kept_outside(config: RunConfig) -> dict[str, bool]:
     """Settings that move a rank's memory to the machine, and whether each of them is on."""
     learner = config.learner
-    return {"learner.offload_optimizer": learner.offload_optimizer, "learner.checkpoint.background": learner.checkpoint.background}
+    return {
+        "learner.offload_optimizer": learner.offload_optimizer,
+        "learner.checkpoint.background": learner.checkpoint.background,
+    }

@@ -1,4 +1,5 @@
-"""Checks of the user's own code: the reward, loaded with its options; losses, advantages, hooks and bridges, by their source.
+"""Checks of the user's own code: the reward, loaded with its options; losses, advantages, hooks and bridges, by their
+source.
 
 Modules of losses are not imported: they may load torch.
 """
@@ -46,23 +47,29 @@ CONTRACTS = {
     "reject": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
 }
 HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
-"""Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in messages."""
+"""Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in
+messages.
+"""
 
 _FOLLOWED = 8
 """Imports that are followed from one module to the next."""
 
 
 def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, here: bool, call: bool) -> None:
-    """Load the reward with its options, and score the first of ``rows`` that is for it, if the reward is built in or ``call`` is set.
+    """Load the reward with its options, and score the first of ``rows`` that is for it, if the reward is built in or
+    ``call`` is set.
 
-    ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a warning: it may be
-    on their machines.
+    ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a
+    warning: it may be on their machines.
     """
     if config.samples_nothing:
         report.good("reward", "none needed: all samples are recorded responses")
         return
     if config.actor.scorers.enabled and not config.up.scorers:
-        want, cure = "scorers", "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers"
+        want, cure = (
+            "scorers",
+            "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers",
+        )
         report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
@@ -93,7 +100,9 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this machine."""
+    """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this
+    machine.
+    """
     rollouts = config.rollouts
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
@@ -106,7 +115,13 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
                     report.at(f"rollouts.{name}.python"),
                     "give the path of the interpreter that has the program's packages",
                 )
-                severity("rollouts", where, want="a Python interpreter", got=f"{rollout.python!r}: no such program", cure=cure)
+                severity(
+                    "rollouts",
+                    where,
+                    want="a Python interpreter",
+                    got=f"{rollout.python!r}: no such program",
+                    cure=cure,
+                )
             continue
         for setting, path in _imports(rollout):
             if reason := _absent(path):
@@ -132,7 +147,9 @@ def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def _absent(path: str) -> str:
-    """Return the reason that a module, or ``module:name``, cannot be imported; empty if none is known. The packages above are imported."""
+    """Return the reason that a module, or ``module:name``, cannot be imported; empty if none is known. The packages
+    above are imported.
+    """
     try:
         with errors_as(lambda error: ValueError(described(error))):
             if not importlib.util.find_spec(path.partition(":")[0]):
@@ -150,7 +167,9 @@ def check_filters(report: Report, config: RunConfig) -> None:
             bind(chosen.use, chosen.options, contract_of(chosen))
         except BadRewardOption as error:
             where = report.at(f"{setting}.options.{error.option}")
-            report.error("filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it")
+            report.error(
+                "filters", where, want=f"an option of {chosen.use}", got=error.reason, cure="fix it, or remove it"
+            )
         except UnknownReward as error:
             want, got = "a filter that can be loaded", f"{chosen.use!r}: {error.reason}"
             report.error("filters", report.at(f"{setting}.use"), want=want, got=got, cure=FIX_MODULE)
@@ -159,7 +178,14 @@ def check_filters(report: Report, config: RunConfig) -> None:
 
 
 def _check_one(
-    report: Report, name: str, options: JsonObject, row: PromptRow | None, *, settings: tuple[str, str], here: bool, call: bool
+    report: Report,
+    name: str,
+    options: JsonObject,
+    row: PromptRow | None,
+    *,
+    settings: tuple[str, str],
+    here: bool,
+    call: bool,
 ) -> None:
     where = report.at(settings[0])
     if name == BY_ROLLOUT:
@@ -181,7 +207,9 @@ def _check_one(
         return
     except BadRewardOption as error:
         option = f"{settings[1]}.{error.option}"
-        report.error("reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it")
+        report.error(
+            "reward", report.at(option), want=f"an option of {name}", got=error.reason, cure="fix it, or remove it"
+        )
         return
     if row is not None and (call or (name in TABLE and name not in ASKING)):
         _call(report, name, options, score, row, where=where)
@@ -191,14 +219,20 @@ def _check_one(
 
 
 def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: PromptRow, *, where: str) -> None:
-    """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its process."""
+    """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its
+    process.
+    """
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
-        kind = "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
+        kind = (
+            "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)
+        )
         want = f"a text or a number under {report.at('data.label_key')}, which {name} compares responses with"
         cure = "name the key that holds the answer, or use a reward of your own"
         report.error("reward", f"row {row.number + 1} of data.path", want=want, got=f"a {kind}", cure=cure)
         return
-    request = RewardRequest(prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata)
+    request = RewardRequest(
+        prompt=row.prompt, response=str(row.label), label=row.label, status=Status.COMPLETED, metadata=row.metadata
+    )
     try:
         got = asyncio.run(_in_child(name, options, request) if ":" in name else _within(score, request))
     except (RewardFailed, TimeoutError) as error:  # an actor would store the sample as failed
@@ -226,10 +260,16 @@ def _is_answer(label: object, *, many: bool) -> bool:
 
 
 def check_algorithm(report: Report, config: RunConfig) -> None:
-    """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad clip ranges."""
+    """Resolve functions and hooks given as import paths, without importing them (that would load torch); warn of bad
+    clip ranges.
+    """
     _doubt_gspo(report, config)
     algorithm = config.learner.algorithm
-    functions = [(f"algorithm.{name}", getattr(algorithm, name), contract) for name, contract in CONTRACTS.items() if name != "reject"]
+    functions = [
+        (f"algorithm.{name}", getattr(algorithm, name), contract)
+        for name, contract in CONTRACTS.items()
+        if name != "reject"
+    ]
     functions += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
     functions += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
     for name, path, (count, offered, signature) in functions:
@@ -243,13 +283,17 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
         if reason:
             page = "docs/extending.md" if name.startswith("hooks.") else "docs/algorithms.md"
             cure = f"fix it; modules are searched in this directory and in PYTHONPATH ({page} has the contract)"
-            report.error("algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure)
+            report.error(
+                "algorithm", report.at(setting), want=f"a function {signature}", got=f"{path!r}: {reason}", cure=cure
+            )
         else:
             report.good("algorithm", f"{setting}: {path} is there")
 
 
 def check_bridge(report: Report, config: RunConfig) -> None:
-    """Look for the class of ``learner.bridge`` in the source of its module, without importing it (that would load torch)."""
+    """Look for the class of ``learner.bridge`` in the source of its module, without importing it (that would load
+    torch).
+    """
     path = config.learner.bridge
     if not path:
         return
@@ -259,7 +303,9 @@ def check_bridge(report: Report, config: RunConfig) -> None:
         reason = f"{type(error).__name__}: {error}"
     if reason:
         cure = "fix it; modules are searched in this directory and in PYTHONPATH (docs/models.md has the contract)"
-        report.error("model", report.at("learner.bridge"), want="a class of LocalLayers", got=f"{path!r}: {reason}", cure=cure)
+        report.error(
+            "model", report.at("learner.bridge"), want="a class of LocalLayers", got=f"{path!r}: {reason}", cure=cure
+        )
     else:
         report.good("model", f"learner.bridge: {path} is there")
 
@@ -271,16 +317,27 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.loss not in ("gspo", "gspo_token"):
         return
     if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
-        cure, got = f"use anchor: proximal, as in correction: {algorithm.loss}", f"clip_high {algorithm.clip_high} at anchor: rollout"
+        cure, got = (
+            f"use anchor: proximal, as in correction: {algorithm.loss}",
+            f"clip_high {algorithm.clip_high} at anchor: rollout",
+        )
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
         report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
     elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
-        got, cure = f"{algorithm.clip_low} and {algorithm.clip_high}", f"use correction: {algorithm.loss}, or set clip_low and clip_high"
+        got, cure = (
+            f"{algorithm.clip_low} and {algorithm.clip_high}",
+            f"use correction: {algorithm.loss}, or set clip_low and clip_high",
+        )
         report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
-        want, cure = "seq_mean_token_mean with gspo: every response counts the same", f"use correction: {algorithm.loss}, or set it"
-        report.warning("algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure)
+        want, cure = (
+            "seq_mean_token_mean with gspo: every response counts the same",
+            f"use correction: {algorithm.loss}, or set it",
+        )
+        report.warning(
+            "algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +373,9 @@ def misfit(path: str, count: int, offered: Sequence[str]) -> str:
 
 
 def missing(path: str) -> str:
-    """Return the reason that there is nothing at ``module:name``; empty if there is, or no source shows it. Raises as ``misfit``."""
+    """Return the reason that there is nothing at ``module:name``; empty if there is, or no source shows it. Raises as
+    ``misfit``.
+    """
     definition = _definition(*_parts(path))
     return definition if isinstance(definition, str) else ""
 
@@ -338,7 +397,8 @@ def _parts(path: str) -> tuple[str, str]:
 
 
 def _definition(module: str, name: str) -> _Found | str | None:
-    """Return the statement that defines a name, behind the imports; else the defect, or None for a module without a source in Python.
+    """Return the statement that defines a name, behind the imports; else the defect, or None for a module without a
+    source in Python.
 
     The empty text is returned for a name that may come from a star import.
     """
@@ -351,7 +411,10 @@ def _definition(module: str, name: str) -> _Found | str | None:
         statements = list(_statements(ast.parse(Path(spec.origin).read_bytes()).body))
         nodes = [node for node in statements if name in _names(node)]
         if not nodes:
-            has_star = any(isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names) for node in statements)
+            has_star = any(
+                isinstance(node, ast.ImportFrom) and any(alias.name == "*" for alias in node.names)
+                for node in statements
+            )
             return "" if has_star else f"{module} has no {name!r}"
         node = nodes[-1]
         if isinstance(node, ast.Import):
@@ -369,7 +432,9 @@ def _misfit_here(path: str, count: int, offered: Sequence[str]) -> str:
     if path.partition(":")[0].partition(".")[0] not in sys.stdlib_module_names:
         return ""
     try:
-        check_call(find_function(path), [f"argument_{number}" for number in range(count)], offered, path=path, setting="")
+        check_call(
+            find_function(path), [f"argument_{number}" for number in range(count)], offered, path=path, setting=""
+        )
     except FunctionRefused as error:
         return error.reason
     return ""
@@ -381,7 +446,16 @@ def _misfit_value(value: ast.expr | None, count: int, offered: Sequence[str]) ->
             return _unlike(arguments, count, offered)
         case ast.Constant(value=constant):
             return f"{constant!r}, which is no function"[:80]
-        case ast.JoinedStr() | ast.List() | ast.Tuple() | ast.Dict() | ast.Set() | ast.ListComp() | ast.DictComp() | ast.SetComp():
+        case (
+            ast.JoinedStr()
+            | ast.List()
+            | ast.Tuple()
+            | ast.Dict()
+            | ast.Set()
+            | ast.ListComp()
+            | ast.DictComp()
+            | ast.SetComp()
+        ):
             return "no function"
     return ""  # the result of a call, such as functools.partial: the ranks compare it
 
@@ -406,14 +480,20 @@ def _names(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (alias.asname or alias.name for alias in node.names)
     else:
-        yield from (part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store))
+        yield from (
+            part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)
+        )
 
 
 def _unlike(arguments: ast.arguments, count: int, offered: Sequence[str]) -> str:
     """Return how a signature differs from the call; empty if it fits."""
     positional = [argument.arg for argument in (*arguments.posonlyargs, *arguments.args)]
     takes = ", ".join([*positional, *(argument.arg for argument in arguments.kwonlyargs)]) or "nothing"
-    named = [argument.arg for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True) if default is None]
+    named = [
+        argument.arg
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        if default is None
+    ]
     needed = [*positional[count : len(positional) - len(arguments.defaults)], *named]
     called = f"it is called with {count} arguments" + (f", and may ask for {', '.join(offered)}" if offered else "")
     short = len(positional) < count and arguments.vararg is None

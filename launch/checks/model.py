@@ -29,7 +29,14 @@ INDEX = "model.safetensors.index.json"
 NEEDED = ("vocab_size", "max_position_embeddings", "num_hidden_layers", "hidden_size")
 """Sizes that the checks use for every family."""
 SPLITS = (
-    *("tensor_parallel", "sequence_parallel", "pipeline_parallel", "virtual_pipeline", "first_stage_layers", "last_stage_layers"),
+    *(
+        "tensor_parallel",
+        "sequence_parallel",
+        "pipeline_parallel",
+        "virtual_pipeline",
+        "first_stage_layers",
+        "last_stage_layers",
+    ),
     *("context_parallel", "expert_parallel"),
 )
 """Settings of the learner that divide a model."""
@@ -55,7 +62,8 @@ class CheckedModel:
     tensors: Shapes = field(default_factory=dict, repr=False)
     """Shapes of the weights by name."""
     critic: ModelShape | None = None
-    """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks."""
+    """The model in ``learner.critic.path``; None = there is none, or it is of a family that the built-in engine lacks.
+    """
     routed_bytes: int = 0
     """Bytes of the experts of one token in a sample, where they are replayed; else 0."""
     num_trained: int | None = None
@@ -69,14 +77,18 @@ class CheckedModel:
 
 
 def rank_rows(model: CheckedModel, config: RunConfig, *, cuda: bool) -> tuple[MemoryRow, ...]:
-    """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the engine."""
+    """Return the table of memory of a model: for a family that only SGLang serves without activations, logits and the
+    engine.
+    """
     if model.shape is None:
         return state_rows(model.tensors, config, cuda=cuda, critic=model.critic_tensors)
     return memory_rows(model.shape, config, cuda=cuda, critic=model.critic)
 
 
 def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedModel | None:
-    """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``: ``prepare`` makes it."""
+    """Report errors in the model; return its facts, None if other checks are impossible without it. ``made``:
+    ``prepare`` makes it.
+    """
     path = Path(config.model.path)
     prepare = config.prepare if made else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
@@ -87,17 +99,23 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     _check_layout(report, config, values, where)
     _check_settings(report, config, values)
     for refused in argument_refusals(config.learner.megatron):
-        report.error("model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it")
+        report.error(
+            "model", refused.field, want=refused.want, got=refused.got, cure="see docs/parallelism.md, or remove it"
+        )
     shape = _shape(report, config, values, where)
     there = _tensors(report, path) if prepare is None and len(report.errors) == before else {}
     if shape is None and len(report.errors) == before:
         for name in (name for name in NEEDED if not isinstance(values.get(name), int)):
-            report.error("model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again")
+            report.error(
+                "model", f"{where}: {name}", want="a number", got=values.get(name), cure="save the model again"
+            )
     if len(report.errors) > before:
         return None
     tensors = shape.tensors() if shape is not None else there
     sizes = [math.prod(tensor) for tensor in tensors.values()]
-    vocabulary, positions = (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
+    vocabulary, positions = (
+        (shape.vocab_size, shape.max_positions) if shape is not None else (values[name] for name in NEEDED[:2])
+    )
     assert isinstance(vocabulary, int) and isinstance(positions, int)
     model = CheckedModel(
         directory=None if prepare is not None else path,
@@ -120,7 +138,8 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
         what = "made at the start" if prepare is not None else str(path)
         report.good(
             "model",
-            f"{what}: {values['model_type']}, {values['num_hidden_layers']} layers of {values['hidden_size']}, {sum(sizes):,} parameters, "
+            f"{what}: {values['model_type']}, {values['num_hidden_layers']} layers of "
+            f"{values['hidden_size']}, {sum(sizes):,} parameters, "
             f"{model.vocab_size} tokens, context {model.context}",
         )
     return model
@@ -157,12 +176,24 @@ def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:
     file = path / "config.json"
     if not file.is_file():
         got = "no such directory" if not path.is_dir() else "a directory without config.json"
-        report.error("model", report.at(SETTING), want=want, got=f"{model.path!r}: {got}", cure="give the directory it was saved to")
+        report.error(
+            "model",
+            report.at(SETTING),
+            want=want,
+            got=f"{model.path!r}: {got}",
+            cure="give the directory it was saved to",
+        )
         return None
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        report.error("model", str(file), want="a JSON map", got=str(error), cure=f"save the model again, or fix {report.at(SETTING)}")
+        report.error(
+            "model",
+            str(file),
+            want="a JSON map",
+            got=str(error),
+            cure=f"save the model again, or fix {report.at(SETTING)}",
+        )
         return None
     if not isinstance(values, dict):
         report.error("model", str(file), want="a JSON map", got=type(values).__name__, cure="save the model again")
@@ -195,11 +226,15 @@ def _check_settings(report: Report, config: RunConfig, values: Mapping[str, obje
     for name in (name for name, wrong in refused.items() if wrong):
         have = "experts" if experts else "no experts"
         want = f"its default for {family}, which has {'no bias per expert' if name == 'moe_bias_update_rate' else have}"
-        report.error("model", report.at(f"learner.{name}"), want=want, got=getattr(learner, name), cure="remove the setting")
+        report.error(
+            "model", report.at(f"learner.{name}"), want=want, got=getattr(learner, name), cure="remove the setting"
+        )
 
 
 def _shape(report: Report, config: RunConfig, values: Mapping[str, object], where: str) -> ModelShape | None:
-    """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless SGLang serves it."""
+    """Return the sizes for the built-in decoder; None for a model that it does not support, which is an error unless
+    SGLang serves it.
+    """
     family = values.get("model_type")
     is_trainable = family in FAMILIES or bool(config.learner.bridge)  # another one has been reported already
     if not is_trainable or (family not in DECODED and config.engine.kind == "sglang"):
@@ -232,20 +267,26 @@ def _check_weights(report: Report, path: Path, of_config: Tensors, in_files: Ten
         if in_files.get(name) != shape:
             got = "none" if name not in in_files else f"one of {in_files[name]}"
             cure = f"save the model again, or give another one ({report.at(SETTING)})"
-            report.error("model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure)
+            report.error(
+                "model", str(path), want=f"a tensor {name} of {shape}, as config.json has it", got=got, cure=cure
+            )
             return
 
 
 def size_here(config: RunConfig, model: Path | None = None) -> ModelSize:
-    """Return the sizes of the run's model, if its files are on this machine; else, and where they cannot be read, an empty one.
+    """Return the sizes of the run's model, if its files are on this machine; else, and where they cannot be read, an
+    empty one.
 
-    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is named by its reader.
+    ``model``: its directory here; None = ``model.path``. For processes that start after the check: a broken file is
+    named by its reader.
     """
     path = model or Path(config.model.path)
     if model is None and not config.model.path:
         return ModelSize()
     try:
-        return ModelSize(tensors_in(path), _critic_tensors(Path(config.learner.critic.path) if config.learner.critic.path else path))
+        return ModelSize(
+            tensors_in(path), _critic_tensors(Path(config.learner.critic.path) if config.learner.critic.path else path)
+        )
     except UNREADABLE:
         return ModelSize()
 
@@ -259,7 +300,9 @@ def _critic_tensors(path: Path) -> Tensors | None:
 
 
 def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises ValueError, OSError."""
+    """Return name -> shape of every tensor in a model directory, from the headers of its safetensors files. Raises
+    ValueError, OSError.
+    """
     if (path / INDEX).is_file():
         files = sorted(set(json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
     else:
@@ -273,7 +316,9 @@ def tensors_in(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _header(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape from one header. Source: huggingface.co/docs/safetensors, "Format": eight bytes of length, then a JSON map."""
+    """Return name -> shape from one header. Source: huggingface.co/docs/safetensors, "Format": eight bytes of length,
+    then a JSON map.
+    """
     with file.open("rb") as opened:
         (length,) = struct.unpack("<Q", opened.read(8))
         if length > HEADER_MOST:
@@ -286,7 +331,9 @@ def _header(file: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _check_context(report: Report, config: RunConfig, model: CheckedModel, positions: int) -> None:
-    """Compare the lengths of prompts and responses with the contexts of model and engine, and stop tokens with the vocabulary."""
+    """Compare the lengths of prompts and responses with the contexts of model and engine, and stop tokens with the
+    vocabulary.
+    """
     _check_stops(report, config, model.vocab_size)
     new, longest = config.sampling.max_new_tokens, config.data.max_prompt_tokens
     if config.engine.max_context > positions:
@@ -298,7 +345,9 @@ def _check_context(report: Report, config: RunConfig, model: CheckedModel, posit
         report.error("context", report.at("sampling.max_new_tokens"), want=want, got=new, cure=cure)
     elif longest + new > model.context:
         want = f"<= {model.context - new}: a context of {model.context} less sampling.max_new_tokens = {new}"
-        report.error("context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two")
+        report.error(
+            "context", report.at("data.max_prompt_tokens"), want=want, got=longest, cure="lower one of the two"
+        )
 
 
 def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
@@ -308,25 +357,45 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:
-            want, where = f"ids below {vocab_size}, the size of the model's vocabulary", report.at(f"{setting}.stop_token_ids")
-            report.error("model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json")
+            want, where = (
+                f"ids below {vocab_size}, the size of the model's vocabulary",
+                report.at(f"{setting}.stop_token_ids"),
+            )
+            report.error(
+                "model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json"
+            )
 
 
 def _check_reference(report: Report, config: RunConfig, values: Mapping[str, object], tensors: Tensors) -> None:
-    """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same shapes."""
+    """Check the reference model: its weights replace the policy's for a forward pass, so they must have the same
+    shapes.
+    """
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
-    where, want = report.at("learner.algorithm.kl.reference"), "the directory of a model with the sizes of the trained one"
+    where, want = (
+        report.at("learner.algorithm.kl.reference"),
+        "the directory of a model with the sizes of the trained one",
+    )
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
         family, reference_tensors = (
             its["model_type"],
-            (ModelShape.of(its, where=reference).tensors() if its["model_type"] in DECODED else tensors_in(Path(reference))),
+            (
+                ModelShape.of(its, where=reference).tensors()
+                if its["model_type"] in DECODED
+                else tensors_in(Path(reference))
+            ),
         )
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:
-        report.error("model", where, want=want, got=str(error), cure="fix the path, or leave it empty: the model at the start of the run")
+        report.error(
+            "model",
+            where,
+            want=want,
+            got=str(error),
+            cure="fix the path, or leave it empty: the model at the start of the run",
+        )
         return
     cure = "use a reference of the same architecture"
     if (family, reference_tensors) != (values["model_type"], dict(tensors)):
@@ -335,11 +404,19 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     for name in ROPE_KEYS:
         ours, theirs = (values_of.get(name) for values_of in configs)
         if ours != theirs and all(name in values_of for values_of in configs):
-            report.error("model", where, want=f"a model with the policy's {name} = {ours}", got=f"{theirs} in {reference}", cure=cure)
+            report.error(
+                "model",
+                where,
+                want=f"a model with the policy's {name} = {ours}",
+                got=f"{theirs} in {reference}",
+                cure=cure,
+            )
 
 
 def _check_critic(report: Report, config: RunConfig, vocab_size: int, max_positions: int) -> ModelShape | None:
-    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's layout."""
+    """Check the model that the critic starts from, and return its shape: it reads the policy's tokens, in the policy's
+    layout.
+    """
     learner = config.learner
     if not learner.critic.path:
         return None

@@ -17,9 +17,11 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same settings.
+    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same
+    settings.
 
-    So it is with the configuration that a run keeps in its directory, when a new run begins with it (``--from-checkpoint``).
+    So it is with the configuration that a run keeps in its directory, when a new run begins with it
+    (``--from-checkpoint``).
     """
     directory = Path(config.model.path).parent
     if config.prepare is None or directory == config.root / "prepared" or Path(config.data.path).parent != directory:
@@ -29,33 +31,51 @@ def made_before(config: RunConfig) -> Path | None:
         complete = refuse_other(config.prepare, directory)
     except PreparedOtherwise:
         return None
-    return directory if complete and (files.model, files.prompts) == (Path(config.model.path), Path(config.data.path)) else None
+    return (
+        directory
+        if complete and (files.model, files.prompts) == (Path(config.model.path), Path(config.data.path))
+        else None
+    )
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
-    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that will be made.
+    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that
+    will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """
     if config.prepare is None:
         return PreparedPaths()
     directory = f"{config.directory}/prepared"
-    used = PreparedPaths(model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl")
+    used = PreparedPaths(
+        model=config.model.path == f"{directory}/model", prompts=config.data.path == f"{directory}/prompts.jsonl"
+    )
     where = "prepare.kind" if "prepare.kind" in report.origins else "prepare"
     if (before := made_before(config)) is not None:
         report.good("prepare", f"{before}: made by an earlier run, with the same settings")
         return PreparedPaths()
     if not used.model and not used.prompts:
-        want, cure = "either this and data.path, or prepare, which makes both", "remove prepare (--set prepare=null), or the two paths"
+        want, cure = (
+            "either this and data.path, or prepare, which makes both",
+            "remove prepare (--set prepare=null), or the two paths",
+        )
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)
         got = f"{value!r}, which is used instead"
-        report.warning("prepare", report.at(where), want=f"{setting} to be what it makes", got=got, cure="no action needed if intended")
+        report.warning(
+            "prepare",
+            report.at(where),
+            want=f"{setting} to be what it makes",
+            got=got,
+            cure="no action needed if intended",
+        )
     try:
         complete = not fresh and refuse_other(config.prepare, config.root / "prepared")
     except PreparedOtherwise as error:
         want = "nothing there, or files made with the same settings"
-        report.error("prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory")
+        report.error(
+            "prepare", str(error.directory), want=want, got=error.reason, cure="remove it, or set another directory"
+        )
         complete = True
     return PreparedPaths() if complete else used

@@ -1,4 +1,6 @@
-"""Compares a resumed run with the run that began in its directory: model, prompts, sampling. Reads checkpoints, never the bus."""
+"""Compares a resumed run with the run that began in its directory: model, prompts, sampling. Reads checkpoints, never
+the bus.
+"""
 
 import hashlib
 import json
@@ -33,7 +35,9 @@ SETTINGS = {
 }
 """Entry of ``tidemill.learner.buffer.rules.DataRules.identity``, or ``lora`` -> the setting it comes from."""
 BY_SHAPE = ("qwen3", "qwen2", "llama", "mistral", "qwen3_moe")
-"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can be resumed."""
+"""Families identified by their shape, others by all integers of config.json: fixed, so that runs of older versions can
+be resumed.
+"""
 HASHED_MOST = 256_000_000
 """Bytes of the largest prompt file that is compared here; a larger one is compared by the feeder."""
 
@@ -59,7 +63,9 @@ def check_resume(report: Report, config: RunConfig) -> None:
 
 
 def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
-    """Report the differences of the prompts from the prompts of the checkpoint: as an error where the run has planned one of these rows."""
+    """Report the differences of the prompts from the prompts of the checkpoint: as an error where the run has planned
+    one of these rows.
+    """
     data = config.data
     try:
         # Their content alone is compared, so they get no tokens.
@@ -68,7 +74,9 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
     except PromptError as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     except ConfigRefused as error:
-        report.error("resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory")
+        report.error(
+            "resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory"
+        )
     else:
         want, cure = (
             f"the files with which the run in {config.root} began",
@@ -78,19 +86,26 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
 
 
 def identity(config: RunConfig) -> dict[str, object]:
-    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; entries not known yet are missing."""
+    """Return the entries of ``DataRules.identity`` that the files on disk give, and the adapters; entries not known yet
+    are missing.
+    """
     data, sampling = config.data, config.sampling
     entries: dict[str, object] = {"run": config.run, "seed": data.seed}
     entries |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
     sources = data.used
     try:
-        if sources and sum(file.stat().st_size for source in sources for file in data_files(source.path)) <= HASHED_MOST:
+        if (
+            sources
+            and sum(file.stat().st_size for source in sources for file in data_files(source.path)) <= HASHED_MOST
+        ):
             entries["prompts_digest"] = prompts_digest(sources, shuffle=data.shuffle, seed=data.seed)
     except (PromptError, OSError) as error:  # the check of the data names it
         log.debug("prompts not compared error=%s", error)
     lora = config.learner.lora
     entries["lora"] = (
-        {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)} if lora.rank else "none"
+        {"rank": lora.rank, "alpha": lora.alpha, "rslora": lora.rslora, "targets": sorted(lora.targets)}
+        if lora.rank
+        else "none"
     )
     if model := model_identity(Path(config.model.path), config.model.megatron_checkpoint):
         entries["model"] = model
@@ -98,7 +113,8 @@ def identity(config: RunConfig) -> dict[str, object]:
 
 
 def model_identity(model: Path, megatron_checkpoint: str = "") -> str:
-    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be read.
+    """Return the family, sizes and tokenizer of a model directory, in words and digests; empty for one that cannot be
+    read.
 
     With a checkpoint of Megatron, its iteration and fingerprint follow.
     """
@@ -152,7 +168,15 @@ def _recorded(root: Path) -> JsonObject:
 
 def _shown(name: str, value: object, config: RunConfig | None) -> str:
     """Return a value for a message, behind the file that it describes if that is known."""
-    place = "" if config is None else config.model.path if name == "model" else _prompts(config) if name == "prompts_digest" else ""
+    place = (
+        ""
+        if config is None
+        else config.model.path
+        if name == "model"
+        else _prompts(config)
+        if name == "prompts_digest"
+        else ""
+    )
     return f"{place}: {value}" if place else repr(value)
 
 

@@ -1,4 +1,6 @@
-"""Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their metadata asks for."""
+"""Checks of rows against settings of the run: their rollouts, their limits of sampling, and the rewards that their
+metadata asks for.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -28,12 +30,20 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
             _refuse_other_task(row, tasksets[row.rollout])
         sampling = row.sampling
         if (sampling.max_new_tokens or 0) > max_new_tokens:
-            raise PromptError(row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", sampling.max_new_tokens)
-        if vocab_size is not None and (outside := [token for token in sampling.stop_token_ids or () if token >= vocab_size]):
-            raise PromptError(row.where, f"stop_token_ids below {vocab_size}, the size of the model's vocabulary", outside[0])
+            raise PromptError(
+                row.where, f"max_new_tokens <= {max_new_tokens}, which is set for all rows", sampling.max_new_tokens
+            )
+        if vocab_size is not None and (
+            outside := [token for token in sampling.stop_token_ids or () if token >= vocab_size]
+        ):
+            raise PromptError(
+                row.where, f"stop_token_ids below {vocab_size}, the size of the model's vocabulary", outside[0]
+            )
         if parts and not any(part.applies(row.metadata) for part in parts):
             want = "; ".join(f"{part.name}: {dict(part.when)}" for part in parts)
-            raise PromptError(row.where, f"metadata for one of actor.reward_parts ({want})"[:500], f"{row.metadata!r:.200}")
+            raise PromptError(
+                row.where, f"metadata for one of actor.reward_parts ({want})"[:500], f"{row.metadata!r:.200}"
+            )
 
     return check
 
@@ -52,21 +62,28 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
     """Raise PromptError for recorded responses that the loss of the run cannot train."""
     algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
     temperature, place_of = (
-        (config.sampling.temperature, "sampling.temperature") if own_temperature is None else (own_temperature, "its own temperature")
+        (config.sampling.temperature, "sampling.temperature")
+        if own_temperature is None
+        else (own_temperature, "its own temperature")
     )
     for number, response in enumerate(row.responses):
         place = f"response {number + 1}"
         if vocab_size is not None and max((*response.tokens, *response.prompt_tokens), default=0) >= vocab_size:
             raise PromptError(
-                row.where, f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}", max(response.tokens)
+                row.where,
+                f"token ids below {vocab_size}, the size of the model's vocabulary, in {place}",
+                max(response.tokens),
             )
         if response.log_probs:
             if response.temperature not in (None, temperature):
-                raise PromptError(row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", response.temperature)
+                raise PromptError(
+                    row.where, f"log-probs at {place_of}, {temperature:g}, in {place}", response.temperature
+                )
             continue
         if not algorithm.demonstration_coef:
             want = (
-                f"tokens and log_probs in {place} with learner.algorithm.loss: {algorithm.loss}, which needs the policy that wrote it; "
+                f"tokens and log_probs in {place} with learner.algorithm.loss: {algorithm.loss}, which needs "
+                "the policy that wrote it; "
                 "or loss: sft, or sft_coef > 0"
             )
             raise PromptError(row.where, want, "none")
@@ -75,5 +92,8 @@ def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None)
             raise PromptError(row.where, want, temperature)
         of_entropy = next((name for name in ("entropy_coef", "entropy_target") if getattr(algorithm, name)), "")
         if algorithm.loss == "sft" and (name := "kl.coef" if algorithm.kl.coef else of_entropy):
-            want = f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its cross-entropy alone"
+            want = (
+                f"learner.algorithm.{name}: 0 with {place}, which has no log_probs: it is trained by its "
+                "cross-entropy alone"
+            )
             raise PromptError(row.where, want, getattr(algorithm, name) if name != "kl.coef" else algorithm.kl.coef)

@@ -1,4 +1,6 @@
-"""All checks of a run before it starts: the one function that ``tidemill config``, ``check``, ``up`` and ``learner`` call."""
+"""All checks of a run before it starts: the one function that ``tidemill config``, ``check``, ``up`` and ``learner``
+call.
+"""
 
 from dataclasses import dataclass
 
@@ -21,7 +23,9 @@ class Purpose:
     trains: bool = True
     """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
-    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must be here."""
+    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must
+    be here.
+    """
     uses_bus: bool = False
     """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False
@@ -33,10 +37,11 @@ class Purpose:
 
 
 def check(loaded: Loaded, purpose: Purpose) -> Report:
-    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, loads no torch, and writes nothing.
+    """Return the report of all checks. It takes about a second, starts no process but nvidia-smi, loads no torch, and
+    writes nothing.
 
-    Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services; and programs of
-    rollouts are loaded in processes where the chat template writes no tools, as they may have some.
+    Only a store of checkpoints gets a small object, which is removed, where the purpose reaches for other services; and
+    programs of rollouts are loaded in processes where the chat template writes no tools, as they may have some.
     """
     config, report = loaded.config, Report(loaded.origins)
     prepared = check_prepare(report, config, fresh=purpose.fresh)

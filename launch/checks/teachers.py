@@ -17,8 +17,12 @@ ANSWER_S = 2.0
 TOKENIZER = "tokenizer.json"
 
 
-def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool) -> None:
-    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their servers."""
+def check_teachers(
+    report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool
+) -> None:
+    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their
+    servers.
+    """
     teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
         where = report.at("actor.teachers")
@@ -29,10 +33,14 @@ def check_teachers(report: Report, config: RunConfig, model: CheckedModel | None
     row = None if data is None else data.first
     if row is not None and teachers and chosen(teachers, row.metadata) is None:
         want, got = "a teacher that applies to every row", f"none for {row.where} with metadata {row.metadata!r:.200}"
-        report.error("teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it")
+        report.error(
+            "teachers", report.at("actor.teachers"), want=want, got=got, cure="fix when, or add a teacher without it"
+        )
 
 
-def _check_directory(report: Report, config: RunConfig, teacher: TeacherConfig, where: str, model: CheckedModel | None) -> None:
+def _check_directory(
+    report: Report, config: RunConfig, teacher: TeacherConfig, where: str, model: CheckedModel | None
+) -> None:
     path, want = Path(teacher.model), "the directory of a Hugging Face model that the built-in engine serves"
     try:
         shape = ModelShape.read(path)
@@ -44,15 +52,33 @@ def _check_directory(report: Report, config: RunConfig, teacher: TeacherConfig, 
         return
     ours = Path(config.model.path) / TOKENIZER
     theirs = path / TOKENIZER
-    if model is not None and model.directory is not None and ours.is_file() and theirs.is_file() and _tokens(ours) != _tokens(theirs):
+    if (
+        model is not None
+        and model.directory is not None
+        and ours.is_file()
+        and theirs.is_file()
+        and _tokens(ours) != _tokens(theirs)
+    ):
         want, got = f"the tokens of {ours}", f"{teacher.name}: others in {theirs}"
-        report.error("teachers", where, want=want, got=got, cure="use a teacher of the same family: ids must mean the same tokens")
+        report.error(
+            "teachers",
+            where,
+            want=want,
+            got=got,
+            cure="use a teacher of the same family: ids must mean the same tokens",
+        )
         return
     if model is not None and shape.max_positions < model.context:
-        want, got = f"a context of at least {model.context} tokens, the trained model's", f"{teacher.name}: {shape.max_positions}"
+        want, got = (
+            f"a context of at least {model.context} tokens, the trained model's",
+            f"{teacher.name}: {shape.max_positions}",
+        )
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
-    report.good("teachers", f"{teacher.name}: {teacher.model}, {shape.num_layers} layers of {shape.hidden}, started beside the run")
+    report.good(
+        "teachers",
+        f"{teacher.name}: {teacher.model}, {shape.num_layers} layers of {shape.hidden}, started beside the run",
+    )
 
 
 def _same_vocabulary(report: Report, name: str, num_ids: int, where: str, model: CheckedModel | None) -> bool:
@@ -74,7 +100,13 @@ def _tokens(file: Path) -> object:
 
 
 def _check_server(
-    report: Report, config: RunConfig, teacher: TeacherConfig, url: str, where: str, model: CheckedModel | None, data: Prompts | None
+    report: Report,
+    config: RunConfig,
+    teacher: TeacherConfig,
+    url: str,
+    where: str,
+    model: CheckedModel | None,
+    data: Prompts | None,
 ) -> None:
     """Ask a server for its model, and with a temperature other than 1, of the run or a row, whether it scores at it.
 
@@ -97,7 +129,10 @@ def _check_server(
         got, cure = f"{teacher.name}: {url}, which scores at 1, as SGLang does", "temperature 1, or `tidemill teacher`"
         report.error("teachers", where, want=want, got=got, cure=cure)
         return
-    report.good("teachers", f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids")
+    report.good(
+        "teachers",
+        f"{teacher.name}: {url}, {info.get('model_path', 'a model')}, {vocabulary or 'an unknown number of'} ids",
+    )
 
 
 def _get(url: str) -> dict[str, object]:

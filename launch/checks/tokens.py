@@ -1,4 +1,5 @@
-"""Checks of the tokenizer, the chat template, the end tokens and the gateway's renderer, with prompts as the learner tokenizes them.
+"""Checks of the tokenizer, the chat template, the end tokens and the gateway's renderer, with prompts as the learner
+tokenizes them.
 
 Loads neither torch nor transformers.
 """
@@ -26,7 +27,10 @@ CHAT = "chat"
 """Protocol of ``multi_turn`` in which the chat template writes the tools, which it has by default."""
 QUESTION = ({"role": "user", "content": "What is three plus four?"},)
 """Chat that chat templates and renderers are tried with."""
-TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
+}
 LOAD_S = 30.0
 """Seconds in which a program by import path is loaded."""
 WITHOUT_JSON = ("tokenizer.model", "vocab.json", "spiece.model")
@@ -46,7 +50,13 @@ def check_tokenizer(report: Report, config: RunConfig, model: CheckedModel) -> P
     size = text.vocab_size
     if size > model.vocab_size:
         want = f"at most the {model.vocab_size} tokens of the model (vocab_size)"
-        report.error("tokenizer", str(file), want=want, got=size, cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})")
+        report.error(
+            "tokenizer",
+            str(file),
+            want=want,
+            got=size,
+            cure=f"save the tokenizer that belongs to it ({report.at(SETTING)})",
+        )
         return None
     template = _template(report, config, model)
     report.good("tokenizer", f"{size} tokens, chat template: {'none' if template is None else 'there'}")
@@ -68,7 +78,11 @@ def _read(report: Report, config: RunConfig, model: CheckedModel, file: Path) ->
     except ValueError as error:
         report.error("tokenizer", str(file), want="a tokenizer", got=str(error), cure=cure)
         return None
-    if text is None and config.engine.kind != "builtin" and any((model.directory / name).exists() for name in WITHOUT_JSON):
+    if (
+        text is None
+        and config.engine.kind != "builtin"
+        and any((model.directory / name).exists() for name in WITHOUT_JSON)
+    ):
         report.warning("tokenizer", str(file), want="one, to check prompts with", got="only a slow one", cure=cure)
     elif text is None:
         report.error("tokenizer", str(file), want="a tokenizer", got="no such file", cure=cure)
@@ -80,7 +94,13 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
     try:
         template = MessageTemplate.read(model.directory)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        report.error("tokenizer", str(model.directory), want="a chat template", got=str(error), cure="fix it in tokenizer_config.json")
+        report.error(
+            "tokenizer",
+            str(model.directory),
+            want="a chat template",
+            got=str(error),
+            cure="fix it in tokenizer_config.json",
+        )
         return None
     if template is None and config.data.apply_chat_template:
         want = f"a tokenizer with a chat template in {model.directory}"
@@ -90,13 +110,17 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
 
 
 def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
-    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the renderer.
+    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the
+    renderer.
 
-    A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at all.
+    A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at
+    all.
     """
     if model is None or model.directory is None or config.actor.gateway.renderer:
         return
-    rollouts = [(name, rollout) for name, rollout in config.rollouts.items() if rollout.use.startswith((MULTI_TURN, PROGRAM))]
+    rollouts = [
+        (name, rollout) for name, rollout in config.rollouts.items() if rollout.use.startswith((MULTI_TURN, PROGRAM))
+    ]
     got = _leaves_out_tools(model.directory, config.data.chat_template_args) if rollouts else ""
     for name, rollout in rollouts if got else ():
         setting, tools = "options.tools", rollout.options.get("tools")
@@ -106,13 +130,18 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
             continue
         if not tools:
             continue
-        want, cure = "a chat template that writes tools, or the option protocol: text", f"change chat_template.jinja in {model.directory}"
+        want, cure = (
+            "a chat template that writes tools, or the option protocol: text",
+            f"change chat_template.jinja in {model.directory}",
+        )
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
         report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the reason."""
+    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
+    reason.
+    """
     async with Children(rollout.program, options=rollout.options, python=rollout.python) as children:
         try:
             async with asyncio.timeout(LOAD_S):
@@ -141,20 +170,34 @@ def check_end_tokens(report: Report, model: Path) -> None:
     try:
         tokens = EndTokens.read(model)
     except ValueError as error:  # the check of the model or of its tokenizer names it
-        report.warning(TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file")
+        report.warning(
+            TOPIC, str(model), want="files of a model and its tokenizer", got=str(error), cure="correct the file"
+        )
         return
     before = len(report.warnings)
     if not tokens.ids:
-        want = "a token that ends a response: eos_token_id in config.json or generation_config.json, or eos_token of the tokenizer"
+        want = (
+            "a token that ends a response: eos_token_id in config.json or generation_config.json, or eos_token "
+            "of the tokenizer"
+        )
         cure = "set eos_token_id in generation_config.json; every response goes on to sampling.max_new_tokens"
         report.warning(TOPIC, str(model), want=want, got="none", cure=cure)
     if tokens.tokenizer is not None and tokens.configured and tokens.tokenizer not in tokens.configured:
-        want = f"the tokenizer's eos_token among eos_token_id of config.json and generation_config.json, {_shown(tokens.configured)}"
-        cure = "correct the file that is wrong, often tokenizer_config.json behind a conversion; here both end a response"
+        want = (
+            "the tokenizer's eos_token among eos_token_id of config.json and generation_config.json, "
+            f"{_shown(tokens.configured)}"
+        )
+        cure = (
+            "correct the file that is wrong, often tokenizer_config.json behind a conversion; here both end a response"
+        )
         report.warning(TOPIC, str(model / "tokenizer_config.json"), want=want, got=tokens.tokenizer, cure=cure)
     if tokens.turn is not None and tokens.turn not in tokens.named:
-        want = f"the token behind an answer in the chat template among the end tokens of the files, {_shown(tokens.named)}"
-        cure = "add it to eos_token_id in generation_config.json; here it ends a response, other programs do not know it"
+        want = (
+            f"the token behind an answer in the chat template among the end tokens of the files, {_shown(tokens.named)}"
+        )
+        cure = (
+            "add it to eos_token_id in generation_config.json; here it ends a response, other programs do not know it"
+        )
         report.warning(TOPIC, str(model), want=want, got=tokens.turn, cure=cure)
     if len(report.warnings) == before:
         report.good(TOPIC, f"a response ends with {_shown(tokens.ids)}")
@@ -165,7 +208,9 @@ def _shown(ids: tuple[int, ...]) -> str:
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have other packages."""
+    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have
+    other packages.
+    """
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -182,9 +227,13 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         severity("rollouts", where, want=error.want, got=error.got, cure=error.cure)
         return
     template_arguments = {
-        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {} for name, eval_set in config.eval.sets.items()
+        f"eval.sets.{name}.chat_template_args": eval_set.chat_template_args or {}
+        for name, eval_set in config.eval.sets.items()
     }
-    for setting, template_args in {"data.chat_template_args": config.data.chat_template_args, **template_arguments}.items():
+    for setting, template_args in {
+        "data.chat_template_args": config.data.chat_template_args,
+        **template_arguments,
+    }.items():
         if rejected := _rejects(renderer, template_args):
             cure = "leave it out, and set actor.gateway.renderer_options in its place"
             want = f"arguments that the renderer {renderer.name} has"
@@ -199,7 +248,10 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
         cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory, config.data.chat_template_args):
-        want, cure = "the token ids of the model's chat template", "name the renderer of this model's family, if it is another one"
+        want, cure = (
+            "the token ids of the model's chat template",
+            "name the renderer of this model's family, if it is another one",
+        )
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
 
 
@@ -227,7 +279,9 @@ def _tells_of_tools(renderer: Renderer) -> bool:
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
-    """Return how a question differs from the model's chat template; empty where it does not, or there is no template."""
+    """Return how a question differs from the model's chat template; empty where it does not, or there is no
+    template.
+    """
     try:
         template = ChatTemplate.read(directory)
         if template is None:
@@ -239,7 +293,8 @@ def _difference(renderer: Renderer, text: Text, directory: Path, template_args: 
     if ours == theirs:
         return ""
     num_equal = next(
-        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), min(len(ours), len(theirs))
+        (place for place, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]),
+        min(len(ours), len(theirs)),
     )
     before, ours_text, theirs_text = (
         text.decode(ids, skip_special=False) for ids in (ours[:num_equal], ours[num_equal:][:8], theirs[num_equal:][:8])

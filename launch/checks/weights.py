@@ -1,4 +1,5 @@
-"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads no torch.
+"""Checks of the weights that a run begins with and trains: checkpoints (Megatron's, too), frozen names, adapters. Loads
+no torch.
 
 A checkpoint of Megatron is compared with the model by the names and shapes in its index; no tensor is read.
 """
@@ -51,8 +52,10 @@ _IN_LAYER: Mapping[str, tuple[str, ...]] = {
     "mlp.shared_experts.down_proj.weight": ("mlp.shared_experts.linear_fc2.weight",),
     "mlp.shared_expert_gate.weight": ("mlp.shared_experts.gate_weight",),
 }
-"""Ends of Hugging Face names in a layer, after ``_alike``, and of Megatron's: several where layers of Transformer Engine have another.
-Source: mbridge 0.15.1 and ``sharded_state_dict`` of megatron-core 0.16.1."""
+"""Ends of Hugging Face names in a layer, after ``_alike``, and of Megatron's: several where layers of Transformer
+Engine have another.
+Source: mbridge 0.15.1 and ``sharded_state_dict`` of megatron-core 0.16.1.
+"""
 _MIXTRALS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(.+)")
@@ -64,10 +67,11 @@ BEGINS = "learner.from_checkpoint"
 
 
 def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_layers: int) -> None:
-    """Report a checkpoint that cannot be read, or belongs to another model. ``tensors``: the tensors of the model's directory.
+    """Report a checkpoint that cannot be read, or belongs to another model. ``tensors``: the tensors of the model's
+    directory.
 
-    Those of layers from ``num_layers`` on are for further tokens, which the learner does not train. With a bridge of the user's own, only
-    the ranks can compare.
+    Those of layers from ``num_layers`` on are for further tokens, which the learner does not train. With a bridge of
+    the user's own, only the ranks can compare.
     """
     if not config.model.megatron_checkpoint:
         return
@@ -81,16 +85,24 @@ def check_megatron(report: Report, config: RunConfig, tensors: Shapes, *, num_la
         cure = "give a complete checkpoint, or remove the setting for the weights of model.path"
         report.error("model", where, want=refused.want, got=got, cure=cure)
         return
-    model_tensors = {name: shape for name, shape in tensors.items() if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers}
+    model_tensors = {
+        name: shape
+        for name, shape in tensors.items()
+        if not (layer := _LAYER.fullmatch(name)) or int(layer[1]) < num_layers
+    }
     if difference := None if config.learner.bridge else differing(index, model_tensors):
         cure = "give a checkpoint of the model in model.path, or that model's directory"
         report.error("model", where, want=difference[0], got=f"{difference[1]} in {iteration}", cure=cure)
     else:
-        report.good("model", f"{SETTING}: {iteration}, {len(index)} tensors in its index; the run begins with the model's")
+        report.good(
+            "model", f"{SETTING}: {iteration}, {len(index)} tensors in its index; the run begins with the model's"
+        )
 
 
 def differing(index: Shapes, tensors: Shapes) -> tuple[str, str] | None:
-    """Return the first difference between the index of a checkpoint and a model, as (wanted, got); None if there is none."""
+    """Return the first difference between the index of a checkpoint and a model, as (wanted, got); None if there is
+    none.
+    """
     in_checkpoint = _whole(index)
     used = set()
     for names, shape in expected(tensors):
@@ -110,7 +122,9 @@ def _fits(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> bool:
 
 
 def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]]]:
-    """Yield the possible names of each tensor of Megatron's model, with each layer apart and all experts in one, and its shape."""
+    """Yield the possible names of each tensor of Megatron's model, with each layer apart and all experts in one, and
+    its shape.
+    """
     shapes: dict[tuple[str, ...], tuple[int, ...]] = {}
     experts: dict[tuple[str, ...], int] = {}
     for name, shape in tensors.items():
@@ -120,7 +134,9 @@ def expected(tensors: Shapes) -> Iterator[tuple[tuple[str, ...], tuple[int, ...]
             end = _alike(layer[2])
             if expert := _EXPERT.fullmatch(end):
                 end = f"mlp.experts.{expert[2]}"
-            latent = end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors
+            latent = (
+                end == "self_attn.q_proj.weight" and f"model.layers.{layer[1]}.self_attn.kv_b_proj.weight" in tensors
+            )
             ends = ("self_attention.linear_q_proj.weight",) if latent else _IN_LAYER.get(end, ())
             names = tuple(f"decoder.layers.{layer[1]}.{ending}" for ending in ends)
             if expert:
@@ -142,7 +158,9 @@ def _alike(end: str) -> str:
 
 
 def _whole(index: Shapes) -> dict[str, tuple[int, ...]]:
-    """Return the tensors of the model in an index, with each layer apart, and experts and halves of gated layers in one."""
+    """Return the tensors of the model in an index, with each layer apart, and experts and halves of gated layers in
+    one.
+    """
     of_model = {
         name: shape
         for name, shape in index.items()
@@ -173,28 +191,50 @@ def _merged(apart: Shapes) -> dict[str, tuple[int, ...]]:
 
 
 def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
-    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: the model's."""
+    """Report patterns that name no weight, or all of them, and adapters that do not fit the settings. ``tensors``: the
+    model's.
+    """
     learner = config.learner
     names = list(tensors)
     for pattern in unmatched(learner.optimizer.freeze, names):
         cure = "use the names of the model's safetensors, such as ^model.embed_tokens or layers.[0-3][.]"
         report.error(
-            "model", report.at(FREEZE), want="patterns that are found in names of the model's weights", got=repr(pattern), cure=cure
+            "model",
+            report.at(FREEZE),
+            want="patterns that are found in names of the model's weights",
+            got=repr(pattern),
+            cure=cure,
         )
     if learner.lora.rank:
         adapted = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in trained_tensors(tensors, learner)}
         if missing := sorted(set(learner.lora.targets) - adapted):
-            want = f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts have none"
-            report.error("model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out")
-    setting, choice = ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
+            want = (
+                f"layers of this model that can have adapters ({', '.join(sorted(adapted)) or 'none'}); experts "
+                "have none"
+            )
+            report.error(
+                "model", report.at("learner.lora.targets"), want=want, got=", ".join(missing), cure="leave them out"
+            )
+    setting, choice = (
+        ("learner.lora.targets", learner.lora.targets) if learner.lora.rank else (FREEZE, learner.optimizer.freeze)
+    )
     stages = stages_of(tensors, learner.pipeline_parallel, learner.virtual_pipeline, edge_layers=learner.edge_layers)
     idle = [number for number, stage in enumerate(stages) if not trained_tensors(stage, learner)]
     if len(idle) == len(stages):
         cure = "leave weights to train"
-        report.error("model", report.at(FREEZE), want="weights that are trained", got=repr(list(learner.optimizer.freeze)), cure=cure)
+        report.error(
+            "model",
+            report.at(FREEZE),
+            want="weights that are trained",
+            got=repr(list(learner.optimizer.freeze)),
+            cure=cure,
+        )
     elif idle:
         got = f"{list(choice)}: stage {idle[0]} would train nothing"
-        want, cure = "weights that are trained in every stage of the pipeline", "lower learner.pipeline_parallel, or choose other layers"
+        want, cure = (
+            "weights that are trained in every stage of the pipeline",
+            "lower learner.pipeline_parallel, or choose other layers",
+        )
         report.error("model", report.at(setting), want=want, got=got, cure=cure)
     if learner.from_checkpoint:
         _check_beginning(report, Path(learner.from_checkpoint))
@@ -211,7 +251,10 @@ def _check_beginning(report: Report, directory: Path) -> None:
     if not directory.is_dir():
         got = f"{directory}: no such directory"
     elif (directory / "config.json").is_file():
-        got, cure = f"{directory}: a model directory", "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
+        got, cure = (
+            f"{directory}: a model directory",
+            "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT",
+        )
     elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
         got += ", as in checkpoints of Megatron itself"
         cure = "make it model.megatron_checkpoint"

@@ -2,8 +2,8 @@
 
     stream SAMPLES --read--> recording in DIR --fsync--> the reader's position moves --> the learner may trim
 
-Killed at any moment, it resumes: samples behind the reader's position are read again, samples in a recording are not written
-twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
+Killed at any moment, it resumes: samples behind the reader's position are read again, samples in a recording are not
+written twice, and a partial frame is cut off. A recording is closed when it is large enough, and when the archive ends.
 """
 
 import argparse
@@ -38,35 +38,57 @@ SYNC_EVERY_S = 1.0
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument("-o", "--out", required=True, metavar="DIRECTORY", help="directory of the recordings; existing ones are continued")
+    parser.add_argument(
+        "-o",
+        "--out",
+        required=True,
+        metavar="DIRECTORY",
+        help="directory of the recordings; existing ones are continued",
+    )
     parser.add_argument("--name", default="archive", help="name under which it is registered (default: archive)")
     policy = "wait: trimming waits for it, until the stream is 85 %% full; leave: it does not"
     parser.add_argument("--policy", choices=("wait", "leave"), default="wait", help=policy)
-    parser.add_argument("--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)")
+    parser.add_argument(
+        "--rotate", type=float, default=256.0, metavar="MB", help="size at which a recording is closed (default 256)"
+    )
     parser.add_argument("--until-end", action="store_true", help="end at the present end of the stream")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors of the bus, too."""
-    return read_until_drained(args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR)
+    """Write samples to recordings until drained. Returns the exit code of ``process.run``. Raises ValueError for errors
+    of the bus, too.
+    """
+    return read_until_drained(
+        args, lambda url, run, draining: archive(url, run, args, draining), name=args.name, user=OPERATOR
+    )
 
 
 async def archive(url: str, run: str, args: argparse.Namespace, draining: asyncio.Event) -> None:
-    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at the start are done.
+    """Archive until ``draining`` is set; with ``args.until_end``, or when the run is over, until the samples present at
+    the start are done.
 
     Raises BusError, ValueError.
     """
     positive("--rotate", args.rotate)
     async with connect(url, run, name=f"archive {args.name}", wait_s=CONNECT_S) as bus:
         state = await bus.samples.info()
-        recordings = ArchiveDirectory(Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6))
+        recordings = ArchiveDirectory(
+            Path(args.out), Origin(run=run, created=state.created), rotate_bytes=int(args.rotate * 1e6)
+        )
         reader: Reader | UnregisteredReader
         if args.ended:
-            reader = UnregisteredReader(name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy))
+            reader = UnregisteredReader(
+                name=args.name, row=ReaderRow(created=state.created, floor=state.first_seq - 1, policy=args.policy)
+            )
         else:
             reader = await Reader.open(bus, args.name, policy=args.policy)
         if reader.row.floor > recordings.last_seq > 0:
-            log.warning("samples %d to %d were archived elsewhere: %s has none", recordings.last_seq + 1, reader.row.floor, args.out)
+            log.warning(
+                "samples %d to %d were archived elsewhere: %s has none",
+                recordings.last_seq + 1,
+                reader.row.floor,
+                args.out,
+            )
         try:
             await _fill(bus, recordings, reader, draining, state.last_seq if args.until_end or args.ended else None)
         finally:
@@ -87,7 +109,11 @@ class UnregisteredReader:
 
 
 async def _fill(
-    bus: Bus, recordings: "ArchiveDirectory", reader: Reader | UnregisteredReader, draining: asyncio.Event, last: int | None
+    bus: Bus,
+    recordings: "ArchiveDirectory",
+    reader: Reader | UnregisteredReader,
+    draining: asyncio.Event,
+    last: int | None,
 ) -> None:
     samples = _unarchived(bus, reader, recordings.last_seq, last)
     drained = asyncio.create_task(draining.wait(), name="draining")
@@ -118,7 +144,9 @@ async def _fill(
         await samples.aclose()  # type: ignore[attr-defined]
 
 
-async def _unarchived(bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None) -> AsyncIterator[StoredSample]:
+async def _unarchived(
+    bus: Bus, reader: Reader | UnregisteredReader, last_seq: int, last: int | None
+) -> AsyncIterator[StoredSample]:
     """Yield the samples after the reader's position that no recording has, up to ``last``; for ever if that is None.
 
     A gap is an error, or a warning under the policy ``leave``.
@@ -140,14 +168,18 @@ async def _check_gap(history: History, reader: Reader | UnregisteredReader, expe
     if reader.row.policy != LEAVE:
         what = f"{reader.name}: samples {expected} to {first - 1} are missing (--policy leave continues without them)"
         raise StreamTrimmed(what, expected, first)
-    log.warning("samples are missing, they were trimmed before they were archived first=%d last=%d", expected, first - 1)
+    log.warning(
+        "samples are missing, they were trimmed before they were archived first=%d last=%d", expected, first - 1
+    )
 
 
 class ArchiveDirectory:
     """The recordings of one stream in a directory; the last one may be open."""
 
     def __init__(self, directory: Path, origin: Origin, *, rotate_bytes: int) -> None:
-        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another stream."""
+        """Repair a recording that a kill left open. Raises ValueError for a directory with samples of another
+        stream.
+        """
         self._directory, self._origin, self._rotate_bytes = directory, origin, rotate_bytes
         self._file: IO[bytes] | None = None
         self._recorder: RecordingWriter | None = None
@@ -160,7 +192,9 @@ class ArchiveDirectory:
         for path in sorted(directory.glob(f"*{SUFFIX}")):
             recorded_origin, last = repair(path)
             if recorded_origin is not None and recorded_origin != origin:
-                ours, theirs = (f"run {stream.run} (stream of {stream.created})" for stream in (origin, recorded_origin))
+                ours, theirs = (
+                    f"run {stream.run} (stream of {stream.created})" for stream in (origin, recorded_origin)
+                )
                 raise ValueError(f"--out: want a directory for {ours}, {path} is of {theirs}")
             self.last_seq = max(self.last_seq, last)
 

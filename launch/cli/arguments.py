@@ -1,4 +1,6 @@
-"""Arguments that several commands have, and the parser that refuses unknown options with the usage of their command. Light."""
+"""Arguments that several commands have, and the parser that refuses unknown options with the usage of their command.
+Light.
+"""
 
 import argparse
 import difflib
@@ -19,8 +21,12 @@ class CommandParser(argparse.ArgumentParser):
         parsed, unknown_words = super().parse_known_args(args, namespace)
         if unknown_words:
             names = [word for word in unknown_words if word.startswith("-")]
-            nearest = difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
-            self.error(f"unrecognized arguments: {' '.join(unknown_words)}" + (f" (nearest: {nearest[0]})" if nearest else ""))
+            nearest = (
+                difflib.get_close_matches(names[0].partition("=")[0], self._option_string_actions, n=1) if names else []
+            )
+            self.error(
+                f"unrecognized arguments: {' '.join(unknown_words)}" + (f" (nearest: {nearest[0]})" if nearest else "")
+            )
         return parsed, unknown_words
 
 
@@ -57,11 +63,19 @@ def add_config(parser: argparse.ArgumentParser, *, positional: bool = False, req
     """Add the configuration, the settings that change it, and --print-config."""
     if positional:
         nargs = "+" if required else "*"
-        parser.add_argument("config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win")
+        parser.add_argument(
+            "config", type=Path, nargs=nargs, metavar="CONFIG", help="the run's YAML file; of several, later ones win"
+        )
     else:
-        parser.add_argument("--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several")
-    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated")
-    parser.add_argument("--print-config", action="store_true", help="print every setting and where its value comes from, and end")
+        parser.add_argument(
+            "--config", type=Path, nargs="+", required=required, default=[], help="the run's YAML file, or several"
+        )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="path.to.key=value", help="change a setting; may be repeated"
+    )
+    parser.add_argument(
+        "--print-config", action="store_true", help="print every setting and where its value comes from, and end"
+    )
 
 
 def add_from_checkpoint(parser: argparse.ArgumentParser) -> None:
@@ -96,31 +110,51 @@ def add_allow(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="SETTING=VALUE",
-        help="accept this setting from the run although it names code, a program or a file here; * for any value; may be repeated",
+        help=(
+            "accept this setting from the run although it names code, a program or a file here; * for any value; "
+            "may be repeated"
+        ),
     )
 
 
 def add_listening(parser: argparse.ArgumentParser) -> None:
     """Add the addresses at which a process listens, and is reached by others."""
-    parser.add_argument("--host", default="", help="address to listen on; default: that of the interface that leads to the bus")
-    parser.add_argument("--advertise", default="", metavar="HOST[:PORT]", help="address that other machines use, if not --host")
+    parser.add_argument(
+        "--host", default="", help="address to listen on; default: that of the interface that leads to the bus"
+    )
+    parser.add_argument(
+        "--advertise", default="", metavar="HOST[:PORT]", help="address that other machines use, if not --host"
+    )
 
 
 def add_since(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about the first sample."""
     begin = parser.add_mutually_exclusive_group()
-    begin.add_argument("--since", default="", metavar="WHEN", help="a time ago (10m, 2h), an ISO time, or a sequence (#123)")
     begin.add_argument(
-        "--since-version", type=int, metavar="V", help="from the first sample without a token older than version V of the weights"
+        "--since", default="", metavar="WHEN", help="a time ago (10m, 2h), an ISO time, or a sequence (#123)"
     )
-    parser.add_argument("--search", type=int, default=100_000, metavar="N", help="for --last: look through the N newest (default 100000)")
+    begin.add_argument(
+        "--since-version",
+        type=int,
+        metavar="V",
+        help="from the first sample without a token older than version V of the weights",
+    )
+    parser.add_argument(
+        "--search",
+        type=int,
+        default=100_000,
+        metavar="N",
+        help="for --last: look through the N newest (default 100000)",
+    )
 
 
 def add_filter(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that select samples."""
     which = parser.add_argument_group("which samples")
     which.add_argument("--reward", default="", metavar="RANGE", help=_RANGE)
-    which.add_argument("--lag", default="", metavar="RANGE", help="steps between its oldest version and the newest one when it came")
+    which.add_argument(
+        "--lag", default="", metavar="RANGE", help="steps between its oldest version and the newest one when it came"
+    )
     which.add_argument("--tokens", default="", metavar="RANGE", help="length of the response")
     which.add_argument("--status", action="append", default=[], choices=STATUSES, help="may be repeated")
     which.add_argument("--kind", choices=("train", "eval"))

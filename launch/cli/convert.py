@@ -1,4 +1,6 @@
-"""``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a checkpoint."""
+"""``tidemill convert``: a learner's checkpoint as a Hugging Face directory, or a Hugging Face directory as a
+checkpoint.
+"""
 
 import argparse
 import logging
@@ -25,13 +27,22 @@ from tidemill.launch.settings.extras import require
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     parser.add_argument(
-        "source", type=Path, metavar="FROM", help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory"
+        "source",
+        type=Path,
+        metavar="FROM",
+        help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory",
     )
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
     parser.add_argument(
-        "--model", type=Path, default=None, metavar="DIR", help="model of the checkpoint: configuration, tokenizer (default: the run's)"
+        "--model",
+        type=Path,
+        default=None,
+        metavar="DIR",
+        help="model of the checkpoint: configuration, tokenizer (default: the run's)",
     )
-    parser.add_argument("--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge")
+    parser.add_argument(
+        "--bridge", default="", metavar="MODULE:CLASS", help="bridge of the model's family, as learner.bridge"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -41,9 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -> int:
-    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in one line.
+    """Convert by the kind of ``source``, in this process, on the CPU. Returns 0. Raises ValueError with the reason in
+    one line.
 
-    ``bridge``: import path of the bridge of the model's family; empty = the bridge of the run that has written the checkpoint.
+    ``bridge``: import path of the bridge of the model's family; empty = the bridge of the run that has written the
+    checkpoint.
     """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
@@ -73,7 +86,8 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
 def weights_of(checkpoint: Path, model: Path | None) -> "dict[str, Tensor]":
     """Return the weights of a checkpoint under Hugging Face names, read in this process, on the CPU.
 
-    ``model``: its model directory; None = the model of the run that has written it. Raises ValueError with the reason in one line.
+    ``model``: its model directory; None = the model of the run that has written it. Raises ValueError with the reason
+    in one line.
     """
     model_dir, bridge = _of_run(checkpoint, model)
     with _in_this_process() as parallel:
@@ -100,7 +114,8 @@ def _in_this_process() -> "Iterator[Parallel]":
 
 
 def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
-    """Return model directory and bridge of the run that has written a checkpoint; ``model`` instead of its directory, if given.
+    """Return model directory and bridge of the run that has written a checkpoint; ``model`` instead of its directory,
+    if given.
 
     Raises ValueError for a checkpoint in no run's directory without ``model``.
     """
@@ -109,10 +124,12 @@ def _of_run(checkpoint: Path, model: Path | None) -> tuple[Path, str]:
     path = "" if run is None else run.model.path
     if model is None and not path:
         raise ValueError(
-            f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no {file}); give --model DIR"
+            f"--model: want the model directory of {checkpoint}, which lies in no run's directory (no "
+            f"{file}); give --model DIR"
         )
     if model is None and not Path(path).is_dir():
         raise ValueError(
-            f"--model: want the model directory of {checkpoint}, got none at {path!r} (model.path of {file}); give --model DIR"
+            f"--model: want the model directory of {checkpoint}, got none at {path!r} (model.path of {file}); "
+            "give --model DIR"
         )
     return model or Path(path), "" if run is None else run.learner.bridge

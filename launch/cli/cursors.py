@@ -13,7 +13,9 @@ from tidemill.launch.cli.find_run import change, look
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument("--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it")
+    parser.add_argument(
+        "--forget", default="", metavar="NAME", help="remove this reader: trimming no longer waits for it"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +38,11 @@ async def show_cursors(bus: Bus, args: argparse.Namespace) -> int:
         else:
             kept = "trimming waits for it" if place.policy == WAIT else "trimming does not wait for it"
         console.print(
-            f"{name}: at {place.floor}, {max(0, state.last_seq - place.floor)} messages behind; {kept}; read by {place.owner}", markup=False
+            (
+                f"{name}: at {place.floor}, {max(0, state.last_seq - place.floor)} messages behind; {kept}; read "
+                f"by {place.owner}"
+            ),
+            markup=False,
         )
     if not places:
         console.print("no reader is registered; the learner's own position is in its checkpoint")

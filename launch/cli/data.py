@@ -1,4 +1,6 @@
-"""``tidemill data``: checks files of prompts row by row, writes the tasks of a taskset as prompts, and imports responses."""
+"""``tidemill data``: checks files of prompts row by row, writes the tasks of a taskset as prompts, and imports
+responses.
+"""
 
 import argparse
 import json
@@ -43,21 +45,44 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_taskset(words)
     imported = words.add_parser("import", help="make rows of recordings, archives and files of responses")
     imported.add_argument("files", nargs="+", metavar="FILE", help="*.tide, archives, .jsonl")
-    imported.add_argument("-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write")
-    check = words.add_parser("check", help="name every bad row, count and show the others")
-    check.add_argument("files", nargs="+", metavar="FILE|CONFIG", help="files or directories of prompts, path@[a:b]; or a run's YAML files")
-    check.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting, such as data.label_key")
-    check.add_argument(
-        "--most", type=int, default=20, metavar="N", help="bad rows of a file that are named (default 20); others are counted"
+    imported.add_argument(
+        "-o", "--out", type=Path, required=True, metavar="FILE", help="the .jsonl file of rows to write"
     )
-    check.add_argument("--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)")
+    check = words.add_parser("check", help="name every bad row, count and show the others")
+    check.add_argument(
+        "files",
+        nargs="+",
+        metavar="FILE|CONFIG",
+        help="files or directories of prompts, path@[a:b]; or a run's YAML files",
+    )
+    check.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="path.to.key=value",
+        help="change a setting, such as data.label_key",
+    )
+    check.add_argument(
+        "--most",
+        type=int,
+        default=20,
+        metavar="N",
+        help="bad rows of a file that are named (default 20); others are counted",
+    )
+    check.add_argument(
+        "--preview", type=int, default=1, metavar="N", help="good rows of a file that are shown (default 1)"
+    )
 
 
 def _add_taskset(words: "Words") -> None:
-    taskset = words.add_parser("verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)")
+    taskset = words.add_parser(
+        "verifiers", help="write the tasks of a taskset of verifiers as prompts (docs/rollouts.md)"
+    )
     taskset.add_argument("taskset", metavar="TASKSET", help="id of the taskset, as in use: verifiers:TASKSET")
     taskset.add_argument("out", metavar="FILE", help="the prompt file, JSONL")
-    taskset.add_argument("--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)")
+    taskset.add_argument(
+        "--python", default="", metavar="PATH", help="interpreter that has verifiers (default: this one)"
+    )
     taskset.add_argument("--count", type=int, default=0, metavar="N", help="the first N tasks (default 0 = all)")
     taskset.add_argument("--options", default="{}", metavar="JSON", help="the rollout's options")
 
@@ -139,7 +164,9 @@ def _reader(args: argparse.Namespace) -> RowReader:
     text = Text.read(directory)
     if model is None or tokenize is None or text is None:
         return reader
-    longest = config.sampling.max_new_tokens if configs else 0  # files alone are of no run, which has a longest response
+    longest = (
+        config.sampling.max_new_tokens if configs else 0
+    )  # files alone are of no run, which has a longest response
     tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
     if configs:
         rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))
@@ -153,7 +180,8 @@ def _rendered(tokens: RowTokens, text: Text, row: PromptRow) -> str:
     if not recorded:
         return f"{len(prompt)} tokens {text.decode(prompt.tolist(), skip_special=False)!a:.{SHOWN}}"
     return "; ".join(
-        f"{len(response.tokens)} tokens {text.decode(response.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
+        f"{len(response.tokens)} tokens "
+        f"{text.decode(response.tokens.tolist(), skip_special=False)!a:.{SHOWN}}, of which "
         f"{int(response.loss_mask.sum())} are trained: "
         f"{text.decode(response.tokens[-len(response.loss_mask) :][response.loss_mask == 1].tolist(), skip_special=False)!a:.{SHOWN}}"
         for response in recorded
@@ -195,7 +223,9 @@ def _shown(row: PromptRow, render: Rendering | None) -> str:
 
 
 def write_tasks(args: argparse.Namespace) -> int:
-    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an unreadable taskset."""
+    """Write the file whole, or not at all. Returns 0. Raises ValueError for bad arguments, PromptError for an
+    unreadable taskset.
+    """
     python, out = args.python or sys.executable, Path(args.out)
     if args.count < 0:
         raise ValueError(f"--count: want a whole number >= 0 (0 = all), got {args.count}")
@@ -218,11 +248,16 @@ def write_tasks(args: argparse.Namespace) -> int:
             raise PromptError(args.taskset, "a taskset with tasks", "none")
         part.replace(out)
     except OSError as error:
-        raise PromptError(str(error.filename or out), "a file or program that can be opened", error.strerror or error) from None
+        raise PromptError(
+            str(error.filename or out), "a file or program that can be opened", error.strerror or error
+        ) from None
     finally:
         part.unlink(missing_ok=True)
     settings = f"data.path={out}, data.metadata_key=metadata"
-    print(f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: {OF_VERIFIERS}{args.taskset}")
+    print(
+        f"{out}: {count} prompts of {args.taskset}; train on them with {settings} and a rollout with use: "
+        f"{OF_VERIFIERS}{args.taskset}"
+    )
     return 0
 
 

@@ -32,7 +32,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises ValueError."""
+    """List dead tasks, or store a decision on some. Returns 0, or 1 when the learner has not recorded it yet. Raises
+    ValueError.
+    """
     if args.word == "list":
         return look(args, show_dead)
     if not (args.tasks or args.all or args.reason):
@@ -44,7 +46,11 @@ async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
     """List dead tasks, newest last; without --all only tasks without a decision; return 0."""
     console = Console(highlight=False, soft_wrap=True)
     letters, decisions = await _read(bus)
-    chosen = [letter for letter in letters.values() if args.reason in letter.reason and (args.all or letter.task not in decisions)]
+    chosen = [
+        letter
+        for letter in letters.values()
+        if args.reason in letter.reason and (args.all or letter.task not in decisions)
+    ]
     for letter in chosen:
         word = decisions[letter.task].word if letter.task in decisions else ""
         if args.json:
@@ -53,12 +59,14 @@ async def show_dead(bus: Bus, args: argparse.Namespace) -> int:
             shown = f" [{word}]" if word else ""
             last_actor = plain(letter.actor or "unknown")
             console.print(
-                f"task {letter.task}{shown}: {letter.attempts} attempts, last by {last_actor}: {plain(letter.reason)}", markup=False
+                f"task {letter.task}{shown}: {letter.attempts} attempts, last by {last_actor}: {plain(letter.reason)}",
+                markup=False,
             )
             console.print(f"    {plain(_short(letter.prompt))}", style="dim", markup=False)
     if not chosen and not args.json:
         console.print(
-            f"no dead task{f' with {args.reason!r} in its reason' if args.reason else ''} ({len(letters)} in all; --all shows them)"
+            f"no dead task{f' with {args.reason!r} in its reason' if args.reason else ''} ({len(letters)} in "
+            "all; --all shows them)"
         )
     return 0
 
@@ -98,7 +106,11 @@ async def _decide(bus: Bus, console: Console, decisions: dict[int, DeadLetterDec
         return True
     before = decisions.get(task) or (await bus.dead.decisions())[task]
     console.print(
-        f"task {task}: already decided: {plain(before.word)}, by {plain(before.by) or 'unknown'}; the first decision counts", markup=False
+        (
+            f"task {task}: already decided: {plain(before.word)}, by {plain(before.by) or 'unknown'}; the first "
+            "decision counts"
+        ),
+        markup=False,
     )
     return False
 
@@ -117,7 +129,11 @@ async def _wait_recorded(bus: Bus, console: Console, tasks: list[int]) -> int:
     except TimeoutError:
         pass
     feeders = await LiveView(bus).alive("feeder")
-    reason = "the learner is busy, or needs no more prompts" if feeders else "no learner is running; it reads the decision when it starts"
+    reason = (
+        "the learner is busy, or needs no more prompts"
+        if feeders
+        else "no learner is running; it reads the decision when it starts"
+    )
     console.print(f"not recorded yet: {reason}")
     return 1
 

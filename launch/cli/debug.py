@@ -35,21 +35,39 @@ def add(parser: argparse.ArgumentParser) -> None:
     words = parser.add_subparsers(dest="word", required=True, metavar="WORD")
 
     compare = words.add_parser("compare", help="the first thing that differs between two dumps, and by how much")
-    compare.add_argument("ours", type=Path, metavar="A", help="a file of debug.save_train, its record, or a dump of modules")
-    compare.add_argument("theirs", type=Path, metavar="B", nargs="?", help="another one; without it, the record that belongs to A")
-    compare.add_argument("--tolerance", type=float, default=None, metavar="X", help="modules: relative error; else: absolute difference")
+    compare.add_argument(
+        "ours", type=Path, metavar="A", help="a file of debug.save_train, its record, or a dump of modules"
+    )
+    compare.add_argument(
+        "theirs", type=Path, metavar="B", nargs="?", help="another one; without it, the record that belongs to A"
+    )
+    compare.add_argument(
+        "--tolerance", type=float, default=None, metavar="X", help="modules: relative error; else: absolute difference"
+    )
     compare.add_argument("--json", action="store_true", help="print one JSON object")
 
     score = words.add_parser("score", help="log-probs of the tokens of fixed prompts, and the outputs of modules")
     where = score.add_mutually_exclusive_group(required=True)
     where.add_argument("--model", type=Path, metavar="DIR", help="directory of a Hugging Face model, loaded here")
-    where.add_argument("--engine", default="", metavar="URL", help="a running engine, SGLang or built-in: log-probs only")
-    score.add_argument("--key-env", default="", metavar="VARIABLE", help="with --engine: variable with the run's api key, if it wants one")
+    where.add_argument(
+        "--engine", default="", metavar="URL", help="a running engine, SGLang or built-in: log-probs only"
+    )
+    score.add_argument(
+        "--key-env",
+        default="",
+        metavar="VARIABLE",
+        help="with --engine: variable with the run's api key, if it wants one",
+    )
     score.add_argument("--prompts", type=Path, required=True, metavar="FILE", help="a JSON list of token ids per line")
     score.add_argument("--out", type=Path, default=None, metavar="FILE", help="write a dump for tidemill debug compare")
-    implementation = "with --model: which implementation computes; engine: the built-in one; sglang: a server started for it"
+    implementation = (
+        "with --model: which implementation computes; engine: the built-in one; sglang: a server started for it"
+    )
     score.add_argument("--by", choices=("engine", "learner", "sglang"), default="engine", help=implementation)
-    config = "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of the server"
+    config = (
+        "with --by sglang: a configuration; its engine.sglang has the interpreter, arguments and environment of "
+        "the server"
+    )
     score.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help=config)
     names = "with --model: outputs to write, such as 'layers.0.*' or '*' for all modules (default: log_probs alone)"
     score.add_argument("--names", default="log_probs", metavar="PATTERN", help=names)
@@ -58,10 +76,14 @@ def add(parser: argparse.ArgumentParser) -> None:
     score.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help=dtype)
     score.add_argument("--json", action="store_true", help="print one JSON object per prompt")
 
-    weights = words.add_parser("weights", help="compare weights: directories, checkpoints, engines, or a run's engines with its files")
+    weights = words.add_parser(
+        "weights", help="compare weights: directories, checkpoints, engines, or a run's engines with its files"
+    )
     sides = "two of: model directories, checkpoints of a run or of Megatron, URLs of engines"
     weights.add_argument("sides", nargs="*", metavar="DIR|CHECKPOINT|URL", help=sides)
-    weights.add_argument("--run-dir", default="", help="a run's directory: each engine against the files of the version it serves")
+    weights.add_argument(
+        "--run-dir", default="", help="a run's directory: each engine against the files of the version it serves"
+    )
     model = "with --run-dir: compare with this directory; with a checkpoint: its model (default: the run's)"
     weights.add_argument("--model", type=Path, default=None, metavar="DIR", help=model)
     weights.add_argument("--json", action="store_true", help="print one JSON object per comparison")
@@ -116,7 +138,9 @@ def _print(comparison: "Comparison", *, as_json: bool) -> None:
         print(f"equal: {', '.join(before)}")
     print(f"DIFFERS first in {comparison.first}")
     for difference in comparison.differences[1 : 1 + SHOWN]:
-        print(f"  then {difference.name}: largest difference {difference.largest:.3g}, relative {difference.relative:.3g}")
+        print(
+            f"  then {difference.name}: largest difference {difference.largest:.3g}, relative {difference.relative:.3g}"
+        )
     if (num_hidden := len(comparison.differences) - 1 - SHOWN) > 0:
         print(f"  and {num_hidden} more")
 
@@ -133,10 +157,16 @@ def _score(args: argparse.Namespace) -> int:
         dtype = _dtype_of_engine(engine, args.dtype) if args.out is not None else ""
     else:
         if not (args.model / "config.json").exists():
-            raise ValueError(f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}")
+            raise ValueError(
+                f"--model: want a directory with a Hugging Face model (config.json in it), got {str(args.model)!r}"
+            )
         require("learner" if args.by == "learner" else "engine")
         source = f"{args.by} {args.model}"
-        outputs, dtype = _of_sglang(args, prompts) if args.by == "sglang" else _of_this_process(args, prompts, args.dtype or "float32")
+        outputs, dtype = (
+            _of_sglang(args, prompts)
+            if args.by == "sglang"
+            else _of_this_process(args, prompts, args.dtype or "float32")
+        )
     if args.out is not None:
         from tidemill.learner.debug.train_file import write_modules
 
@@ -156,10 +186,15 @@ def _print_scores(outputs: "Mapping[str, Array]", prompts: Sequence[Sequence[int
         if as_json:
             print(json.dumps({"prompt": number, "tokens": list(tokens), "log_probs": values}))
         else:
-            print(f"prompt {number}: {len(tokens)} tokens, mean log-prob {sum(values) / len(values):.4f}, least {min(values):.4f}")
+            print(
+                f"prompt {number}: {len(tokens)} tokens, mean log-prob {sum(values) / len(values):.4f}, least "
+                f"{min(values):.4f}"
+            )
 
 
-def _of_this_process(args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str) -> "tuple[dict[str, Array], str]":
+def _of_this_process(
+    args: argparse.Namespace, prompts: Sequence[Sequence[int]], dtype: str
+) -> "tuple[dict[str, Array], str]":
     """Return the outputs, computed in this process, and their dtype."""
     if args.by == "engine":
         from tidemill.actors.serving.builtin.scoring import score_directory
@@ -178,9 +213,13 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
 
     engine = load(args.config, environment=os.environ).config.engine
     settings = engine.sglang
-    settings = replace(settings, log=settings.log or str(Path(tempfile.gettempdir()) / f"tidemill-score-{os.getpid()}.log"))
+    settings = replace(
+        settings, log=settings.log or str(Path(tempfile.gettempdir()) / f"tidemill-score-{os.getpid()}.log")
+    )
     if args.dtype:
-        settings = replace(settings, arguments={name: value for name, value in settings.arguments.items() if name != "dtype"})
+        settings = replace(
+            settings, arguments={name: value for name, value in settings.arguments.items() if name != "dtype"}
+        )
         engine = replace(engine, dtype=args.dtype)
     print(f"starting SGLang with {settings.python}; its output: {settings.log}", file=sys.stderr)
     try:
@@ -192,7 +231,9 @@ def _of_sglang(args: argparse.Namespace, prompts: Sequence[Sequence[int]]) -> "t
 
 
 def _dtype_of_engine(engine: "RunningEngine", dtype: str | None) -> str:
-    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if the two differ."""
+    """Return the dtype that an engine reports, else ``dtype``, else the default, which is printed. Raises ValueError if
+    the two differ.
+    """
     reported = engine.dtype()
     if reported and dtype not in (None, reported):
         raise ValueError(f"--dtype: want {reported}, which the engine reports, got {dtype}; leave it out")
@@ -221,8 +262,12 @@ def _profile(args: argparse.Namespace) -> int:
     return 0
 
 
-def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str) -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises ConfigRefused."""
+def score_by_learner(
+    directory: Path, prompts: Sequence[Sequence[int]], names: str, *, dtype: str
+) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules, as ``tidemill.learner.megatron.activations.module_outputs``. Raises
+    ConfigRefused.
+    """
     import torch
 
     from tidemill.learner.layout import parallel
@@ -230,7 +275,13 @@ def score_by_learner(directory: Path, prompts: Sequence[Sequence[int]], names: s
     from tidemill.learner.megatron.model import build_policy
 
     with KeptPort() as port:
-        place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port.number)}
+        place = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port.number),
+        }
         os.environ.update(place)
         torch.use_deterministic_algorithms(True)
         world = parallel.join(tensor_parallel_size=1, device=parallel.choose_device("auto"), seed=0)

@@ -19,7 +19,9 @@ ANSWER_S = 120.0
 MAX_ANSWER_BYTES = 256 << 20
 """Seconds for an engine to score a prompt."""
 DTYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
-"""Dtypes by their names in an engine's answer. SGLang's ``auto`` is none of them: it depends on the model and the device."""
+"""Dtypes by their names in an engine's answer. SGLang's ``auto`` is none of them: it depends on the model and the
+device.
+"""
 
 
 class RunningEngine:
@@ -44,17 +46,25 @@ class RunningEngine:
                 values = [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
             except urllib.error.HTTPError as error:
                 text = error.read()[:200].decode(errors="replace")
-                raise ValueError(f"--engine: want an engine that scores prompts, got HTTP {error.code}: {text}") from None
+                raise ValueError(
+                    f"--engine: want an engine that scores prompts, got HTTP {error.code}: {text}"
+                ) from None
             except (HTTPException, OSError, ValueError, LookupError, TypeError) as error:
-                raise ValueError(f"--engine: want an engine that scores prompts at {self._url}, got {error!r}") from None
+                raise ValueError(
+                    f"--engine: want an engine that scores prompts at {self._url}, got {error!r}"
+                ) from None
             if len(values) != len(tokens) - 1:
                 want = "score its weights with --model DIR"
-                raise ValueError(f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}")
+                raise ValueError(
+                    f"--engine: want {len(tokens) - 1} log-probs of prompt {number}, got {len(values)}; {want}"
+                )
             outputs[f"{number}.log_probs"] = np.array(values, np.float32)[:, None]
         return outputs
 
     def dtype(self) -> str:
-        """Return the dtype in the engine's answer to GET /server_info; empty if there is no such answer, or no dtype in it."""
+        """Return the dtype in the engine's answer to GET /server_info; empty if there is no such answer, or no dtype in
+        it.
+        """
         try:
             answer = self._json("/server_info")
         except (HTTPException, OSError, ValueError):
@@ -63,7 +73,9 @@ class RunningEngine:
 
     def _json(self, path: str, body: Mapping[str, object] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        with self._opener.open(urllib.request.Request(self._url + path, data, self._headers), timeout=ANSWER_S) as response:
+        with self._opener.open(
+            urllib.request.Request(self._url + path, data, self._headers), timeout=ANSWER_S
+        ) as response:
             return json.loads(response.read(MAX_ANSWER_BYTES))  # a longer one is cut off, and no JSON
 
 

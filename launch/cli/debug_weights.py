@@ -1,4 +1,6 @@
-"""``tidemill debug weights``: tensors that differ between model directories, checkpoints, engines, and the files of a run."""
+"""``tidemill debug weights``: tensors that differ between model directories, checkpoints, engines, and the files of a
+run.
+"""
 
 import argparse
 import asyncio
@@ -39,7 +41,9 @@ class Compared:
 
 
 def compare_weights(args: argparse.Namespace) -> int:
-    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError for wrong arguments."""
+    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError for wrong
+    arguments.
+    """
     require("engine")
     if args.run_dir:
         if args.sides:
@@ -49,7 +53,9 @@ def compare_weights(args: argparse.Namespace) -> int:
         ours, theirs = args.sides
         comparisons = [_of_sides(ours, theirs, args.model)]
     else:
-        raise ValueError(f"want two of DIR|CHECKPOINT|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides")
+        raise ValueError(
+            f"want two of DIR|CHECKPOINT|URL, or --run-dir RUN and perhaps --model DIR, got {len(args.sides)} sides"
+        )
     for comparison in comparisons:
         _print(comparison, as_json=args.json)
     return int(any(comparison.differs or comparison.failure for comparison in comparisons))
@@ -59,7 +65,12 @@ def _print(comparison: Compared, *, as_json: bool) -> None:
     if as_json:
         print(
             json.dumps(
-                {"what": comparison.what, "tensors": comparison.tensors, "differs": list(comparison.differs), "failure": comparison.failure}
+                {
+                    "what": comparison.what,
+                    "tensors": comparison.tensors,
+                    "differs": list(comparison.differs),
+                    "failure": comparison.failure,
+                }
             )
         )
         return
@@ -103,11 +114,15 @@ async def _report(url: str, headers: "Headers") -> "ChecksumReport":
 
     def refused(failed: CallFailed) -> ValueError:
         """Return the error of an engine without checksums."""
-        return ValueError(f"{url}: want checksums, got {f'HTTP {failed.status}: ' if failed.status else ''}{failed.reason:.200}")
+        return ValueError(
+            f"{url}: want checksums, got {f'HTTP {failed.status}: ' if failed.status else ''}{failed.reason:.200}"
+        )
 
     api = ApiClient(url, refused, headers=headers)
     try:
-        return ChecksumReport.parse(json.loads(await api.read("POST", "/weights_checksums", {"of": "served"}, timeout_s=_ANSWER_S)))
+        return ChecksumReport.parse(
+            json.loads(await api.read("POST", "/weights_checksums", {"of": "served"}, timeout_s=_ANSWER_S))
+        )
     finally:
         await api.close()
 
@@ -115,7 +130,8 @@ async def _report(url: str, headers: "Headers") -> "ChecksumReport":
 def tensors_of(directory: Path, model: Path | None = None) -> "dict[str, Tensor]":
     """Return the tensors of a model directory, or the weights of a checkpoint, by their Hugging Face names.
 
-    ``model``: the model directory of the checkpoint; None = the directory of its run. Raises ValueError for a directory without any.
+    ``model``: the model directory of the checkpoint; None = the directory of its run. Raises ValueError for a directory
+    without any.
     """
     if has_weights(directory):
         require("learner")
@@ -146,7 +162,9 @@ def between_tensors(what: str, ours: "Mapping[str, Tensor]", theirs: "Mapping[st
         a, b = a.to(narrow), b.to(narrow)
         if not bool((a == b).all()):
             gap = (a.double() - b.double()).abs()
-            differs.append(f"{name}: {int((gap > 0).sum())} of {gap.numel()} numbers, largest difference {float(gap.max()):.3g}")
+            differs.append(
+                f"{name}: {int((gap > 0).sum())} of {gap.numel()} numbers, largest difference {float(gap.max()):.3g}"
+            )
     return Compared(what=what, tensors=len(ours), differs=differs)
 
 
@@ -155,7 +173,9 @@ def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tens
     from tidemill.weightstore.format.checksums import differences, sum_of
 
     reported_names = {name for part in report.parts for name in part.names}
-    comparable = {name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD}  # a tied output projection
+    comparable = {
+        name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD
+    }  # a tied output projection
     lines = differences(report, comparable, lambda part: sum_of(report.scheme, part, comparable))
     return Compared(what=what, tensors=len(comparable), differs=sorted(lines, key=_by_layer))
 
@@ -164,7 +184,12 @@ def between_reports(what: str, ours: "ChecksumReport", theirs: "ChecksumReport")
     """Compare the checksums of two engines. Those of other formats cannot be compared."""
     sums = [{(part.names, part.dtype, part.zeros): part.sum for part in report.parts} for report in (ours, theirs)]
     if ours.scheme != theirs.scheme or sums[0].keys() != sums[1].keys():
-        return Compared(what=what, tensors=0, differs=(), failure="the engines keep weights in different formats; compare each to DIR")
+        return Compared(
+            what=what,
+            tensors=0,
+            differs=(),
+            failure="the engines keep weights in different formats; compare each to DIR",
+        )
     names = [" + ".join(key[0]) for key in sums[0] if sums[0][key] != sums[1][key]]
     return Compared(what=what, tensors=len(sums[0]), differs=sorted(names, key=_by_layer))
 
@@ -200,7 +225,9 @@ def _of_run(args: argparse.Namespace) -> list[Compared]:
     return comparisons
 
 
-async def _engines(bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None") -> list[Compared]:
+async def _engines(
+    bus: "Bus", root: Path, model: Path, chosen: "tuple[Path, Mapping[str, Tensor]] | None"
+) -> list[Compared]:
     from tidemill.bus.liveness.heartbeats import LiveView
     from tidemill.bus.liveness.keys import api_keys
 

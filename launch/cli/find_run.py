@@ -1,4 +1,6 @@
-"""Which run a command is for, from any machine that reaches its bus; and a connection to it for the time of the command."""
+"""Which run a command is for, from any machine that reaches its bus; and a connection to it for the time of the
+command.
+"""
 
 import argparse
 import asyncio
@@ -24,7 +26,9 @@ _RESUME = f"resume the run: tidemill up {{}}/{CONFIG_FILE} --resume"
 
 
 def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[str, str]:
-    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing argument or file."""
+    """Return address (not to be shown) and name of a run, for one of its users. Raises ValueError naming the missing
+    argument or file.
+    """
     if run_dir:
         root = Path(run_dir)
         if not (root / CONFIG_FILE).exists():
@@ -35,7 +39,8 @@ def find_run(run_dir: str, bus: str, run: str, *, user: str = VIEWER) -> tuple[s
         if not url:
             over = root / "summary.json"
             raise ValueError(
-                f"{run_dir}: no bus is running here; " + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
+                f"{run_dir}: no bus is running here; "
+                + (f"the run is over, see {over}" if over.exists() else _RESUME.format(root))
             )
         return viewer_line(url, os.environ, root, config["bus"], user=user), run or config["run"]
     if not bus:
@@ -57,9 +62,11 @@ class RunLocation:
 
 @contextmanager
 def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocation]:
-    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the viewer only).
+    """Find the run for a command that only reads; while entered, its bus answers even if the run is over (then to the
+    viewer only).
 
-    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again meanwhile.
+    Raises ValueError naming the missing argument or file, RunResumed when a run that was over is started again
+    meanwhile.
     """
     root = Path(args.run_dir)
     has_run = bool(args.run_dir) and not args.bus and (root / CONFIG_FILE).exists()
@@ -68,7 +75,9 @@ def run_of(args: argparse.Namespace, *, user: str = VIEWER) -> Iterator[RunLocat
         url, run = find_run(args.run_dir, args.bus, args.run, user=user)
         yield RunLocation(url=url, run=run)
         return
-    print(f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr)
+    print(
+        f"tidemill {args.command}: {root}: the run is not running; its bus is started for this command", file=sys.stderr
+    )
     with started(ended_bus) as line:
         yield RunLocation(url=line, run=args.run or ended_bus.run, ended=True)
 
@@ -80,7 +89,9 @@ def _only_run(bus: str) -> str:
         raise ValueError(str(error)) from None
 
 
-async def on_bus(url: str, run: str, args: argparse.Namespace, work: Callable[[Bus, argparse.Namespace], Awaitable[int]]) -> int:
+async def on_bus(
+    url: str, run: str, args: argparse.Namespace, work: Callable[[Bus, argparse.Namespace], Awaitable[int]]
+) -> int:
     """Connect to the bus and return the exit code of ``work``. Raises ValueError for every error of the bus."""
     try:
         async with connect(url, run, name=args.command, wait_s=CONNECT_S) as bus:
@@ -90,9 +101,14 @@ async def on_bus(url: str, run: str, args: argparse.Namespace, work: Callable[[B
 
 
 def read_until_drained(
-    args: argparse.Namespace, read: Callable[[str, str, asyncio.Event], Coroutine[object, None, None]], *, name: str, user: str
+    args: argparse.Namespace,
+    read: Callable[[str, str, asyncio.Event], Coroutine[object, None, None]],
+    *,
+    name: str,
+    user: str,
 ) -> int:
-    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of ``process.run``.
+    """Run ``read(url, run, draining)`` on a run, which may be over, as a process of its own. Returns the exit code of
+    ``process.run``.
 
     Raises ValueError for errors of the bus and of the arguments.
     """
@@ -100,7 +116,9 @@ def read_until_drained(
     with run_of(args, user=user) as place:
         args.ended = place.ended
         try:
-            return process.run_refusing(lambda draining: read(place.url, place.run, draining), drain_s=60, refusals=(BusError, ValueError))
+            return process.run_refusing(
+                lambda draining: read(place.url, place.run, draining), drain_s=60, refusals=(BusError, ValueError)
+            )
         except (BusError, ValueError) as error:
             raise ValueError(str(error)) from None
 

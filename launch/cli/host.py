@@ -1,4 +1,6 @@
-"""``tidemill host``: the engines, scorers and actors of one machine, and a node of the learner (``tidemill.launch.run.host``)."""
+"""``tidemill host``: the engines, scorers and actors of one machine, and a node of the learner
+(``tidemill.launch.run.host``).
+"""
 
 import argparse
 import os
@@ -20,24 +22,52 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run", default="", help="name of the run; not needed when the bus carries one run")
     parser.add_argument("--name", default="", help="its name on the bus (default: this machine's)")
     parser.add_argument(
-        "--learner-node", type=int, default=None, metavar="R", help="also run node R of a learner on several machines; wants --config"
+        "--learner-node",
+        type=int,
+        default=None,
+        metavar="R",
+        help="also run node R of a learner on several machines; wants --config",
     )
-    parser.add_argument("--config", type=Path, action="append", default=[], metavar="FILE", help="the run's YAML file, for --learner-node")
-    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="change a setting of --config")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="the run's YAML file, for --learner-node",
+    )
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="path.to.key=value", help="change a setting of --config"
+    )
     parser.add_argument("--pool", default="", help="group of hosts that it belongs to")
-    parser.add_argument("--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users")
+    parser.add_argument(
+        "--users", type=Path, default=None, metavar="DIR", help="credentials of its processes, on a bus with users"
+    )
     add_listening(parser)
     parser.add_argument("--dir", type=Path, default=None, help="where its logs go (default: runs/hosts/<name>)")
-    parser.add_argument("--drain", type=float, default=60.0, metavar="S", help="seconds for a process to finish its work")
     parser.add_argument(
-        "--restarts", type=int, default=5, metavar="N", help="failures of a process in five minutes after which it stays down"
+        "--drain", type=float, default=60.0, metavar="S", help="seconds for a process to finish its work"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=5,
+        metavar="N",
+        help="failures of a process in five minutes after which it stays down",
     )
     add_allow(parser)
-    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="for this host; default: its share of the total")
+    parser.add_argument(
+        "wanted",
+        nargs="*",
+        metavar="actors=N|engines=N|scorers=N",
+        help="for this host; default: its share of the total",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises HostExists."""
+    """Run the engines and actors of this machine until it is drained. Returns the exit code of ``process.run``. Raises
+    HostExists.
+    """
     from tidemill.actors.engines.membership import host_name
     from tidemill.launch.run import process
     from tidemill.launch.run.desired import parse
@@ -64,15 +94,22 @@ def run(args: argparse.Namespace) -> int:
 
     with only_one(machine.directory, name):
         return process.run_refusing(
-            lambda draining: run_host(args.run, args.bus, draining, machine), drain_s=2 * args.drain + 30, refusals=(HostExists,)
+            lambda draining: run_host(args.run, args.bus, draining, machine),
+            drain_s=2 * args.drain + 30,
+            refusals=(HostExists,),
         )
 
 
 def _learner_node(args: argparse.Namespace) -> "HostLearner | None":
-    """Return the learner's node of a host, after checks of its configuration and machine. Raises ValueError, SettingsError, CheckFailed."""
+    """Return the learner's node of a host, after checks of its configuration and machine. Raises ValueError,
+    SettingsError, CheckFailed.
+    """
     if args.learner_node is None:
         if args.config or args.set:
-            raise ValueError("--config, --set: want --learner-node R with them, got none: engines and actors read theirs from the bus")
+            raise ValueError(
+                "--config, --set: want --learner-node R with them, got none: engines and actors read theirs "
+                "from the bus"
+            )
         return None
     if not args.config:
         raise ValueError("--learner-node: want --config FILE, the configuration of the run, got none")

@@ -1,4 +1,6 @@
-"""``tidemill init``: write the files of a new run into the current directory, with a comment at each setting that matters."""
+"""``tidemill init``: write the files of a new run into the current directory, with a comment at each setting that
+matters.
+"""
 
 import argparse
 from pathlib import Path
@@ -21,22 +23,35 @@ _MODEL = "@MODEL@"
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""
-    about = "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), sft (your responses)"
+    about = (
+        "own (your prompts and your reward), gsm8k (school mathematics), tools (episodes with a tool), sft (your "
+        "responses)"
+    )
     parser.add_argument("kind", choices=KINDS, metavar="KIND", help=about)
-    parser.add_argument("--model", default="", metavar="DIR", help="directory of your model in Hugging Face format, for own and sft")
+    parser.add_argument(
+        "--model", default="", metavar="DIR", help="directory of your model in Hugging Face format, for own and sft"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError for one that exists."""
+    """Write the files of a kind of run, all or none, and print their names. Returns 0. Raises ValueError for one that
+    exists.
+    """
     if bool(args.model) != (args.kind in OF_MODELS):
-        want = "DIR, a model in Hugging Face format" if args.kind in OF_MODELS else f"none with {args.kind}, which makes a tiny model"
+        want = (
+            "DIR, a model in Hugging Face format"
+            if args.kind in OF_MODELS
+            else f"none with {args.kind}, which makes a tiny model"
+        )
         raise ValueError(f"--model: want {want}, got {args.model or 'nothing'}")
     config = (TEMPLATES / f"{args.kind}.yaml").read_text(encoding="utf-8")
     model = yaml_file.dump(args.model, flow=True)
     texts = {CONFIG: config.replace(_MODEL, model)}
     texts |= {name: (TEMPLATES / name).read_text(encoding="utf-8") for name in KINDS[args.kind]}
     if present := [name for name in texts if Path(name).exists()]:
-        raise ValueError(f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it")
+        raise ValueError(
+            f"{present[0]}: want no such file, which is never overwritten; begin in another directory, or remove it"
+        )
     for name, text in texts.items():
         Path(name).write_text(text, encoding="utf-8")
         print(f"{name}: written")

@@ -1,4 +1,6 @@
-"""Inputs of a command: the configuration in its arguments, checked or printed, its name, the bus, and arguments for its children."""
+"""Inputs of a command: the configuration in its arguments, checked or printed, its name, the bus, and arguments for its
+children.
+"""
 
 import argparse
 import os
@@ -66,7 +68,8 @@ def check_loaded(args: argparse.Namespace, loaded: Loaded, **purpose: bool) -> "
 
 
 def with_iteration(args: argparse.Namespace, loaded: Loaded) -> Loaded:
-    """Return the configuration with one iteration in ``model.megatron_checkpoint``, for all processes of this start, as in ``args.set``.
+    """Return the configuration with one iteration in ``model.megatron_checkpoint``, for all processes of this start, as
+    in ``args.set``.
 
     The job that writes the checkpoints may finish another one at any time. Raises ConfigRefused.
     """
@@ -100,6 +103,8 @@ def reached_at(args: argparse.Namespace) -> list[str]:
 
 
 def children_arguments(args: argparse.Namespace) -> list[str]:
-    """Return the options with which a process that is started here reads the same configuration and reaches the same bus."""
+    """Return the options with which a process that is started here reads the same configuration and reaches the same
+    bus.
+    """
     settings = [word for setting in args.set for word in ("--set", setting)]
     return ["--config", *map(str, args.config), *settings, "--bus", args.bus]

@@ -1,10 +1,19 @@
-"""``tidemill learner``, and the commands with which it starts its feeder and its ranks (``tidemill.launch.run.learner_process``)."""
+"""``tidemill learner``, and the commands with which it starts its feeder and its ranks
+(``tidemill.launch.run.learner_process``).
+"""
 
 import argparse
 import os
 
 from tidemill.launch.cli.arguments import add_bus, add_config, add_from_checkpoint, add_listening, command_of
-from tidemill.launch.cli.inputs import bus_address, check_loaded, children_arguments, loaded_config, unprinted_config, with_iteration
+from tidemill.launch.cli.inputs import (
+    bus_address,
+    check_loaded,
+    children_arguments,
+    loaded_config,
+    unprinted_config,
+    with_iteration,
+)
 from tidemill.launch.run.access import LEARNER
 from tidemill.launch.settings.extras import require
 
@@ -27,9 +36,18 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
         dest="set",
         type=lambda count: f"learner.nodes={0 if count == 'auto' else count}",
         metavar="N",
-        help="machines with ranks, each with one such command: learner.nodes; auto = from the variables of torchrun or Slurm",
+        help=(
+            "machines with ranks, each with one such command: learner.nodes; auto = from the variables of "
+            "torchrun or Slurm"
+        ),
     )
-    parser.add_argument("--node-rank", type=int, default=None, metavar="R", help="number of this machine, 0 to N - 1; node 0 is the leader")
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=None,
+        metavar="R",
+        help="number of this machine, 0 to N - 1; node 0 is the leader",
+    )
     add_listening(parser)
     parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
     add_from_checkpoint(parser)
@@ -38,8 +56,12 @@ def _add_learner(parser: argparse.ArgumentParser) -> None:
 def _add_child(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--feeder-url", required=True)
     parser.add_argument("--epoch", type=int, default=0, help="of this start, if it was raised already")
-    parser.add_argument("--progress", type=int, default=-1, metavar="FD", help="inherited descriptor that gets a byte for every step")
-    parser.add_argument("--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start")
+    parser.add_argument(
+        "--progress", type=int, default=-1, metavar="FD", help="inherited descriptor that gets a byte for every step"
+    )
+    parser.add_argument(
+        "--feeder-keys", type=int, required=True, metavar="FD", help="inherited descriptor with the keys of this start"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +70,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_learner(args: argparse.Namespace) -> int:
-    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises CheckFailed."""
+    """Run feeder and ranks to the last step, or until drained. Returns the exit code of ``process.run``. Raises
+    CheckFailed.
+    """
     config = unprinted_config(args)
     if config is None:
         return 0
@@ -110,5 +134,9 @@ def _run_rank(args: argparse.Namespace) -> int:
 
     process.set_up_logging("rank", os.environ.get("RANK", "0"))
     return feeder_process.run_rank(
-        config, bus_address(args, config, LEARNER), args.feeder_url, FeedKeys.read(args.feeder_keys), progress=args.progress
+        config,
+        bus_address(args, config, LEARNER),
+        args.feeder_url,
+        FeedKeys.read(args.feeder_keys),
+        progress=args.progress,
     )

@@ -1,4 +1,5 @@
-"""The command line: the table of commands, and the run of one. Each command is a module beside this one, with ``add`` and ``run``.
+"""The command line: the table of commands, and the run of one. Each command is a module beside this one, with ``add``
+and ``run``.
 
 Only the module of the given command is imported, so ``--help`` and errors take a fraction of a second.
 """
@@ -83,7 +84,9 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _explained(args: argparse.Namespace) -> int:
-    """Run the command and return its exit code. Raises PackagesMissing instead of ModuleNotFoundError where an extra has the module."""
+    """Run the command and return its exit code. Raises PackagesMissing instead of ModuleNotFoundError where an extra
+    has the module.
+    """
     try:
         return int(args.run_command(args))
     except ModuleNotFoundError as error:
@@ -94,7 +97,9 @@ def _explained(args: argparse.Namespace) -> int:
 
 
 def _parser(declared: Collection[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """Return the parser of all commands; ``declared``: commands that get their arguments, for which their modules are imported."""
+    """Return the parser of all commands; ``declared``: commands that get their arguments, for which their modules are
+    imported.
+    """
     parser: argparse.ArgumentParser = CommandParser(prog="tidemill", description=DESCRIPTION)
     parser.add_argument("--version", action=PrintVersion, nargs=0, help="print the version, and end")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -121,9 +126,11 @@ def _declare(parser: argparse.ArgumentParser, command: str) -> None:
 
 
 def _find_modules_here() -> None:
-    """Add the working directory to the end of ``sys.path``: rewards and losses by import path are found there, as in the processes started.
+    """Add the working directory to the end of ``sys.path``: rewards and losses by import path are found there, as in
+    the processes started.
 
-    At its end, because a file there may have the name of a module of Python or of a package. PYTHONSAFEPATH keeps the directory out.
+    At its end, because a file there may have the name of a module of Python or of a package. PYTHONSAFEPATH keeps the
+    directory out.
     """
     if not os.environ.get("PYTHONSAFEPATH") and not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())

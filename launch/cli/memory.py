@@ -13,18 +13,22 @@ from tidemill.launch.devices.visible import this_node
 from tidemill.launch.settings.config_loader import Loaded
 
 NOT_COUNTED = (
-    "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), padding of rows with sequences of "
+    "Not counted: what libraries take for themselves (CUDA context, NCCL, cuBLAS: 1 to 3 GB together), "
+    "padding of rows with sequences of "
     "different lengths, and memory that the allocator cannot use again."
 )
 
 OF_ANY_FAMILY = (
-    "Nor counted for this family: activations, logits, and what its engine needs. Matrices that it keeps whole on every tensor-parallel "
+    "Nor counted for this family: activations, logits, and what its engine needs. Matrices that it keeps "
+    "whole on every tensor-parallel "
     "rank count as split."
 )
 
 
 def print_memory(loaded: Loaded) -> None:
-    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used, DeviceError as ``this_node``."""
+    """Print the rows, and a sum for each process. Raises CheckFailed for a model that cannot be used, DeviceError as
+    ``this_node``.
+    """
     config, report = loaded.config, Report(loaded.origins)
     model = check_model(report, config, made=check_prepare(report, config, fresh=False).model)
     report.refuse()

@@ -1,4 +1,6 @@
-"""``tidemill replay``: copies samples of a run or a recording into a recording, a file of JSON lines, or a run that only keeps samples."""
+"""``tidemill replay``: copies samples of a run or a recording into a recording, a file of JSON lines, or a run that
+only keeps samples.
+"""
 
 import argparse
 import asyncio
@@ -38,21 +40,34 @@ _OF_THE_STORE = (PARTS_HEADER, REPLAYED_HEADER, "Nats-Msg-Size", "Nats-Expected-
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument("--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's")
-    parser.add_argument("-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl")
+    parser.add_argument(
+        "--from", dest="source", default="", metavar="FILE", help="samples of a recording instead of a run's"
+    )
+    parser.add_argument(
+        "-o", "--out", default="", metavar="FILE", help="into a recording, or JSON lines where it ends in .jsonl"
+    )
     parser.add_argument("--to-bus", default="", metavar="URL", help="into the stream of a run on this bus")
     parser.add_argument(
-        "--train", default="", metavar="DIRECTORY", help="into a learner: train the recorded steps of --run-dir again, in this directory"
+        "--train",
+        default="",
+        metavar="DIRECTORY",
+        help="into a learner: train the recorded steps of --run-dir again, in this directory",
     )
-    parser.add_argument("--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting")
-    parser.add_argument("--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="path.to.key=value", help="with --train: change a setting"
+    )
+    parser.add_argument(
+        "--to-run", default="", metavar="RUN", help="into the stream of this run (default: the run they come from)"
+    )
     parser.add_argument("--last", type=int, metavar="N", help="the N newest that match (default: all)")
     add_since(parser)
     add_filter(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises ValueError."""
+    """Copy samples to a file or another run, or with --train repeat the recorded steps. Returns the exit code. Raises
+    ValueError.
+    """
     if args.train:
         require("learner")
         from tidemill.launch.cli.retrain import retrain
@@ -78,7 +93,9 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
 
     async def samples() -> AsyncIterator[StoredSample]:
         """Yield the samples that the arguments select, of those in the stream now."""
-        async for match in tail(search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})):
+        async for match in tail(
+            search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})
+        ):
             if match.stored is not None:
                 yield match.stored
 
@@ -120,7 +137,9 @@ def fits(filter: Filter, stored: StoredSample) -> bool:
     sample = opened(stored)
     if isinstance(sample, WireError):
         return filter == Filter()
-    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.matches_text(sample)
+    return bool(filter.of(headline_of(stored.seq, stored.stored_s, stored.subject, sample))) and filter.matches_text(
+        sample
+    )
 
 
 async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: argparse.Namespace, *, url: str) -> int:
@@ -143,7 +162,10 @@ async def _replay(samples: AsyncIterator[StoredSample], origin: Origin, args: ar
                 continue
             count, size = count + 1, size + len(stored.data) if isinstance(stored.data, bytes) else size
     where = args.out or f"run {args.to_run or origin.run}"
-    print(f"{count} samples of run {origin.run}, {size} bytes, into {where}" + (f"; {broken} left out" if broken else ""), file=sys.stderr)
+    print(
+        f"{count} samples of run {origin.run}, {size} bytes, into {where}" + (f"; {broken} left out" if broken else ""),
+        file=sys.stderr,
+    )
     return 0
 
 
@@ -184,12 +206,16 @@ class _JsonLines:
 
     async def add(self, stored: StoredSample) -> None:
         """Write one line of JSON."""
-        self._file.write(to_json({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n")
+        self._file.write(
+            to_json({**as_map(stored.seq, _readable(stored)), "stored_s": stored.stored_s}).encode() + b"\n"
+        )
 
 
 @asynccontextmanager
 async def _archive(url: str, run: str, origin: Origin) -> AsyncIterator[Sink]:
-    """Yield a sink into the stream of a run that only keeps samples; create it if missing. Raises ConfigMismatch for a run that trains."""
+    """Yield a sink into the stream of a run that only keeps samples; create it if missing. Raises ConfigMismatch for a
+    run that trains.
+    """
     if not url:
         raise ValueError("--to-bus: want the NATS URL of the bus to replay to, got nothing")
     async with connect(url, run, name="replay", wait_s=CONNECT_S) as bus:
@@ -202,7 +228,9 @@ class _Published:
         self._bus, self._origin = bus, origin
 
     async def add(self, stored: StoredSample) -> None:
-        """Publish the same bytes under the same message id if the run's name is the same; else with only the name changed."""
+        """Publish the same bytes under the same message id if the run's name is the same; else with only the name
+        changed.
+        """
         sample, data = _readable(stored), stored.data
         assert isinstance(data, bytes)
         if self._bus.run != sample.run:

@@ -1,8 +1,8 @@
 """``tidemill replay --train``: a learner alone repeats the recorded steps of a run, in a directory of its own.
 
 The streams of the run are copied, not changed. No engine and no actor runs: every batch is a batch of PLAN, with
-the log-probs recorded in its samples. Each step has the settings of its first execution, and the weights are the same bits; with others
-(``--set learner...``) it is off-policy training on the recorded samples.
+the log-probs recorded in its samples. Each step has the settings of its first execution, and the weights are the same
+bits; with others (``--set learner...``) it is off-policy training on the recorded samples.
 """
 
 import asyncio
@@ -34,7 +34,9 @@ ALONE = (
 
 
 def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
-    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError naming the missing part."""
+    """Repeat all steps that have their samples; return the exit code of ``tidemill up``. Raises ValueError naming the
+    missing part.
+    """
     source, target = Path(run_dir), Path(out)
     if not run_dir or not (source / CONFIG_FILE).exists():
         raise ValueError(f"--train: want --run-dir, the directory of a run on this machine, got {run_dir!r}")
@@ -42,9 +44,13 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
         raise ValueError(f"--train: want a directory that is empty or not there yet, got {out}")
     before = load(source / CONFIG_FILE, settings, os.environ).config
     if before.bus.url or before.bus.auth or not (source / BUS_DIRECTORY / "store").exists():
-        raise ValueError(f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}")
+        raise ValueError(
+            f"--train: want a run with an embedded bus without users, whose streams are in its directory, got {run_dir}"
+        )
     with directory_of_one(source, resume=True, fresh=False):
-        shutil.copytree(source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port"))
+        shutil.copytree(
+            source / BUS_DIRECTORY, target / BUS_DIRECTORY, ignore=shutil.ignore_patterns("*.ports", "*.pid", "port")
+        )
         first, last, epoch = asyncio.run(_rewound(source, target, before, same=not settings))
     print(f"{before.run}: steps {first} to {last} again, in {target}")
     mine = (f"directory={target}", f"learner.steps={last}", *ALONE)
@@ -54,9 +60,11 @@ def retrain(run_dir: str, out: str, settings: Sequence[str]) -> int:
 
 
 async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool) -> tuple[int, int, int]:
-    """Rewind the copied run to the earliest step from which all samples are present. ``same``: with the settings of each step.
+    """Rewind the copied run to the earliest step from which all samples are present. ``same``: with the settings of
+    each step.
 
-    Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest learner.
+    Returns (first step, last step) to repeat, at most up to ``learner.steps``, and the epoch of the run's newest
+    learner.
     """
     server = EmbeddedServer(target / BUS_DIRECTORY, BusConfig())
     await asyncio.to_thread(server.start)
@@ -76,7 +84,8 @@ async def _rewound(source: Path, target: Path, config: RunConfig, *, same: bool)
         await asyncio.to_thread(server.stop)
     if done >= min(last, config.learner.steps):
         raise ValueError(
-            f"--train: no step behind step {done} is recorded, and what came before is trimmed (bus.history_samples keeps more)"
+            f"--train: no step behind step {done} is recorded, and what came before is trimmed "
+            "(bus.history_samples keeps more)"
         )
     return done + 1, min(last, config.learner.steps), epoch
 
@@ -89,7 +98,9 @@ async def _forget_settings(bus: Bus) -> None:
 
 
 async def _set_back(bus: Bus, source: Path, target: Path) -> int:
-    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step, 0 for none."""
+    """Select the start: no checkpoint if nothing was trimmed, else the oldest valid one. Returns its step, 0 for
+    none.
+    """
     if (await bus.samples.info()).first_seq <= 1:
         await bus.rows("run").delete(CHECKPOINT_KEY)
         return 0

@@ -21,7 +21,9 @@ def add(parser: argparse.ArgumentParser) -> None:
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--host", default="", help="on this host, independent of the others")
     where.add_argument("--pool", default="", help="on all hosts of this pool together")
-    parser.add_argument("wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together")
+    parser.add_argument(
+        "wanted", nargs="*", metavar="actors=N|engines=N|scorers=N", help="default: on all other hosts together"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -40,7 +42,9 @@ async def _asks_scorers(bus: Bus) -> bool:
 
 
 async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
-    """Set the numbers ``args.counts`` in the row of a host, of a pool or of all, and print the share of every live host; return 0."""
+    """Set the numbers ``args.counts`` in the row of a host, of a pool or of all, and print the share of every live
+    host; return 0.
+    """
     counts, host, pool = args.counts, args.host, args.pool
     key = desired.host_key(host) if host else desired.pool_key(pool) if pool else desired.ALL
     console = Console(highlight=False, soft_wrap=True)
@@ -57,7 +61,9 @@ async def show_scale(bus: Bus, args: argparse.Namespace) -> int:
         numbers = ", ".join(f"{role}s {row.load.get(f'{role}s', 0):g} of {shares[role]}" for role in ROLES)
         belongs = f" (pool {place.pool})" if place.pool else ""
         console.print(f"host {place.name}{belongs}: {numbers}{row.waits_for and f'; {row.waits_for}'}", markup=False)
-    live_names = [live_host.name for live_host in hosts] if host else [live_host.pool for live_host in hosts if live_host.pool]
+    live_names = (
+        [live_host.name for live_host in hosts] if host else [live_host.pool for live_host in hosts if live_host.pool]
+    )
     if not hosts:
         console.print("no host is running: start `tidemill host` on the machines that should run them")
     elif (host or pool) and (host or pool) not in live_names:

@@ -23,7 +23,13 @@ from tidemill.launch.samples.sample_history import SampleHistory, history_of
 from tidemill.launch.samples.search import FoundSample, SampleSearch, as_map, opened
 from tidemill.launch.samples.text import conversation, plain, to_json, turns_table
 
-_SHADES = ((0.9, ""), (0.5, "black on green"), (0.1, "black on yellow"), (0.01, "white on magenta"), (0.0, "white on red"))
+_SHADES = (
+    (0.9, ""),
+    (0.5, "black on green"),
+    (0.1, "black on yellow"),
+    (0.01, "white on magenta"),
+    (0.0, "white on red"),
+)
 """(lowest probability, style) of a token, in descending order."""
 
 _CONTEXT = 8
@@ -38,7 +44,9 @@ class Vocabulary:
 
     @classmethod
     def read(cls, places: Sequence[Path]) -> Self:
-        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that shows ids."""
+        """Return the vocabulary of the first of these model directories that has a tokenizer; of none of them, one that
+        shows ids.
+        """
         return cls(next((text for place in places if (text := Tokenizer.read(place)) is not None), None))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -61,11 +69,18 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("--table", action="store_true", help="add a row for each token")
-    parser.add_argument("--tokenizer", default="", metavar="DIRECTORY", help="where tokenizer.json is, if not in the run's model directory")
+    parser.add_argument(
+        "--tokenizer",
+        default="",
+        metavar="DIRECTORY",
+        help="where tokenizer.json is, if not in the run's model directory",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be read."""
+    """Print one sample with its tokens. Returns 0. Raises ValueError when there is no such sample, or it cannot be
+    read.
+    """
     return look(args, show_sample)
 
 
@@ -113,12 +128,26 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
     right = 0
     for number, size in enumerate(sample.sizes):
         right += size.num_tokens
-        ids += sample.tokens[max(0, right - size.response_length) : max(0, right)].tolist()  # sizes of an invalid sample may be anything
+        ids += sample.tokens[
+            max(0, right - size.response_length) : max(0, right)
+        ].tolist()  # sizes of an invalid sample may be anything
         sequences += [number] * (len(ids) - len(sequences))
-    spans = [(number, span.version) for number, span in enumerate(sample.spans) for _ in range(min(span.num_tokens, len(ids)))]
+    spans = [
+        (number, span.version)
+        for number, span in enumerate(sample.spans)
+        for _ in range(min(span.num_tokens, len(ids)))
+    ]
     spans += [(len(sample.spans), -1)] * (len(ids) - len(spans))  # the spans of an invalid sample may not cover it
     return [
-        Token(id=id, text=text, logprob=float(logprob), version=version, span=span, sampled=bool(sampled), sequence=sequence)
+        Token(
+            id=id,
+            text=text,
+            logprob=float(logprob),
+            version=version,
+            span=span,
+            sampled=bool(sampled),
+            sequence=sequence,
+        )
         for id, text, logprob, (span, version), sampled, sequence in zip(
             ids, vocabulary.pieces(ids), sample.rollout_log_probs, spans, sample.loss_mask, sequences, strict=False
         )
@@ -126,7 +155,9 @@ def tokens_of(sample: Sample, vocabulary: Vocabulary) -> list[Token]:
 
 
 async def _find(bus: Bus, name: str) -> tuple[FoundSample, list[int]]:
-    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place. Raises ValueError."""
+    """Return the sample named by ``#sequence`` or ``task.index``, and the sequences of other samples of its place.
+    Raises ValueError.
+    """
     if "." not in name:
         return await _by_sequence(bus, name), []
     task, index = task_of("SAMPLE", name)
@@ -152,14 +183,18 @@ async def _by_sequence(bus: Bus, name: str) -> FoundSample:
 
 
 async def _vocabulary(bus: Bus, args: argparse.Namespace) -> Vocabulary:
-    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as ids."""
+    """Return the vocabulary of the first possible model directory with a tokenizer; without one, tokens are shown as
+    ids.
+    """
     row, _ = await bus.rows("run").read("config")
     path = row.get("model", {}).get("path", "") if row is not None else ""
     places = [args.tokenizer] if args.tokenizer else [path, str(Path(args.run_dir) / "model") if args.run_dir else ""]
     return Vocabulary.read([Path(place) for place in places if place])
 
 
-def _json(match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]) -> dict[str, object]:
+def _json(
+    match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int]
+) -> dict[str, object]:
     return {
         **as_map(match.line.seq, sample),
         "lag": match.line.lag,
@@ -182,20 +217,30 @@ def _json(match: FoundSample, sample: Sample, tokens: Sequence[Token], history: 
 
 
 def _print(
-    console: Console, match: FoundSample, sample: Sample, tokens: Sequence[Token], history: SampleHistory, others: list[int], *, table: bool
+    console: Console,
+    match: FoundSample,
+    sample: Sample,
+    tokens: Sequence[Token],
+    history: SampleHistory,
+    others: list[int],
+    *,
+    table: bool,
 ) -> None:
     console.print(facts(match.line, sample))
     times, sampling = sample.timings, sample.sampling
     console.print(f"outcome   {plain(str(history))}", style="bold", markup=False)
     console.print(
-        f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools {times.tools_s:.3f} s, "
+        f"timings   queued {times.queued_s:.3f} s, generated in {times.generating_s:.3f} s, tools "
+        f"{times.tools_s:.3f} s, "
         f"reward {times.reward_s:.3f} s"
     )
     console.print(
         f"sampling  temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, at most "
         f"{sampling.max_new_tokens} tokens, seed {sampling.seed}"
     )
-    made_by = f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
+    made_by = (
+        f"made by   {plain(sample.actor) or '?'} with {plain(sample.engine) or '?'}, attempt {plain(sample.attempt)}"
+    )
     console.print(made_by, markup=False)
     if sample.label is not None:
         console.print(Text(f"label     {plain(str(sample.label))}"))
@@ -205,7 +250,9 @@ def _print(
         console.print(f"others    of the same place: {', '.join(f'#{seq}' for seq in others)}")
     if sample.turns is not None:
         console.print(turns_table(sample.turns))
-    console.print(conversation(sample.transcript) if sample.transcript else Text(plain(prompt_text(sample)), style="dim"))
+    console.print(
+        conversation(sample.transcript) if sample.transcript else Text(plain(prompt_text(sample)), style="dim")
+    )
     console.print(shaded(tokens))
     console.print(_legend(sample, tokens))
     if table:
@@ -213,7 +260,8 @@ def _print(
 
 
 def shaded(tokens: Sequence[Token]) -> Text:
-    """Return the response with a background for each token's probability, every second span underlined and each new one marked.
+    """Return the response with a background for each token's probability, every second span underlined and each new one
+    marked.
 
     A rule stands between the sequences of an episode; their contexts are not shown.
     """
@@ -237,12 +285,17 @@ def _legend(sample: Sample, tokens: Sequence[Token]) -> Text:
     text = Text("\nprobability ")
     for low, style in _SHADES:
         text.append(f" ≥ {low:g} " if low else " less ", style=style)
-    text.append("  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim")
+    text.append(
+        "  versions " + ", ".join(f"v{span.version}: {span.num_tokens} tokens" for span in sample.spans), style="dim"
+    )
     text.append(" (every second one underlined)" if len(sample.spans) > 1 else "", style="dim")
     sampled = [token.logprob for token in tokens if token.sampled]
     if sampled:
         mean = sum(sampled) / len(sampled)
-        text.append(f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), least probable token {math.exp(min(sampled)):.3g}")
+        text.append(
+            f"\nmean log-prob {mean:.3f} (perplexity {math.exp(-mean):.3f}), least probable token "
+            f"{math.exp(min(sampled)):.3g}"
+        )
     return text
 
 
@@ -252,5 +305,11 @@ def _table(tokens: Sequence[Token]) -> Table:
         table.add_column(name, justify="left" if name == "token" else "right")
     for place, token in enumerate(tokens):
         odds = (f"{token.probability:.4f}", f"{token.logprob:.4f}") if token.sampled else ("not sampled", "")
-        table.add_row(str(place), str(token.id), Text(repr(token.text), style=shade(token.probability)), *odds, f"v{token.version}")
+        table.add_row(
+            str(place),
+            str(token.id),
+            Text(repr(token.text), style=shade(token.probability)),
+            *odds,
+            f"v{token.version}",
+        )
     return table

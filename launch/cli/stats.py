@@ -33,8 +33,12 @@ _RIGHT = ("completed", "truncated")
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
-    parser.add_argument("--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)")
-    parser.add_argument("--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right means reward >= R (default 1)")
+    parser.add_argument(
+        "--window", default="5m", metavar="TIME|N", help="a time (5m) or a number of samples (default 5m)"
+    )
+    parser.add_argument(
+        "--pass-reward", type=float, default=1.0, metavar="R", help="for pass@k: right means reward >= R (default 1)"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument("-f", "--follow", action="store_true", help="repeat every two seconds")
     add_filter(parser)
@@ -85,7 +89,11 @@ async def show_stats(bus: Bus, args: argparse.Namespace) -> int:
 
     def now(now_s: float) -> WindowStatistics:
         """Return the statistics of the window at ``now_s`` (Unix time of the server, s)."""
-        return {"run": bus.run, "window": args.window, **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward)}
+        return {
+            "run": bus.run,
+            "window": args.window,
+            **summarize(window.lines, window.seconds(now_s), pass_reward=args.pass_reward),
+        }
 
     if args.follow and not args.ended:
         await first_of(window.grow(), _refresh(window, now, as_json=args.json))
@@ -123,10 +131,14 @@ class _Window:
 
     @classmethod
     async def open(cls, search: SampleSearch, window: str, end_s: float) -> "_Window":
-        """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other text."""
+        """Read the samples of a window that ends at ``end_s`` (Unix time of the server, s). Raises ValueError for other
+        text.
+        """
         if window.isdigit():
             matches, last_seq, _ = await search.newest(int(window), limit=_LIMIT, payloads=False)
-            return cls(search=search, lines=deque(match.line for match in matches), last_seq=last_seq, count=int(window))
+            return cls(
+                search=search, lines=deque(match.line for match in matches), last_seq=last_seq, count=int(window)
+            )
         span_s = seconds("--window", window)
         state = await search.history.state()
         first = await search.history.at_time(end_s - span_s)
@@ -155,7 +167,8 @@ class _Window:
 
 
 def pass_at_k(num: int, right: int, k: int) -> float:
-    """Return the probability that at least one of k draws out of ``num`` samples, ``right`` of them right, is right; 1 <= k <= num.
+    """Return the probability that at least one of k draws out of ``num`` samples, ``right`` of them right, is right; 1
+    <= k <= num.
 
     Unbiased for the probability that one of k new samples is. Source: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
@@ -177,18 +190,29 @@ def summarize(lines: Sequence[Headline] | deque[Headline], span_s: float, *, pas
         "zero_variance_share": fmean(len(set(rewards)) == 1 for rewards in groups) if groups else None,
         "pass_at": {str(k): value for k, value in _pass(groups, pass_reward).items()},
         "status": _shares(line.status for line in lines),
-        "lag": {str(lag): count for lag, count in sorted(Counter(line.lag for line in lines if line.lag is not None).items())},
+        "lag": {
+            str(lag): count
+            for lag, count in sorted(Counter(line.lag for line in lines if line.lag is not None).items())
+        },
         "actors": _shares(line.actor for line in lines),
         "engines": _shares(line.engine for line in lines),
     }
 
 
 def complete_groups(lines: Iterable[Headline]) -> list[list[float]]:
-    """Return the rewards of every complete group; of several samples of a place the first one in stream order counts."""
+    """Return the rewards of every complete group; of several samples of a place the first one in stream order
+    counts.
+    """
     places: dict[tuple[str, int], dict[int, float]] = {}
     sizes: dict[tuple[str, int], int] = {}
     for line in lines:
-        if line.task is None or line.index is None or line.group_size is None or line.reward is None or line.status not in _RIGHT:
+        if (
+            line.task is None
+            or line.index is None
+            or line.group_size is None
+            or line.reward is None
+            or line.status not in _RIGHT
+        ):
             continue
         sizes[line.kind, line.task] = line.group_size
         places.setdefault((line.kind, line.task), {}).setdefault(line.index, line.reward)
@@ -238,17 +262,25 @@ def _print(stats: WindowStatistics, *, as_json: bool) -> None:
 def as_table(stats: WindowStatistics) -> Table:
     """Return the statistics as a table for a terminal."""
     table = Table(
-        box=None, show_header=False, padding=(0, 2, 0, 0), title=f"{stats['run']}, window {stats['window']}", title_justify="left"
+        box=None,
+        show_header=False,
+        padding=(0, 2, 0, 0),
+        title=f"{stats['run']}, window {stats['window']}",
+        title_justify="left",
     )
     tokens, reward = stats["tokens"], stats["reward"]
     rates = f"{_number(stats['samples_per_s'])} samples/s, {_number(stats['tokens_per_s'])} tokens/s"
     table.add_row("samples", f"{stats['samples']} in {stats['seconds']:.1f} s: {rates}")
     if tokens:
-        table.add_row("tokens", f"mean {tokens['mean']:.1f}, p50 {tokens['p50']}, p95 {tokens['p95']}, max {tokens['max']}")
+        table.add_row(
+            "tokens", f"mean {tokens['mean']:.1f}, p50 {tokens['p50']}, p95 {tokens['p95']}, max {tokens['max']}"
+        )
     if reward:
         table.add_row("reward", f"mean {reward['mean']:.4f}, std {reward['std']:.4f}")
     if stats["groups"]:
-        table.add_row("groups", f"{stats['groups']} complete; all rewards equal in {stats['zero_variance_share']:.1%} of them")
+        table.add_row(
+            "groups", f"{stats['groups']} complete; all rewards equal in {stats['zero_variance_share']:.1%} of them"
+        )
         table.add_row("pass@k", ", ".join(f"{k}: {value:.4f}" for k, value in stats["pass_at"].items()))
     for name, shares in (("status", stats["status"]), ("actors", stats["actors"]), ("engines", stats["engines"])):
         if shares:

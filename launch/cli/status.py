@@ -66,7 +66,8 @@ class TaskCounts(TypedDict):
     given_up: dict[str, int]
     """Number of tasks by reason."""
     unserved: dict[str, int]
-    """Number of tasks that wait, by rollout, ``single_turn`` for those without one, of those that no live actor serves."""
+    """Number of tasks that wait, by rollout, ``single_turn`` for those without one, of those that no live actor serves.
+    """
 
 
 class SampleCounts(TypedDict):
@@ -154,7 +155,9 @@ async def show_status(bus: Bus, args: argparse.Namespace) -> int:
     """Print the processes of a run and the state of its tasks and samples; return 0, or 1 when they cannot be read."""
     console, reason = Console(highlight=False), await bus.full()
     if reason and not args.json:
-        console.print(f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False, soft_wrap=True)
+        console.print(
+            f"the bus stores nothing, the run waits: {reason}", style="bold red", markup=False, soft_wrap=True
+        )
     try:
         async with asyncio.timeout(_FULL_READ_S if reason else None):
             status = await read_status(bus)
@@ -203,7 +206,12 @@ async def read_status(bus: Bus) -> RunStatus:
         },
         "samples": _samples(state, plans, feeder),
         "cursors": {
-            name: {"floor": place.floor, "behind": state.last_seq - place.floor, "policy": place.policy, "given_up": place.given_up}
+            name: {
+                "floor": place.floor,
+                "behind": state.last_seq - place.floor,
+                "policy": place.policy,
+                "given_up": place.given_up,
+            }
             for name, place in (await Cursors(bus).all()).items()
             if place.created == state.created
         },
@@ -219,7 +227,11 @@ def unserved(waiting: Mapping[str, int], alive: Sequence[LiveRow]) -> dict[str, 
         return {}
     actors = [row for row in alive if row.role == "actor"]
     named = {rollout or SINGLE_TURN: count for rollout, count in sorted(waiting.items())}
-    return {name: count for name, count in named.items() if not any(name in row.rollouts or not row.rollouts for row in actors)}
+    return {
+        name: count
+        for name, count in named.items()
+        if not any(name in row.rollouts or not row.rollouts for row in actors)
+    }
 
 
 def _samples(state: StreamState, plans: "_Plans", feeder: Mapping[str, float]) -> SampleCounts:
@@ -325,19 +337,35 @@ def episodes_in_words(metrics: Mapping[str, float]) -> str:
     """Return the metrics of a step's episodes as text; empty if it had none."""
     if not metrics.get("data/episodes"):
         return ""
-    spent = {name.rpartition("/")[2]: share for name, share in metrics.items() if name.startswith("data/budget_share/") and share}
-    seconds = ", ".join(f"{part} {metrics.get(f'data/episode_{part}_seconds', 0):.1f} s" for part in ("generating", "tools", "reward"))
+    spent = {
+        name.rpartition("/")[2]: share
+        for name, share in metrics.items()
+        if name.startswith("data/budget_share/") and share
+    }
+    seconds = ", ".join(
+        f"{part} {metrics.get(f'data/episode_{part}_seconds', 0):.1f} s" for part in ("generating", "tools", "reward")
+    )
     return (
         f"{metrics['data/episodes']:.0f} in the newest step, {metrics.get('data/turns_mean', 0):.1f} turns, "
-        f"{metrics.get('data/sequences_mean', 0):.1f} sequences, {100 * metrics.get('data/context_share', 0):.0f} % context; {seconds}"
-        + (f"; budget spent: {', '.join(f'{limit} {100 * share:.0f} %' for limit, share in spent.items())}" if spent else "")
+        f"{metrics.get('data/sequences_mean', 0):.1f} sequences, "
+        f"{100 * metrics.get('data/context_share', 0):.0f} % context; {seconds}"
+    ) + (
+        f"; budget spent: {', '.join(f'{limit} {100 * share:.0f} %' for limit, share in spent.items())}"
+        if spent
+        else ""
     )
 
 
 async def _issued(bus: Bus, settled: set[int]) -> int:
-    """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from it."""
+    """Return the number of training tasks ever issued: those in the stream, and the settled ones that were trimmed from
+    it.
+    """
     stream = subjects.stream(bus.run, subjects.TASKS)
-    counts = {name: count for name, count in (await bus.jet.subjects(stream, subjects.task(bus.run, "*"))).items() if subjects.trains(name)}
+    counts = {
+        name: count
+        for name, count in (await bus.jet.subjects(stream, subjects.task(bus.run, "*"))).items()
+        if subjects.trains(name)
+    }
     try:
         first = min([(await bus.jet.next(stream, 1, name)).seq for name in counts], default=None)
     except NotFound:  # trimmed in between
@@ -355,10 +383,13 @@ def print_status(console: Console, status: RunStatus) -> None:
     head = status["head"]
     version = f"version {head['version']} (of step {head['step']})" if head else "no version yet"
     console.print(
-        f"[bold]{status['run']}[/]  step {status['step']} done, batches planned up to step {status['planned']}; weights: {version}"
+        f"[bold]{status['run']}[/]  step {status['step']} done, batches planned up to step "
+        f"{status['planned']}; weights: {version}"
     )
     if status["reward"] is not None:
-        console.print(f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max")
+        console.print(
+            f"reward {status['reward']:.3f}, lag {status['lag_mean'] or 0:.2f} mean, {status['lag_max'] or 0:.0f} max"
+        )
     if words := episodes_in_words(status["episodes"]):
         console.print(f"episodes {words}", markup=False)
     for line in status["evaluations"]:
@@ -368,7 +399,9 @@ def print_status(console: Console, status: RunStatus) -> None:
     if status["end"]:
         console.print(f"ends after step {status['end']['step']}: {status['end']['reason']}", markup=False)
     if skipped := status["minibatches_skipped"]:
-        console.print(f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)")
+        console.print(
+            f"[red]skipped {skipped} minibatches: loss or gradients were not finite[/] (alarm skipped, docs/metrics.md)"
+        )
     if status["report_look"]:
         console.print(f"report  {_report_in_words(status['report_look'])}", markup=False)
     _print_counts(console, status)
@@ -381,10 +414,16 @@ def print_status(console: Console, status: RunStatus) -> None:
             console.print(f"trouble {row['id']}: {row['trouble']}", style="red", markup=False)
     console.print(f"stream  sequences {samples['first_seq']} to {samples['last_seq']}, {samples['bytes'] / 1e6:.1f} MB")
     for name, cursor in status["cursors"].items():
-        kept = "given up" if cursor["given_up"] else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
+        kept = (
+            "given up"
+            if cursor["given_up"]
+            else f"trimming {'waits' if cursor['policy'] == 'wait' else 'does not wait'} for it"
+        )
         console.print(f"cursor  {name} at {cursor['floor']}, {cursor['behind']} messages behind; {kept}", markup=False)
     _print_processes(console, status)
-    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {"here": status["unreadable"]}
+    passed_over = {f"by {row['role']} {row['id']}": row["unreadable"] for row in status["processes"]} | {
+        "here": status["unreadable"]
+    }
     for where, text in passed_over.items():
         if text:
             console.print(f"passed over {where}: {text}", style="yellow", markup=False)
@@ -395,18 +434,26 @@ def _print_counts(console: Console, status: RunStatus) -> None:
     tasks, samples = status["tasks"], status["samples"]
     given_up = ", ".join(f"{count} {reason}" for reason, count in tasks["given_up"].items())
     console.print(
-        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these {tasks['leased']} leased by "
+        f"tasks   {tasks['issued']} issued: {tasks['settled']} settled, {tasks['open']} open; of these "
+        f"{tasks['leased']} leased by "
         f"actors, {tasks['waiting']} waiting for one" + (f"; given up: {given_up}" if given_up else "")
     )
     for rollout, count in tasks["unserved"].items():
         cure = f"start an actor that does: tidemill actor --rollouts {rollout}"
-        console.print(f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False)
+        console.print(
+            f"{count} tasks of rollout {rollout} wait, and no actor serves it; {cure}", style="red", markup=False
+        )
     failed = {"failed": samples["failed"]} if samples["failed"] else {}
     dropped = ", ".join(f"{count} {reason}" for reason, count in (samples["dropped"] | failed).items()) or "none"
     buffered = "" if samples["buffered"] is None else f", {samples['buffered']} buffered"
-    console.print(f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}")
+    console.print(
+        f"samples {samples['trained']} trained, dropped: {escape(dropped)}{buffered}{_invalid_words(samples)}"
+    )
     for actor in samples["refused"]:
-        console.print(f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it (docs/recovery.md)")
+        console.print(
+            f"[bold red]actor {actor} sends only invalid samples and is refused[/]: stop it, or fix it "
+            "(docs/recovery.md)"
+        )
 
 
 def _print_processes(console: Console, status: RunStatus) -> None:
@@ -417,13 +464,26 @@ def _print_processes(console: Console, status: RunStatus) -> None:
         phase = Text(f"silent for {row['silent_s']} s or more", style="red") if row["silent_s"] else _cell(row["phase"])
         version = str(row["version"]) if row["version"] >= 0 else ""
         name = f"{row['role']} {row['id']}"
-        table.add_row(*map(_cell, (name, row["host"], str(row["pid"]))), phase, version, _cell(row["waits_for"] or _unverified(row)))
+        table.add_row(
+            *map(_cell, (name, row["host"], str(row["pid"]))),
+            phase,
+            version,
+            _cell(row["waits_for"] or _unverified(row)),
+        )
     console.print(table)
 
 
 def _unverified(row: ProcessStatus) -> str:
-    """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all others."""
-    waits = row["role"] == "engine" and row["phase"] == "serving" and row["nonce"] and not row["verified"] and not row["unreachable"]
+    """Return the wait of an engine that serves, and that no other process has reached at its address yet; empty for all
+    others.
+    """
+    waits = (
+        row["role"] == "engine"
+        and row["phase"] == "serving"
+        and row["nonce"]
+        and not row["verified"]
+        and not row["unreachable"]
+    )
     return f"a learner or router to reach it at {row['address']}" if waits else ""
 
 

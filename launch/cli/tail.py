@@ -21,11 +21,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
     add_run(parser)
     parser.add_argument("-f", "--follow", action="store_true", help="follow new samples")
-    parser.add_argument("--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)")
+    parser.add_argument(
+        "--last", type=int, metavar="N", help="start with the N newest that match (default 10; all, with --since)"
+    )
     parser.add_argument("--full", action="store_true", help="do not shorten long texts")
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--jsonl", "--json", dest="json", action="store_true", help="one JSON object per line")
-    how.add_argument("--raw", action="store_true", help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map")
+    how.add_argument(
+        "--raw",
+        action="store_true",
+        help="the stored payloads: each a length (4 bytes, little-endian) and its msgpack map",
+    )
     add_since(parser)
     add_filter(parser)
 
@@ -44,7 +50,9 @@ async def show_tail(bus: Bus, args: argparse.Namespace) -> int:
 
 
 async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[FoundSample]:
-    """Yield the samples that the arguments select: the newest that fit, or all from a start on; then, with ``follow``, new ones."""
+    """Yield the samples that the arguments select: the newest that fit, or all from a start on; then, with ``follow``,
+    new ones.
+    """
     positive("--last", args.last)
     placed = bool(args.since) or args.since_version is not None
     first = await search.begin(args.since, args.since_version) if placed else 1
@@ -58,7 +66,10 @@ async def tail(search: SampleSearch, args: argparse.Namespace) -> AsyncIterator[
     for match in newest:
         yield match
     if len(newest) < count and looked >= args.search:
-        print(f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further", file=sys.stderr)
+        print(
+            f"tidemill: {len(newest)} of {count} found among the newest {looked} messages; --search N looks further",
+            file=sys.stderr,
+        )
     if _follows(args):
         async for match in search.forward(last_seq + 1):
             yield match

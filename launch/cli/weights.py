@@ -1,4 +1,6 @@
-"""``tidemill weights``: the version that each engine serves, and whether all engines of a version have the same bits."""
+"""``tidemill weights``: the version that each engine serves, and whether all engines of a version have the same
+bits.
+"""
 
 import argparse
 import asyncio
@@ -56,7 +58,9 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
         newest = "its head cannot be read" if head is None and revision else "it has published no version"
         if head is not None and "version" in head:
             newest = f"its newest version is {head['version']} (step {head['step']})"
-        Console(highlight=False, stderr=args.json).print(f"no engine serves: the run is not running; {newest}", markup=False)
+        Console(highlight=False, stderr=args.json).print(
+            f"no engine serves: the run is not running; {newest}", markup=False
+        )
         return 0
     rows = [row for row in await LiveView(bus).alive("engine") if row.address]
     keys = api_keys(bus)
@@ -67,7 +71,9 @@ async def show_weights(bus: Bus, args: argparse.Namespace) -> int:
 
 
 def compare(engines: Sequence[EngineChecksums]) -> None:
-    """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie all differ."""
+    """Fill ``differs``: among engines with the same version and format, the checksum of the majority is right; in a tie
+    all differ.
+    """
     for engine in engines:
         rivals = [rival for rival in engines if rival.version == engine.version]
         for key, value in engine.sums.items():
@@ -93,7 +99,10 @@ async def _ask(engine: str, address: str, version: int, headers: Headers) -> Eng
 
 def _sums(answer: JsonMapping) -> Checksums:
     scheme = str(answer["scheme"])
-    return {(scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"]) for part in answer["parts"]}
+    return {
+        (scheme, part["dtype"], tuple(part["names"]), int(part.get("zeros", 0))): str(part["sum"])
+        for part in answer["parts"]
+    }
 
 
 def _print(engines: Sequence[EngineChecksums], *, as_json: bool) -> None:
@@ -113,15 +122,26 @@ def _print(engines: Sequence[EngineChecksums], *, as_json: bool) -> None:
             )
             continue
         num_equal = sum(
-            bool(rival.sums) and not rival.differs for rival in engines if rival.version == engine.version and rival is not engine
+            bool(rival.sums) and not rival.differs
+            for rival in engines
+            if rival.version == engine.version and rival is not engine
         )
         compared = (
-            f"the same as {num_equal} other{'s' * (num_equal > 1)} of this version" if num_equal else "no other engine serves this version"
+            f"the same as {num_equal} other{'s' * (num_equal > 1)} of this version"
+            if num_equal
+            else "no other engine serves this version"
         )
         text = engine.silent or f"{len(engine.sums)} tensors; {compared}"
         if engine.differs:
             hidden = f" and {len(engine.differs) - SHOWN} more" if len(engine.differs) > SHOWN else ""
-            text = f"DIFFERS in {len(engine.differs)} of {len(engine.sums)} tensors: {', '.join(engine.differs[:SHOWN])}{hidden}"
-        console.print(f"engine {engine.engine}  version {engine.version}  {text}", style="red" if engine.differs else None, markup=False)
+            text = (
+                f"DIFFERS in {len(engine.differs)} of {len(engine.sums)} tensors: "
+                f"{', '.join(engine.differs[:SHOWN])}{hidden}"
+            )
+        console.print(
+            f"engine {engine.engine}  version {engine.version}  {text}",
+            style="red" if engine.differs else None,
+            markup=False,
+        )
     if not engines and not as_json:
         console.print("no engine is running")

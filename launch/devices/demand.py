@@ -1,4 +1,6 @@
-"""From a run's settings to its wants of a machine, and from the places of its processes to their environment variables."""
+"""From a run's settings to its wants of a machine, and from the places of its processes to their environment
+variables.
+"""
 
 import json
 import math
@@ -23,16 +25,19 @@ OWN_ALLOCATOR = (ALLOCATOR, "PYTORCH_CUDA_ALLOC_CONF")
 """Variables of torch's allocator; where the user has set one, it is left alone."""
 EXPANDABLE = "expandable_segments:True"
 EXPANDS = re.compile(r"expandable_segments\s*:\s*True")
-"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver refuses it, so not
-for colocated ranks; memory that other processes open is not tried with it."""
+"""The rows of a step have all lengths: with fixed segments the memory would be torn into pieces. torch-memory-saver
+refuses it, so not for colocated ranks; memory that other processes open is not tried with it.
+"""
 AS_SGLANG = ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")
-"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push group should have the
-same; a built-in engine has the defaults of the NCCL that the ranks have."""
+"""NCCL's variables that SGLang sets to 0 in its processes (0.5.23, ``entrypoints/engine.py``). Both ends of a push
+group should have the same; a built-in engine has the defaults of the NCCL that the ranks have.
+"""
 RING = ("NCCL_ALGO", "Ring")
-"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the algorithm the order of a
-sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or a reduction to one rank; without ``Ring`` in
-the list releases from 2.24 on fail there. Sources: NVIDIA/nccl, docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc,
-``ncclTopoTuneModel``."""
+"""Variable that keeps NCCL to one algorithm, and its value: else NCCL chooses by size and machine, and with the
+algorithm the order of a sum. Every release has rings for all its collectives, and no other algorithm has a broadcast or
+a reduction to one rank; without ``Ring`` in the list releases from 2.24 on fail there. Sources: NVIDIA/nccl,
+docs/userguide/source/env.rst, "NCCL_ALGO"; src/graph/tuning.cc, ``ncclTopoTuneModel``.
+"""
 BY_HAND = ("base_gpu_id", "gpu_id_step")
 
 
@@ -85,14 +90,19 @@ def want_of(config: RunConfig, node: Node, *, learner: bool, engines: int, size:
         backend=config.weights.backend,
         nccl_learner=nccl_of() if has_devices and learner else "",
         nccl_engine=nccl_of_engine(engine) if has_devices and engines else "",
-        memory_rank=training_bytes(size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic),
+        memory_rank=training_bytes(
+            size.tensors, dtype, ours, cuda=has_devices and ours.device != "cpu", critic=size.critic
+        ),
         senders=num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage),
         memory_sender=staged_bytes(size.tensors, config, dtype) if config.weights.staging == CUDA else 0,
         memory_group=group_bytes(size.largest_tensor, config, dtype),
         engines_together=config.weights.engines_together,
         memory_engine=weights // max(1, num_devices) if engine.kind == SGLANG else 2 * weights,
         memory_fraction=_fraction(engine),
-        bucket_bytes=max(config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"), ITEM_BYTES[dtype] * size.largest_tensor),
+        bucket_bytes=max(
+            config.weights.bucket_size(on_gpu=has_devices and ours.device != "cpu"),
+            ITEM_BYTES[dtype] * size.largest_tensor,
+        ),
     )
 
 
@@ -134,7 +144,9 @@ def _refuse_by_hand(engine: EngineConfig) -> None:
             raise PlacementRefused(where, "no device: it would be the same for all engines", repr(value), cure)
     if VARIABLE in engine.sglang.environment:
         where, cure = f"engine.sglang.environment.{VARIABLE}", "remove it; engine.devices names the devices"
-        raise PlacementRefused(where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure)
+        raise PlacementRefused(
+            where, "no device: it would be the same for all engines", repr(engine.sglang.environment[VARIABLE]), cure
+        )
 
 
 # ---- places as environment
@@ -144,11 +156,14 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
     """Return the variables of a rank: the devices of all ranks of its node, of which LOCAL_RANK is its own.
 
     Without devices there are none, but for the algorithm of NCCL with ``learner.device: cuda``.
-    ``given``: the environment that it inherits. Raises PlacementRefused for an allocator in it that a colocated rank cannot have.
+    ``given``: the environment that it inherits. Raises PlacementRefused for an allocator in it that a colocated rank
+    cannot have.
     """
     if config.learner.colocated and config.learner.device != "cpu" and (place.uuids or config.learner.device == CUDA):
         refuse_expandable(given)
-    ring = dict([RING]) if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given else {}
+    ring = (
+        dict([RING]) if config.learner.deterministic and config.learner.num_ranks > 1 and RING[0] not in given else {}
+    )
     if not node.devices:  # without nvidia-smi torch may find some
         return ring if config.learner.device == CUDA else {}
     if not place.uuids:
@@ -163,20 +178,27 @@ def rank_variables(node: Node, place: RankPlace, config: RunConfig, given: Mappi
 
 
 def refuse_expandable(given: Mapping[str, str], where: str = "") -> None:
-    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver cannot release.
+    """Raise PlacementRefused for an environment in which torch's allocator makes segments that torch-memory-saver
+    cannot release.
 
-    torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10, ``entrypoint.py``).
+    torch-memory-saver looks at PYTORCH_CUDA_ALLOC_CONF alone, and when memory is first allocated (0.0.10,
+    ``entrypoint.py``).
     ``where``: the setting that has the variables; empty = they are this process's own.
     """
     for name in OWN_ALLOCATOR:
         if EXPANDS.search(given.get(name, "")):
-            want_text = "no expandable_segments with learner.colocated: memory of such segments cannot be released for the other side"
+            want_text = (
+                "no expandable_segments with learner.colocated: memory of such segments cannot be released for "
+                "the other side"
+            )
             cure = f"unset {name}, or take expandable_segments out of it"
             raise PlacementRefused(f"{where}.{name}" if where else name, want_text, repr(given[name]), cure)
 
 
 def refuse_expandable_engine(engine: EngineConfig, given: Mapping[str, str]) -> None:
-    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory by itself."""
+    """Raise PlacementRefused as ``refuse_expandable`` for an SGLang server started here. A built-in engine frees memory
+    by itself.
+    """
     if engine.kind == SGLANG and not engine.sglang.url:
         refuse_expandable({name: value for name, value in given.items() if name not in engine.sglang.environment})
         refuse_expandable(engine.sglang.environment, "engine.sglang.environment")

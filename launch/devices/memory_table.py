@@ -1,8 +1,9 @@
-"""Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing, loads no torch.
+"""Memory that each process of a run needs, in bytes, from the model's sizes and the configuration. Pure: reads nothing,
+loads no torch.
 
-The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the backward
-pass one by one (``_layer_bytes``); tests compare both with a real rank. Memory of libraries (CUDA context, NCCL, cuBLAS,
-fragmentation of the allocator, Python: some GB together) is not in the table.
+The tensors of a rank are counted as Megatron's classes allocate them here, and the tensors that a layer keeps for the
+backward pass one by one (``_layer_bytes``); tests compare both with a real rank. Memory of libraries (CUDA context,
+NCCL, cuBLAS, fragmentation of the allocator, Python: some GB together) is not in the table.
 """
 
 import math
@@ -26,10 +27,13 @@ VALUE_HEAD = "lm_head.value"
 _EXPERTS = ".experts."
 """In the names of the weights of routed experts, and of no other."""
 STAGED_COPIES = 2
-"""Copies that a rank keeps of the weights that it sends: the head, and the one being filled (``weightstore/transport/staging.py``)."""
+"""Copies that a rank keeps of the weights that it sends: the head, and the one being filled
+(``weightstore/transport/staging.py``).
+"""
 SENDER = "rank that sends weights, besides"
 CONTEXT_BYTES = 500_000_000
-"""A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``)."""
+"""A process's CUDA context on its device, about; not measured (``docs/decisions/023-nccl-in-a-process-of-its-own.md``).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,13 @@ class MemoryRow:
     """True for memory of the host even where the process computes on an accelerator."""
 
 
-def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None) -> tuple[MemoryRow, ...]:
+def memory_rows(
+    shape: ModelShape, config: RunConfig, *, cuda: bool, critic: ModelShape | None = None
+) -> tuple[MemoryRow, ...]:
     """Return the rows of one rank and of one built-in engine; ``cuda``: they compute on an accelerator.
 
-    ``critic``: the model in ``learner.critic.path``; None = the policy's. A packed row has ``learner.max_tokens_per_micro_batch``
-    tokens, or as many as the longest sample if that has more.
+    ``critic``: the model in ``learner.critic.path``; None = the policy's. A packed row has
+    ``learner.max_tokens_per_micro_batch`` tokens, or as many as the longest sample if that has more.
     """
     learner, engine = (dtype_on(setting, cuda=cuda) for setting in (config.learner.dtype, config.engine.dtype))
     tokens = -(-row_tokens(shape, config) // config.learner.context_parallel)
@@ -60,11 +66,14 @@ def memory_rows(shape: ModelShape, config: RunConfig, *, cuda: bool, critic: Mod
     )
 
 
-def state_rows(tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None) -> tuple[MemoryRow, ...]:
-    """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a shape here.
+def state_rows(
+    tensors: Shapes, config: RunConfig, *, cuda: bool, critic: Shapes | None = None
+) -> tuple[MemoryRow, ...]:
+    """Return the rows of one rank without activations and logits, by the tensors of the model: for families without a
+    shape here.
 
-    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are as in ``training_bytes``: a matrix that a
-    family keeps whole on every tensor-parallel rank counts as split.
+    ``critic``: the tensors of the critic's model; None = as many as the policy's. Sizes are as in ``training_bytes``: a
+    matrix that a family keeps whole on every tensor-parallel rank counts as split.
     """
     dtype = dtype_on(config.learner.dtype, cuda=cuda)
     whose = tensors if critic is None else critic
@@ -78,7 +87,9 @@ def dtype_on(setting: str, *, cuda: bool) -> str:
     return "bfloat16" if cuda else "float32"
 
 
-def training_bytes(tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None) -> int:
+def training_bytes(
+    tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda: bool, critic: Shapes | None = None
+) -> int:
     """Return the bytes of weights, gradients and Adam's state of one rank, in the largest stage, where it computes.
 
     ``tensors``: of the whole model, of any family; ``critic``: of the critic's model, None = as large as the policy.
@@ -86,7 +97,12 @@ def training_bytes(tensors: Shapes, dtype: str, learner: LearnerConfig, *, cuda:
     stage = _largest_stage(tensors, learner)
     rows = [*_model(_elements(stage, learner, trained_tensors(stage, learner)), learner, dtype, cuda=cuda)]
     if learner.algorithm.by_critic:
-        rows += _model(_elements(_largest_stage(tensors if critic is None else critic, learner), learner), learner, dtype, cuda=cuda)
+        rows += _model(
+            _elements(_largest_stage(tensors if critic is None else critic, learner), learner),
+            learner,
+            dtype,
+            cuda=cuda,
+        )
     return sum(row.bytes for row in rows if not row.on_host)
 
 
@@ -120,18 +136,25 @@ def _state(tensors: Shapes, critic: Shapes, config: RunConfig, dtype: str, *, cu
         *([("weights of the last version", item * saved)] if config.weights.push_every > 1 else []),
     ]
     if copies and cuda:
-        away = max(num_weights if part.startswith("reference") and reference == num_weights else saved for part, _ in copies)
+        away = max(
+            num_weights if part.startswith("reference") and reference == num_weights else saved for part, _ in copies
+        )
         copies.append(("own weights, while one of the other two is in their place", item * away))
     for part, num_bytes in copies:
         yield MemoryRow(process="rank", part=part, bytes=num_bytes, on_host=cuda)
     if learner.checkpoint.background:
         # Each tensor is copied by one of the replicas that have it, so another rank may have less.
-        weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (moving * num_weights if learner.algorithm.kl.moves else 0)
+        weights = item * saved * (2 if config.weights.push_every > 1 else 1) + (
+            moving * num_weights if learner.algorithm.kl.moves else 0
+        )
         state = optimizer_bytes(policys.share, dtype)
         if learner.algorithm.by_critic:
             weights, state = weights + item * its, state + optimizer_bytes(critics.share, dtype)
         yield MemoryRow(
-            process="rank", part="copy of weights and Adam's state, for checkpoints, at most", bytes=weights + state, on_host=cuda
+            process="rank",
+            part="copy of weights and Adam's state, for checkpoints, at most",
+            bytes=weights + state,
+            on_host=cuda,
         )
 
 
@@ -156,13 +179,18 @@ def group_bytes(largest_tensor: int, config: RunConfig, dtype: str) -> int:
 
 
 def _groups(tensors: Shapes, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
-    """Yield the row of the processes that send over NCCL, where settings allow it: GPUs and versions are not known here."""
+    """Yield the row of the processes that send over NCCL, where settings allow it: GPUs and versions are not known
+    here.
+    """
     weights, learner = config.weights, config.learner
     if weights.backend == "gloo" or weights.transport == "handles" or learner.colocated or learner.device == "cpu":
         return
     count = -(-max(1, config.up.engines) // weights.engines_together)
     largest = max(map(math.prod, tensors.values()), default=0)
-    part = f"processes of {count} group(s) of engines over NCCL, with a CUDA context and two buckets each, if weights go over it"
+    part = (
+        f"processes of {count} group(s) of engines over NCCL, with a CUDA context and two buckets each, if "
+        "weights go over it"
+    )
     yield MemoryRow(process=SENDER, part=part, bytes=count * group_bytes(largest, config, dtype))
 
 
@@ -172,9 +200,13 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
     senders = num_senders(ours.tensor_parallel, ours.expert_parallel, config.weights.senders_per_stage)
     parts: dict[tuple[int, int], int] = defaultdict(int)
     sent: set[str] = set()
-    for stage, of_stage in enumerate(stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)):
+    for stage, of_stage in enumerate(
+        stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)
+    ):
         dealt = Dealt(senders)
-        for name in [name for name in of_stage if name not in sent]:  # a tied embedding is in two stages, and is sent by the first
+        for name in [
+            name for name in of_stage if name not in sent
+        ]:  # a tied embedding is in two stages, and is sent by the first
             parts[stage, dealt.sender(name)] += math.prod(of_stage[name])
         sent |= of_stage.keys()
     return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
@@ -183,37 +215,58 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
 def _activations(
     tokens: int, shape: ModelShape, critic: ModelShape, learner: LearnerConfig, dtype: str, *, cuda: bool
 ) -> Iterable[MemoryRow]:
-    """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens`` tokens."""
+    """Yield the rows of the tensors that a rank keeps and computes for a packed row, of which it has ``tokens``
+    tokens.
+    """
     split = learner.tensor_parallel
-    fused = cuda and (learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic))
+    fused = cuda and (
+        learner.fused_activation == "always" or (learner.fused_activation == AUTO and not learner.deterministic)
+    )
     rotary = cuda and learner.fused_rotary != "never"
     activations = Activations(
-        dtype=dtype, tensor_parallel=split, recompute=learner.recompute, fused=fused, norm_kernel=cuda, rotary_kernel=rotary
+        dtype=dtype,
+        tensor_parallel=split,
+        recompute=learner.recompute,
+        fused=fused,
+        norm_kernel=cuda,
+        rotary_kernel=rotary,
     )
     # The first stage of a pipeline keeps as many rows as there are stages, each in its share of the layers.
     kept = f"kept for the backward pass of {tokens:,} tokens"
     trained = [shape, *([critic] if learner.algorithm.by_critic else [])]  # in turn, so the larger one counts
-    yield MemoryRow(process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained)))
+    yield MemoryRow(
+        process="rank", part=f"activations {kept}", bytes=tokens * max(map(activations.kept_per_token, trained))
+    )
     if learner.recompute != NONE:
         again = max(map(activations.again_per_token, trained))
         yield MemoryRow(process="rank", part="activations of one layer, computed again", bytes=tokens * again)
     if shape.experts is not None and learner.grouped_experts != "never" and (dtype == "bfloat16" or not cuda):
         weights = 2 * shape.hidden * shape.experts.intermediate * (shape.experts.count // learner.expert_parallel)
         yield MemoryRow(
-            process="rank", part="experts of one layer, side by side, and their gradient", bytes=2 * weights * ITEM_BYTES[dtype]
+            process="rank",
+            part="experts of one layer, side by side, and their gradient",
+            bytes=2 * weights * ITEM_BYTES[dtype],
         )
     yield MemoryRow(
         process="rank",
         part=f"logits of {tokens:,} tokens, at once",
-        bytes=logits_bytes(tokens, shape.vocab_size // split, shape.hidden, dtype, fused=cuda and learner.fused_log_probs != "never"),
+        bytes=logits_bytes(
+            tokens, shape.vocab_size // split, shape.hidden, dtype, fused=cuda and learner.fused_log_probs != "never"
+        ),
     )
     if _overlapped(learner, cuda=cuda) and not (shape.tied and learner.pipeline_parallel == 1):
         weight = shape.vocab_size // split * shape.hidden * ITEM_BYTES[dtype]
-        yield MemoryRow(process="rank", part="gradient of the output weight, without values, for the overlapped reduction", bytes=weight)
+        yield MemoryRow(
+            process="rank",
+            part="gradient of the output weight, without values, for the overlapped reduction",
+            bytes=weight,
+        )
 
 
 def _overlapped(learner: LearnerConfig, *, cuda: bool) -> bool:
-    """Return whether gradients are reduced during the backward pass (``learner/layout/parallel.py``, ``choose_replicas``)."""
+    """Return whether gradients are reduced during the backward pass (``learner/layout/parallel.py``,
+    ``choose_replicas``).
+    """
     auto = cuda and learner.virtual_pipeline == 1
     several = learner.data_parallel * learner.context_parallel > 1
     return several and {"auto": auto, "always": True}.get(learner.overlap_grad_reduce, False)
@@ -233,7 +286,8 @@ class _Elements:
 
 
 def _elements(whole: Shapes, learner: LearnerConfig, trained: Shapes | None = None) -> _Elements:
-    """Return one rank's elements of the tensors of its stage, with the padding that a distributed optimizer needs for the trained ones.
+    """Return one rank's elements of the tensors of its stage, with the padding that a distributed optimizer needs for
+    the trained ones.
 
     ``trained``: the tensors with a gradient, adapters among them; None = all.
     """
@@ -259,16 +313,22 @@ def _model(
     divided = f", 1/{num_shares(learner)} of them" if num_shares(learner) > 1 else ""
     if divided and elements.experts:
         divided += f" and 1/{num_expert_shares(learner)} of its experts'"
-    yield from _optimizer(elements.share, dtype, divided=divided, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix)
+    yield from _optimizer(
+        elements.share, dtype, divided=divided, offloaded=learner.offload_optimizer, cuda=cuda, prefix=prefix
+    )
 
 
-def _optimizer(elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str) -> Iterable[MemoryRow]:
+def _optimizer(
+    elements: int, dtype: str, *, divided: str, offloaded: bool, cuda: bool, prefix: str
+) -> Iterable[MemoryRow]:
     """Yield the rows of Adam's state for ``elements`` weights of one share."""
     part = f"{prefix}Adam: two moments" + ("" if dtype == "float32" else " and main weights") + f", float32{divided}"
     yield MemoryRow(process="rank", part=part, bytes=optimizer_bytes(elements, dtype), on_host=offloaded and cuda)
     if offloaded:
         block = min(elements, OFFLOADED_AT_ONCE)
-        yield MemoryRow(process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype))
+        yield MemoryRow(
+            process="rank", part=f"{prefix}Adam's state of one block, in a step", bytes=optimizer_bytes(block, dtype)
+        )
 
 
 def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[MemoryRow]:
@@ -288,7 +348,9 @@ def _engine(shape: ModelShape, config: RunConfig, dtype: str) -> Iterable[Memory
 
 def row_tokens(shape: ModelShape, config: RunConfig) -> int:
     """Return the number of tokens of the longest packed row: the budget, or a single sample that is longer than it."""
-    longest = (config.data.max_prompt_tokens or shape.max_positions - config.sampling.max_new_tokens) + config.sampling.max_new_tokens
+    longest = (
+        config.data.max_prompt_tokens or shape.max_positions - config.sampling.max_new_tokens
+    ) + config.sampling.max_new_tokens
     return max(config.learner.max_tokens_per_micro_batch, min(longest, shape.max_positions))
 
 
@@ -297,14 +359,21 @@ def parameters(shape: ModelShape) -> int:
     return sum(math.prod(tensor) for tensor in shape.tensors().values())
 
 
-def rank_parameters(shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1) -> int:
+def rank_parameters(
+    shape: ModelShape, tensor_parallel: int, pipeline_parallel: int = 1, expert_parallel: int = 1
+) -> int:
     """Return the number of parameters of one rank, in the largest stage of a pipeline, adapters excluded."""
-    return max(rank_elements(stage, tensor_parallel, expert_parallel) for stage in stages_of(shape.tensors(), pipeline_parallel))
+    return max(
+        rank_elements(stage, tensor_parallel, expert_parallel)
+        for stage in stages_of(shape.tensors(), pipeline_parallel)
+    )
 
 
 def rank_elements(tensors: Shapes, tensor_parallel: int, expert_parallel: int = 1) -> int:
     """Return the number of elements that one rank has of these tensors."""
-    return sum(math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in tensors.items())
+    return sum(
+        math.prod(tensor) // split_of(name, tensor_parallel, expert_parallel) for name, tensor in tensors.items()
+    )
 
 
 class _Valued(ModelShape):
@@ -329,19 +398,26 @@ def _largest_stage(tensors: Shapes, learner: LearnerConfig) -> Shapes:
 
 
 def buffer_elements(tensors: Shapes, tensor_parallel: int, shares: int, expert_parallel: int = 1) -> int:
-    """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed optimizer.
+    """Return the elements of a rank's buffer of the trained weights, and of their gradients, with a distributed
+    optimizer.
 
     Experts have a buffer of their own.
 
-    Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of shares
-    (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, and their ends add some KB.
+    Megatron begins each parameter at a multiple of 64 elements and ends a bucket at one of 128 and of the number of
+    shares (``_ParamAndGradBuffer``, megatron-core 0.16). With overlap there are several buckets, and their ends add
+    some KB.
     """
     joint: dict[str, int] = defaultdict(int)
     for name, tensor in tensors.items():
-        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have their own.
+        # Megatron has one parameter for queries, keys and values, and one for both halves of a gated MLP. Adapters have
+        # their own.
         place = name
         if ".lora_" not in name:
-            place = re.sub(r"\b([qkv]_proj|gate_proj|up_proj)\b", lambda projection: "qkv" if projection[0][0] in "qkv" else "fc1", name)
+            place = re.sub(
+                r"\b([qkv]_proj|gate_proj|up_proj)\b",
+                lambda projection: "qkv" if projection[0][0] in "qkv" else "fc1",
+                name,
+            )
         joint[place] += math.prod(tensor) // split_of(name, tensor_parallel)
     divisor = math.lcm(shares, 128)
     aligned = sum(-(-elements // 64) * 64 // split_of(name, 1, expert_parallel) for name, elements in joint.items())
@@ -360,7 +436,9 @@ def split_of(name: str, tensor_parallel: int, expert_parallel: int = 1) -> int:
 
 
 def optimizer_bytes(num_parameters: int, dtype: str) -> int:
-    """Return the bytes of Adam's state: two float32 moments, and float32 main weights where the weights are not float32."""
+    """Return the bytes of Adam's state: two float32 moments, and float32 main weights where the weights are not
+    float32.
+    """
     return num_parameters * FLOAT32 * (2 if dtype == "float32" else 3)
 
 
@@ -374,7 +452,9 @@ class Activations:
     fused: bool = False
     """The activation of the MLP is one kernel."""
     norm_kernel: bool = False
-    """A norm is one kernel, as on CUDA, which keeps its input and a scale; else it also keeps the normalised value, both in float32."""
+    """A norm is one kernel, as on CUDA, which keeps its input and a scale; else it also keeps the normalised value,
+    both in float32.
+    """
     rotary_kernel: bool = False
     """Rotary positions, and the norms of queries and keys, are kernels, with cosines and sines for all layers."""
 
@@ -383,8 +463,12 @@ class Activations:
         item, hidden = ITEM_BYTES[self.dtype], shape.hidden
         norm = self._norm(hidden) + hidden * item
         # of each layer its input, or all that its backward pass needs
-        layers = shape.num_layers * (hidden * item if self.recompute == FULL else self._layer(shape) - self.again_per_token(shape))
-        if self.recompute == FULL or self.rotary_kernel:  # the angles of the rotary positions, or their cosines and sines, once for all
+        layers = shape.num_layers * (
+            hidden * item if self.recompute == FULL else self._layer(shape) - self.again_per_token(shape)
+        )
+        if (
+            self.recompute == FULL or self.rotary_kernel
+        ):  # the angles of the rotary positions, or their cosines and sines, once for all
             layers += shape.rope.size(shape.head_dim) * FLOAT32
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
 
@@ -399,8 +483,11 @@ class Activations:
         heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
-        rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item  # cosines and sines, for queries and for keys
-        # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of the softmax
+        rotary = (
+            0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
+        )  # cosines and sines, for queries and for keys
+        # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of
+        # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32
         head_norms = self._head_norms(heads, kv_heads, shape.head_dim) if shape.head_norm else 0
         return norms + rotary + attention + head_norms + self._mlp(shape)
@@ -408,8 +495,11 @@ class Activations:
     def _mlp(self, shape: ModelShape) -> int:
         if shape.experts is not None:
             # the same of each expert of a token, which receives the token and returns its result
-            return shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
-        # both halves of the first projection, and the input of the second; two results between them, unless one kernel makes it
+            return (
+                shape.experts.per_token * (5 * shape.experts.intermediate + 2 * shape.hidden) * ITEM_BYTES[self.dtype]
+            )
+        # both halves of the first projection, and the input of the second; two results between them, unless one kernel
+        # makes it
         inner = (3 if self.fused else 5) * (shape.intermediate // self.tensor_parallel) * ITEM_BYTES[self.dtype]
         return inner + self._post_norm(shape)
 
@@ -418,7 +508,9 @@ class Activations:
         return size * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + FLOAT32
 
     def _post_norm(self, shape: ModelShape) -> int:
-        """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a sum."""
+        """Return the bytes that a norm behind attention or MLP keeps per token (GLM-4); its result only enters a
+        sum.
+        """
         return self._norm(shape.hidden) if shape.post_norms else 0
 
     def _head_norms(self, heads: int, kv_heads: int, head_dim: int) -> int:
@@ -427,13 +519,17 @@ class Activations:
         if self.rotary_kernel:  # the input is a view of the joint projection, but of queries in several groups a copy
             return (0 if kv_heads == 1 else heads) * head_dim * ITEM_BYTES[self.dtype] + scales
         if self.norm_kernel or self.dtype != "float32":
-            return (heads + kv_heads) * head_dim * (ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32) + scales
+            return (heads + kv_heads) * head_dim * (
+                ITEM_BYTES[self.dtype] if self.norm_kernel else 2 * FLOAT32
+            ) + scales
         # the norm's input is a view of the joint projection; of queries in several groups it is a copy
         return (heads * (1 if kv_heads == 1 else 2) + kv_heads) * head_dim * FLOAT32 + scales
 
 
 def logits_bytes(tokens: int, vocabulary: int, hidden: int, dtype: str, *, fused: bool = False) -> int:
-    """Return the maximum bytes of logits and their gradients at any time: all of them if they are few, else a chunk (``logprobs.py``)."""
+    """Return the maximum bytes of logits and their gradients at any time: all of them if they are few, else a chunk
+    (``logprobs.py``).
+    """
     item = ITEM_BYTES[dtype]
     elements = tokens * vocabulary
     if fused:

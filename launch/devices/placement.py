@@ -1,14 +1,16 @@
-"""Placement: which rank and which engine gets which accelerator. Pure: reads no environment, no bus and no device, loads no torch.
+"""Placement: which rank and which engine gets which accelerator. Pure: reads no environment, no bus and no device,
+loads no torch.
 
     nodes (machines with their visible devices) + Want (sizes and settings)  ->  Placed | PlacementRefused
 
-Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of ``devices_per_engine`` that
-begin at a multiple of it among the node's visible devices, on devices that the ranks leave; colocated engines get the ranks' own devices.
-Where a machine has one device, the rank and built-in engines share it. Without devices everything runs on the CPU. A placement is refused
-where the weights have no way to the engines, or a device or /dev/shm has too little memory.
+Ranks come first, the lowest device first; a tensor-parallel group stays inside a node. Engines get blocks of
+``devices_per_engine`` that begin at a multiple of it among the node's visible devices, on devices that the ranks leave;
+colocated engines get the ranks' own devices. Where a machine has one device, the rank and built-in engines share it.
+Without devices everything runs on the CPU. A placement is refused where the weights have no way to the engines, or a
+device or /dev/shm has too little memory.
 
-Sources: two ranks of one NCCL communicator on one GPU, and ends of different NCCL releases, are refused by NCCL itself (NVIDIA/nccl,
-src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
+Sources: two ranks of one NCCL communicator on one GPU, and ends of different NCCL releases, are refused by NCCL itself
+(NVIDIA/nccl, src/init.cc: "Duplicate GPU detected", "Mismatched NCCL version detected").
 """
 
 from collections.abc import Collection, Sequence
@@ -40,7 +42,9 @@ USABLE = 0.95
 
 
 def place(nodes: Sequence[Node], want: Want) -> Placed:
-    """Return the place of every rank and engine. Raises PlacementRefused for a placement that cannot work, with the reason and a cure."""
+    """Return the place of every rank and engine. Raises PlacementRefused for a placement that cannot work, with the
+    reason and a cure.
+    """
     nodes = _ordered(nodes)
     why: list[str] = []
     _refuse_shortage(nodes, want)
@@ -57,13 +61,20 @@ def place(nodes: Sequence[Node], want: Want) -> Placed:
 
 
 def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -> EnginePlace:
-    """Return the place of one more engine beside the ``others``. Raises PlacementRefused when there is none, or it lacks memory."""
+    """Return the place of one more engine beside the ``others``. Raises PlacementRefused when there is none, or it
+    lacks memory.
+    """
     nodes = _ordered(nodes)
     ranks = _ranks(nodes, want, [])
     chosen = _engine(nodes, want, ranks, others.taken)
     uuids_here = {device.uuid for node in nodes for device in node.devices}
-    neighbours = [EnginePlace(number=0, node=chosen.node, uuids=uuids) for uuids in others.engines if uuids_here & set(uuids)]
-    running = [RankPlace(rank=local, node=chosen.node, local_rank=local, uuids=others.ranks) for local in range(len(others.ranks))]
+    neighbours = [
+        EnginePlace(number=0, node=chosen.node, uuids=uuids) for uuids in others.engines if uuids_here & set(uuids)
+    ]
+    running = [
+        RankPlace(rank=local, node=chosen.node, local_rank=local, uuids=others.ranks)
+        for local in range(len(others.ranks))
+    ]
     groups = _groups(want, len(others.engines) + 1, transport_of(nodes, want, ranks, [chosen], [])) if ranks else 0
     refuse_memory(nodes, want, ranks or running, [*neighbours, chosen], groups=groups)
     if ranks or others.learner_is_here:  # engines elsewhere get the weights by broadcast
@@ -72,7 +83,9 @@ def engine_place(nodes: Sequence[Node], want: Want, *, others: Others = ALONE) -
 
 
 def _groups(want: Want, engines: int, transport: str) -> int:
-    """Return the number of groups over NCCL that each rank that sends has; of engines that their hosts place there is one at least."""
+    """Return the number of groups over NCCL that each rank that sends has; of engines that their hosts place there is
+    one at least.
+    """
     if transport == NCCL or (not transport and want.backend == NCCL):
         return -(-max(1, engines) // want.engines_together)
     return 0
@@ -82,7 +95,9 @@ def _groups(want: Want, engines: int, transport: str) -> int:
 
 
 def _ordered(nodes: Sequence[Node]) -> list[Node]:
-    """Return nodes and devices in the order of their numbers. Raises PlacementRefused for a device that is named twice."""
+    """Return nodes and devices in the order of their numbers. Raises PlacementRefused for a device that is named
+    twice.
+    """
     ordered = [
         replace(node, devices=tuple(sorted(node.devices, key=lambda device: (device.index, device.slice, device.uuid))))
         for node in sorted(nodes, key=lambda node: node.rank)
@@ -90,20 +105,27 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
     seen: set[str] = set()
     for device in (device for node in ordered for device in node.devices):
         if device.uuid in seen:
-            raise PlacementRefused("devices", "every device once", f"{device.uuid} twice", "name each device, and each machine, once")
+            raise PlacementRefused(
+                "devices", "every device once", f"{device.uuid} twice", "name each device, and each machine, once"
+            )
         seen.add(device.uuid)
     return ordered
 
 
 def _selected(node: Node, selectors: Sequence[str], setting: str, nodes: Sequence[Node]) -> tuple[Device, ...]:
-    """Return the devices of a node that a setting names. Raises PlacementRefused for an unknown one, and for one named twice."""
+    """Return the devices of a node that a setting names. Raises PlacementRefused for an unknown one, and for one named
+    twice.
+    """
     selected: list[Device] = []
     for selector in selectors:
         matches = [device for device in node.devices if selector in (device.name, device.uuid)]
         elsewhere = any(selector == device.uuid for other in nodes for device in other.devices)
         if not matches and not elsewhere:
             raise PlacementRefused(
-                setting, "indices or UUIDs of visible devices", f"{selector!r}: {listed(nodes)}", "fix the list, or remove it"
+                setting,
+                "indices or UUIDs of visible devices",
+                f"{selector!r}: {listed(nodes)}",
+                "fix the list, or remove it",
             )
         if any(device in selected for device in matches):
             raise PlacementRefused(setting, "every device once", f"{selector!r}, which is named before", "name it once")
@@ -125,7 +147,10 @@ def _refuse_shortage(nodes: Sequence[Node], want: Want) -> None:
     parts = ([f"{ranks} for ranks"] if ranks else []) + (
         [f"{want.engines} x {want.devices_per_engine} for engines"] if want.engines and engines else []
     )
-    cure = "lower up.engines or the engines' tp_size, learner.data_parallel or learner.tensor_parallel, or let more devices be visible"
+    cure = (
+        "lower up.engines or the engines' tp_size, learner.data_parallel or learner.tensor_parallel, or let more "
+        "devices be visible"
+    )
     raise PlacementRefused("devices", f"{ranks + engines} devices ({', '.join(parts)})", listed(nodes), cure)
 
 
@@ -138,14 +163,19 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
         raise PlacementRefused("ranks", want_text, str(total), "change the number of ranks or the sizes")
     on_cpu = want.learner_on_cpu or not every_device(nodes)
     if want.learner_devices and not every_device(nodes):
-        raise PlacementRefused("learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU")
+        raise PlacementRefused(
+            "learner.devices", "visible devices", "none on this machine", "remove it to train on the CPU"
+        )
     named = want.learner_devices
-    pools = [() if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes]
+    pools = [
+        () if on_cpu else _selected(node, named, "learner.devices", nodes) if named else node.devices for node in nodes
+    ]
     counts = _ranks_of_a_node(nodes, want, [want.ranks if on_cpu else len(pool) for pool in pools])
     used = want.ranks // counts
     if used < len(nodes):
         why.append(
-            f"ranks on {used} of {len(nodes)} nodes (equal parts, tensor-parallel groups inside a node); the others are hosts of engines: "
+            f"ranks on {used} of {len(nodes)} nodes (equal parts, tensor-parallel groups inside a node); the "
+            "others are hosts of engines: "
             f"--nodes {used}"
         )
     places = [
@@ -162,7 +192,10 @@ def _ranks(nodes: Sequence[Node], want: Want, why: list[str]) -> tuple[RankPlace
     if slices and want.ranks > 1:
         got = f"{want.ranks} ranks, with MIG slice {slices[0].name}"
         raise PlacementRefused(
-            "learner", "one rank, or whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or use one rank"
+            "learner",
+            "one rank, or whole GPUs: NCCL does not work between MIG slices",
+            got,
+            "switch MIG off, or use one rank",
         )
     return tuple(places)
 
@@ -176,14 +209,21 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
     by_hand = bool(want.learner_devices)
     for used in range(len(nodes), 0, -1):
         per_node, remainder = divmod(want.ranks, used)
-        if not remainder and per_node % want.tp == 0 and all(count == per_node if by_hand else count >= per_node for count in have[:used]):
+        if (
+            not remainder
+            and per_node % want.tp == 0
+            and all(count == per_node if by_hand else count >= per_node for count in have[:used])
+        ):
             return per_node
     if by_hand:
         got = f"{' | '.join(map(str, have))} for {want.ranks} ranks"
         raise PlacementRefused("learner.devices", "one device for each rank", got, "name as many as there are ranks")
     if want.ranks > sum(have):
         want_text = f"a device for each of {want.ranks} ranks: NCCL refuses two ranks on one GPU"
-        cure = "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more devices be visible"
+        cure = (
+            "lower learner.data_parallel, tensor_parallel, pipeline_parallel or context_parallel, or let more "
+            "devices be visible"
+        )
         raise PlacementRefused("devices", want_text, listed(nodes), cure)
     want_text = f"{want.ranks} ranks in equal parts on the machines, tensor-parallel groups of {want.tp} inside one"
     cure = "change learner.data_parallel or the number of machines"
@@ -196,7 +236,9 @@ def _ranks_of_a_node(nodes: Sequence[Node], want: Want, have: Sequence[int]) -> 
 def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> EnginePlace:
     """Return the first free place of an engine. Raises PlacementRefused."""
     if want.engine_devices and not every_device(nodes):
-        raise PlacementRefused("engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU")
+        raise PlacementRefused(
+            "engine.devices", "visible devices", "none on this machine", "remove it to generate on the CPU"
+        )
     if not want.devices_per_engine or not every_device(nodes):
         return EnginePlace(number=0, node=nodes[0].rank)
     for node in nodes:
@@ -208,8 +250,14 @@ def _engine(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken
 
 
 def _shares(nodes: Sequence[Node], want: Want) -> bool:
-    """Return whether engines share the only device there is: built-in ones do, and SGLang servers that leave memory to others."""
-    return len(every_device(nodes)) == 1 and not want.colocated and (want.kind != SGLANG or want.memory_fraction is not None)
+    """Return whether engines share the only device there is: built-in ones do, and SGLang servers that leave memory to
+    others.
+    """
+    return (
+        len(every_device(nodes)) == 1
+        and not want.colocated
+        and (want.kind != SGLANG or want.memory_fraction is not None)
+    )
 
 
 def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace]) -> list[tuple[Device, ...]]:
@@ -224,7 +272,9 @@ def _blocks(node: Node, nodes: Sequence[Node], want: Want, ranks: Sequence[RankP
         foreign = [device.name for device in pool if device.uuid not in by_ranks]
         if want.colocated and foreign:
             want_text = "devices of the ranks with learner.colocated"
-            raise PlacementRefused("engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list")
+            raise PlacementRefused(
+                "engine.devices", want_text, ", ".join(foreign), "name devices of ranks, or remove the list"
+            )
     elif want.colocated:
         by_uuid = {device.uuid: device for device in node.devices}
         pool = tuple(by_uuid[uuid] for uuid in by_ranks)
@@ -245,11 +295,15 @@ def _refuse_sharing(want: Want, ranks: Sequence[RankPlace], block: Sequence[Devi
         raise PlacementRefused("engine.sglang", "a device of its own, or a share of the memory", got, cure)
     if len(block) > 1 and any(device.slice >= 0 for device in block):
         got = f"an engine of {len(block)} devices on MIG slices"
-        raise PlacementRefused("engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1")
+        raise PlacementRefused(
+            "engine", "whole GPUs: NCCL does not work between MIG slices", got, "switch MIG off, or lower tp_size to 1"
+        )
 
 
 def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlace:
-    """Return the place on a block. Where the learner shares device memory, the engine sees all devices of its machine."""
+    """Return the place on a block. Where the learner shares device memory, the engine sees all devices of its
+    machine.
+    """
     own_uuids, everything = tuple(device.uuid for device in block), tuple(device.uuid for device in node.devices)
     if want.staging != CUDA:
         return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=own_uuids)
@@ -264,14 +318,25 @@ def _engine_place(node: Node, block: Sequence[Device], want: Want) -> EnginePlac
     return EnginePlace(number=0, node=node.rank, uuids=own_uuids, visible=everything, base_index=base)
 
 
-def _no_block(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]) -> PlacementRefused:
+def _no_block(
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], taken: Collection[str]
+) -> PlacementRefused:
     size = want.devices_per_engine
     if want.colocated:
-        want_text = f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none elsewhere"
-        got, cure = f"{want.engines} engines of {size} devices, {len(ranks)} ranks", "lower up.engines, or the engines' tp_size"
+        want_text = (
+            f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none "
+            "elsewhere"
+        )
+        got, cure = (
+            f"{want.engines} engines of {size} devices, {len(ranks)} ranks",
+            "lower up.engines, or the engines' tp_size",
+        )
         return PlacementRefused("up.engines", want_text, got, cure)
     if want.engine_devices:
-        want_text, got = f"{size} devices for each engine", f"{len(want.engine_devices)} for {want.engines or 'one more'}"
+        want_text, got = (
+            f"{size} devices for each engine",
+            f"{len(want.engine_devices)} for {want.engines or 'one more'}",
+        )
         return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
     used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]
@@ -281,7 +346,9 @@ def _no_block(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], tak
     return PlacementRefused("engine", want_text, got, cure)
 
 
-def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> None:
+def _remark_idle(
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]
+) -> None:
     used = {uuid for rank in ranks for uuid in rank.uuids} | {uuid for engine in engines for uuid in engine.uuids}
     idle = [device.name for device in every_device(nodes) if device.uuid not in used]
     if idle and ranks and engines:
@@ -290,7 +357,9 @@ def _remark_idle(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], 
         why.append("engines are placed by their hosts")
 
 
-def transport_of(nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]) -> str:
+def transport_of(
+    nodes: Sequence[Node], want: Want, ranks: Sequence[RankPlace], engines: Sequence[EnginePlace], why: list[str]
+) -> str:
     """Return the way of the weights. Raises PlacementRefused where the settings want one that is not possible."""
     if not ranks or not engines:
         return ""
@@ -324,7 +393,9 @@ def senders(want: Want, ranks: Sequence[RankPlace]) -> list[RankPlace]:
     return [rank for rank in ranks if rank.rank % of_stage < want.senders]
 
 
-def _no_nccl(nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[EnginePlace], *, shared: bool) -> tuple[str, bool]:
+def _no_nccl(
+    nodes: Sequence[Node], want: Want, sender: str, engines: Sequence[EnginePlace], *, shared: bool
+) -> tuple[str, bool]:
     """Return why weights cannot go over NCCL (empty: they can), and whether that is certain before the first push."""
     used = {sender} | {uuid for engine in engines for uuid in engine.uuids}
     if not sender or not all(engine.uuids for engine in engines):
@@ -348,7 +419,9 @@ def _refuse_cuda_handles(nodes: Sequence[Node], want: Want, sender: RankPlace, e
         raise PlacementRefused(where, "host on a MIG slice, whose memory other processes cannot open", "cuda", cure)
     for engine in engines:
         if sender.uuid not in engine.visible:
-            raise PlacementRefused(where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure)
+            raise PlacementRefused(
+                where, f"engines that see the learner's {sender.uuid}", f"engine {engine.number}, which does not", cure
+            )
 
 
 def refuse_memory(
@@ -356,12 +429,15 @@ def refuse_memory(
 ) -> None:
     """Raise PlacementRefused for a device whose memory is too small for the least that its processes need.
 
-    ``groups``: of engines over NCCL; each rank that sends has a process for each of them. A device of unknown memory is not checked.
+    ``groups``: of engines over NCCL; each rank that sends has a process for each of them. A device of unknown memory is
+    not checked.
     """
     sending = want.memory_sender + groups * want.memory_group
     for device in every_device(nodes):
         own_ranks = [rank for rank in ranks if rank.uuid == device.uuid]
-        learner = want.memory_rank * len(own_ranks) + sending * len([rank for rank in senders(want, ranks) if rank in own_ranks])
+        learner = want.memory_rank * len(own_ranks) + sending * len(
+            [rank for rank in senders(want, ranks) if rank in own_ranks]
+        )
         engines_here = [engine for engine in engines if device.uuid in engine.uuids]
         engine_bytes = want.memory_engine
         if want.kind == SGLANG and want.memory_fraction is not None and not want.colocated:
@@ -369,9 +445,9 @@ def refuse_memory(
         generating = engine_bytes * len(engines_here)
         needed = max(learner, generating) if want.colocated else learner + generating
         if device.memory_bytes and needed > USABLE * device.memory_bytes:
-            parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [f"{_gb(generating)} for {len(engines_here)} engine(s)"] * bool(
-                engines_here
-            )
+            parts = [f"{_gb(learner)} for the learner"] * bool(learner) + [
+                f"{_gb(generating)} for {len(engines_here)} engine(s)"
+            ] * bool(engines_here)
             over = (
                 f", {_gb(groups * want.memory_group)} of it for {groups} group(s) over NCCL"
                 if groups and want.memory_group and own_ranks
@@ -379,12 +455,17 @@ def refuse_memory(
             )
             want_text = f"{_gb(needed)} ({', '.join(parts)}{over}; activations not counted)"
             got = f"{_gb(USABLE * device.memory_bytes)}, {USABLE:.0%} of it"
-            cure = "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, tp_size), or learner.colocated"
+            cure = (
+                "use bfloat16, a smaller model, more devices (learner.tensor_parallel, pipeline_parallel, "
+                "tp_size), or learner.colocated"
+            )
             raise PlacementRefused(f"memory of device {device.name}", want_text, got, cure)
 
 
 def refuse_shm(nodes: Sequence[Node], want: Want, engines: Sequence[EnginePlace], transport: str) -> None:
-    """Raise PlacementRefused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else they get SIGBUS)."""
+    """Raise PlacementRefused for a /dev/shm too small for the copies of a bucket that SGLang servers read there (else
+    they get SIGBUS).
+    """
     if want.kind != SGLANG or transport != HANDLES or want.staging == CUDA:
         return
     for node in nodes:

@@ -45,7 +45,9 @@ class Want:
     ranks: int = 0
     """Ranks to place."""
     nodes: int = 1
-    """Nodes of the learner with as many ranks each, of which these are placed: a stage of a pipeline may have a node of its own."""
+    """Nodes of the learner with as many ranks each, of which these are placed: a stage of a pipeline may have a node of
+    its own.
+    """
     tp: int = 1
     pp: int = 1
     cp: int = 1
@@ -78,7 +80,8 @@ class Want:
     memory_sender: int = 0
     """Bytes that each of them needs besides, for staging on its device."""
     memory_group: int = 0
-    """Bytes that each of them needs besides for a process that sends over NCCL; there is one for each group of engines."""
+    """Bytes that each of them needs besides for a process that sends over NCCL; there is one for each group of engines.
+    """
     engines_together: int = 1
     """Maximum number of engines in one group."""
     memory_engine: int = 0
@@ -163,18 +166,28 @@ def listed(nodes: Sequence[Node]) -> str:
 
 
 def described(nodes: Iterable[Node], placed: Placed) -> list[str]:
-    """Return the placement as lines: ``ranks 0, 1: devices 0, 1``, ``engine 0: devices 2, 3``, the transport, and the remarks."""
+    """Return the placement as lines: ``ranks 0, 1: devices 0, 1``, ``engine 0: devices 2, 3``, the transport, and the
+    remarks.
+    """
     names = {device.uuid: device.name for node in nodes for device in node.devices}
 
     def on(uuids: Sequence[str]) -> str:
         """Return the devices of a process by name."""
-        return "the CPU" if not uuids else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
+        return (
+            "the CPU"
+            if not uuids
+            else f"device{'s' if len(uuids) > 1 else ''} {', '.join(names[uuid] for uuid in uuids)}"
+        )
 
     several = len({process.node for process in placed.ranks} | {process.node for process in placed.engines}) > 1
     lines = []
     for node in sorted({rank.node for rank in placed.ranks}):
         ranks_here = [rank for rank in placed.ranks if rank.node == node]
-        which = f"rank {ranks_here[0].rank}" if len(ranks_here) == 1 else f"ranks {ranks_here[0].rank} to {ranks_here[-1].rank}"
+        which = (
+            f"rank {ranks_here[0].rank}"
+            if len(ranks_here) == 1
+            else f"ranks {ranks_here[0].rank} to {ranks_here[-1].rank}"
+        )
         lines.append(f"{which} on {on(ranks_here[0].uuids)}" + (f" of node {node}" if several else ""))
     lines += [f"engine {e.number} on {on(e.uuids)}" + (f" of node {e.node}" if several else "") for e in placed.engines]
     if placed.transport:

@@ -1,4 +1,6 @@
-"""The tensors that a learner trains, by Hugging Face names: all of a model, the tensors that are not frozen, or adapters. No torch."""
+"""The tensors that a learner trains, by Hugging Face names: all of a model, the tensors that are not frozen, or
+adapters. No torch.
+"""
 
 from bisect import bisect
 from collections.abc import Mapping, Sequence
@@ -61,6 +63,8 @@ def adapter_tensors(whole: Shapes, learner: LearnerConfig) -> Shapes:
 
 
 def is_whole(name: str) -> bool:
-    """Return whether every tensor-parallel rank has the whole of an adapter's matrix: A of layers split by output, B of the others."""
+    """Return whether every tensor-parallel rank has the whole of an adapter's matrix: A of layers split by output, B of
+    the others.
+    """
     layer, _, letter = name.rpartition(".lora_")
     return bool(layer) and (letter == "B") is layer.endswith(ROW_SPLIT)

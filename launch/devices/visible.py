@@ -1,8 +1,9 @@
-"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. Loads no torch and initialises no CUDA.
+"""The devices of this machine, read with nvidia-smi, as CUDA_VISIBLE_DEVICES leaves them. Loads no torch and
+initialises no CUDA.
 
-A CUDA context of a parent would take memory of a device, and its children could not use CUDA after a fork. The numbers are nvidia-smi's:
-those of the PCI bus, which are CUDA's own only with CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all GPUs are of one model; children get UUIDs.
-Where nvidia-smi is missing, or finds no driver, there are no devices.
+A CUDA context of a parent would take memory of a device, and its children could not use CUDA after a fork. The numbers
+are nvidia-smi's: those of the PCI bus, which are CUDA's own only with CUDA_DEVICE_ORDER=PCI_BUS_ID, or where all GPUs
+are of one model; children get UUIDs. Where nvidia-smi is missing, or finds no driver, there are no devices.
 
 Sources: CUDA C++ Programming Guide, "CUDA Environment Variables"; ``nvidia-smi --help`` ("RETURN VALUE").
 """
@@ -35,13 +36,17 @@ DETAILS = ("-q", "-x")
 SHARED_MEMORY = Path("/dev/shm")
 CURE = f"fix the driver, or hide the devices ({VARIABLE}=) to run on the CPU"
 NONE = re.compile(r"-\d+|none|void|NoDevFiles|", re.IGNORECASE)
-"""Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container runtimes and Slurm."""
+"""Entries of CUDA_VISIBLE_DEVICES that end the list: a number below 0, as for CUDA, and the values of container
+runtimes and Slurm.
+"""
 
 FOLDERS = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
 
 
 def this_node(environment: Mapping[str, str]) -> Node:
-    """Return this machine with the devices that ``environment`` leaves visible. Raises DevicesUnreadable. Blocks while nvidia-smi runs."""
+    """Return this machine with the devices that ``environment`` leaves visible. Raises DevicesUnreadable. Blocks while
+    nvidia-smi runs.
+    """
     visible_devices = devices(environment)
     visible = shown(visible_devices, environment.get(VARIABLE))
     hidden = VARIABLE if len(visible) < len(visible_devices) else ""
@@ -49,7 +54,9 @@ def this_node(environment: Mapping[str, str]) -> Node:
 
 
 def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
-    """Return all devices of the machine; none where CUDA_VISIBLE_DEVICES hides all of them. Raises DevicesUnreadable."""
+    """Return all devices of the machine; none where CUDA_VISIBLE_DEVICES hides all of them. Raises
+    DevicesUnreadable.
+    """
     program = shutil.which(PROGRAM, path=environment.get("PATH"))
     first = environment.get(VARIABLE, "0").split(",")[0].strip()
     if program is None or NONE.fullmatch(first):
@@ -65,7 +72,8 @@ def devices(environment: Mapping[str, str]) -> tuple[Device, ...]:
 
 
 def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """Return the devices that a value of CUDA_VISIBLE_DEVICES names: by index, UUID or its beginning; None = all of them.
+    """Return the devices that a value of CUDA_VISIBLE_DEVICES names: by index, UUID or its beginning; None = all of
+    them.
 
     The list ends at -1, as for CUDA. Raises DevicesUnreadable for a device that is not there, or is named twice.
     """
@@ -82,7 +90,9 @@ def shown(all_devices: Sequence[Device], variable: str | None) -> tuple[Device, 
         if not named or several:
             listed = ", ".join(f"{device.name} ({device.uuid})" for device in all_devices)
             got = f"{entry!r}, which names {'several' if several else 'none'}"
-            raise DevicesUnreadable(VARIABLE, f"devices of this machine: {listed}", got, "fix the variable, or unset it")
+            raise DevicesUnreadable(
+                VARIABLE, f"devices of this machine: {listed}", got, "fix the variable, or unset it"
+            )
         if any(device in visible for device in named):
             raise DevicesUnreadable(VARIABLE, "every device once", f"{entry!r}, which is named before", "name it once")
         visible += named
@@ -100,7 +110,9 @@ def _answer(program: str, *arguments: str) -> list[str]:
     """Return the lines that nvidia-smi writes; none where it finds no device. Raises DevicesUnreadable."""
     shown_command = " ".join((PROGRAM, *arguments))
     try:
-        process = subprocess.Popen([program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            [program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+        )
     except OSError as error:
         raise DevicesUnreadable(shown_command, "an answer", str(error), CURE) from None
     try:
@@ -130,10 +142,11 @@ def _row(line: str) -> tuple[Device, bool]:
 
 
 def _slice_memory(program: str) -> dict[tuple[str, int], int]:
-    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without the slices that are not in it.
+    """Return (UUID of the GPU, number of the slice) -> bytes of memory, from ``nvidia-smi -q -x``; without the slices
+    that are not in it.
 
-    The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no error: the slices
-    are there, and only their memory is not known.
+    The list of devices has no memory of slices, and the query of fields no slices. An answer that cannot be read is no
+    error: the slices are there, and only their memory is not known.
     """
     memory: dict[tuple[str, int], int] = {}
     with suppress(DevicesUnreadable, ElementTree.ParseError):
@@ -168,7 +181,9 @@ def _free_shared_memory() -> int:
 
 
 def nccl_of(program: str = sys.executable) -> str:
-    """Return the version in the environment of a Python interpreter, such as ``2.29.7``; empty = not known (none, or several)."""
+    """Return the version in the environment of a Python interpreter, such as ``2.29.7``; empty = not known (none, or
+    several).
+    """
     program_path = shutil.which(program)
     if program_path is None:
         return ""

@@ -1,11 +1,12 @@
-"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has, and then as steps are done.
+"""``tidemill metrics``: gives the metrics of a run to a sink, from the first step that the bus has, and then as steps
+are done.
 
     PLAN (outcomes, scores) --read--> sink
 
-Consumes PLAN from its beginning; waits for new records and for a sink that fails; ends with SIGTERM, or with ``--until-end`` at the last
-record. A plain sink runs in a thread of its own: one that hangs delays the end by at most CLOSE_S. Nothing
-waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at ``--from-step``, without what the
-sink says it has (``has``).
+Consumes PLAN from its beginning; waits for new records and for a sink that fails; ends with SIGTERM, or with
+``--until-end`` at the last record. A plain sink runs in a thread of its own: one that hangs delays the end by at most
+CLOSE_S. Nothing waits for it: an outage of the sink reaches neither learner nor bus. Started again it begins anew, at
+``--from-step``, without what the sink says it has (``has``).
 """
 
 import argparse
@@ -73,9 +74,11 @@ async def export(
     first_pause_s: float = 1.0,
     close_s: float = CLOSE_S,
 ) -> Exported:
-    """Call ``sink`` for every step from ``args.from_step`` on, until ``draining`` is set or, with ``args.until_end``, the log ends.
+    """Call ``sink`` for every step from ``args.from_step`` on, until ``draining`` is set or, with ``args.until_end``,
+    the log ends.
 
-    ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises BusError.
+    ``first_pause_s``: pause before a sink that has raised is called again; it doubles with each failure. Raises
+    BusError.
     """
     thread = _Thread()
     call = partial(_call, sink, thread, first_pause_s=first_pause_s)
@@ -95,16 +98,24 @@ async def export(
     return counts
 
 
-async def _feed(bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[bool]], args: argparse.Namespace, counts: Exported) -> None:
+async def _feed(
+    bus: Bus, call: Callable[[StepMetrics, Exported], Awaitable[bool]], args: argparse.Namespace, counts: Exported
+) -> None:
     done, run_id = args.from_step - 1, f"{bus.run}-{_time_in_name(await bus.plans.created())}"
     async for record in _records(bus, until_end=args.until_end or args.ended):
-        if isinstance(record, Done) and record.step > done:  # a step that is executed again after a restart has the same numbers
+        if (
+            isinstance(record, Done) and record.step > done
+        ):  # a step that is executed again after a restart has the same numbers
             done = record.step
-            metrics = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics)
+            metrics = StepMetrics(
+                run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics
+            )
             counts.steps += await call(metrics, counts)
         elif isinstance(record, Evaluated) and record.step >= args.from_step:
             scores = {f"eval/{record.dataset}/{name}": value for name, value in record.metrics.items()}
-            metrics = StepMetrics(run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True)
+            metrics = StepMetrics(
+                run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=scores, evaluation=True
+            )
             counts.evaluations += await call(metrics, counts)
 
 
@@ -118,8 +129,12 @@ async def _records(bus: Bus, *, until_end: bool) -> AsyncIterator[PlanRecord]:
         yield record
 
 
-async def _call(sink: Bound, thread: "_Thread", metrics: StepMetrics, counts: Exported, *, first_pause_s: float) -> bool:
-    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns False if it has them."""
+async def _call(
+    sink: Bound, thread: "_Thread", metrics: StepMetrics, counts: Exported, *, first_pause_s: float
+) -> bool:
+    """Call the sink until it returns: metrics are neither lost nor given twice to one that has taken them. Returns
+    False if it has them.
+    """
     has: Any = getattr(sink.function, "has", None)
     pause_s, failed = first_pause_s, FailureLog(log)
     while True:
@@ -162,7 +177,9 @@ class _Thread:
         threading.Thread(target=self._work, name="sink", daemon=True).start()
 
     async def run(self, call: Callable[[], Any]) -> Any:
-        """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits; a call that has begun goes on."""
+        """Return the result of ``call``, or raise its exception. Cancelled, it no longer waits; a call that has begun
+        goes on.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -181,7 +198,11 @@ class _Thread:
             try:
                 result = call()
             except BaseException as raised:  # SystemExit and StopIteration, too: the caller would wait without end
-                error = raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else RuntimeError(repr(raised))
+                error = (
+                    raised
+                    if isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                    else RuntimeError(repr(raised))
+                )
             with suppress(RuntimeError):  # the loop has ended
                 loop.call_soon_threadsafe(finish, result, error)
 

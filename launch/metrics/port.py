@@ -17,7 +17,9 @@ class StepMetrics:
     run_id: str = ""
     """Name and creation time of the run: another run of the same name, after its removal, has another one."""
     step: int
-    """The step, or the step of the weights that were evaluated. Steps rise; scores come when they are there, mostly of earlier steps."""
+    """The step, or the step of the weights that were evaluated. Steps rise; scores come when they are there, mostly of
+    earlier steps.
+    """
     epoch: int
     """Epoch of the learner that reported them."""
     metrics: Mapping[str, float]
@@ -48,6 +50,8 @@ SINK = Contract(
     decode=_decoded,
     checked=_nothing,
 )
-"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class: one instance of it is made with the options and
-called. A ``close()`` of the instance is called at the end. One that raises is called again with the same metrics, until it returns.
-An instance may have ``has(StepMetrics) -> bool``: what it has from an earlier command is not given to it again."""
+"""A function ``(StepMetrics, **options) -> None``, plain or async, or a class: one instance of it is made with the
+options and called. A ``close()`` of the instance is called at the end. One that raises is called again with the same
+metrics, until it returns. An instance may have ``has(StepMetrics) -> bool``: what it has from an earlier command is not
+given to it again.
+"""

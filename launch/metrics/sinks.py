@@ -12,13 +12,17 @@ from tidemill.launch.settings import extras
 
 
 class Jsonl:
-    """Appends a line for each step, and one for each evaluation. A file of another run of the name is continued, too."""
+    """Appends a line for each step, and one for each evaluation. A file of another run of the name is continued,
+    too.
+    """
 
     def __init__(self, *, path: str) -> None:
         try:
             self._file = Path(path).open("a+b", buffering=0)  # noqa: SIM115 - closed by ``close``
         except OSError as error:
-            raise ValueError(f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}") from None
+            raise ValueError(
+                f"path: want a file in a directory that is there and can be written, got {path!r}: {error.strerror}"
+            ) from None
         self._has = _lines_of(self._file)
 
     def has(self, record: StepMetrics) -> bool:
@@ -51,7 +55,9 @@ def _key(run_id: str, step: int, metrics: Iterable[str]) -> Key:
 
 
 def _lines_of(file: BinaryIO) -> set[Key]:
-    """Return the lines of a file by their keys. A last line that is not whole is removed; others that are none of ours are passed over."""
+    """Return the lines of a file by their keys. A last line that is not whole is removed; others that are none of ours
+    are passed over.
+    """
     file.seek(0)
     keys, end = set[Key](), 0
     for line in file:
@@ -94,8 +100,9 @@ class TensorBoard:
 class WeightsAndBiases:
     """Logs to one run, which has the name of ours and is resumed by our ``run_id``.
 
-    Each metric has the step as its horizontal axis, because scores of evaluations come behind later steps, and the library refuses a step
-    that falls. Its key and its mode come from its own variables (``WANDB_API_KEY``, ``WANDB_MODE``).
+    Each metric has the step as its horizontal axis, because scores of evaluations come behind later steps, and the
+    library refuses a step that falls. Its key and its mode come from its own variables (``WANDB_API_KEY``,
+    ``WANDB_MODE``).
     """
 
     def __init__(self, *, project: str, entity: str = "", group: str = "", directory: str = "") -> None:
@@ -136,5 +143,7 @@ class WeightsAndBiases:
 
 
 def _of(record: StepMetrics) -> str:
-    """Return the name under which the last step is logged, of the steps or of an evaluation set, whose steps rise each by themselves."""
+    """Return the name under which the last step is logged, of the steps or of an evaluation set, whose steps rise each
+    by themselves.
+    """
     return f"last/{next(iter(record.metrics), 'eval/').rpartition('/')[0]}" if record.evaluation else "last/step"

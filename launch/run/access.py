@@ -1,6 +1,8 @@
-"""Credentials of a process on the bus: user, password and certificates, put into its address; and the settings it accepts from there.
+"""Credentials of a process on the bus: user, password and certificates, put into its address; and the settings it
+accepts from there.
 
-A password comes from the environment, or from a file of the run; never from a command line, which all users of the machine can read.
+A password comes from the environment, or from a file of the run; never from a command line, which all users of the
+machine can read.
 """
 
 import os
@@ -34,7 +36,9 @@ def auth_dir(config: RunConfig) -> Path:
 
 
 def write_keys(directory: Path, keys: "Keys") -> None:
-    """Write the run's keys for HTTP requests to its engines: files ``api-key`` and ``admin-key``, readable by their owner alone."""
+    """Write the run's keys for HTTP requests to its engines: files ``api-key`` and ``admin-key``, readable by their
+    owner alone.
+    """
     from tidemill.bus.system.files import write_whole
 
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -49,9 +53,11 @@ def last_key(directory: Path) -> str:
 
 
 def address_line(url: str, config: RunConfig | None, user: str, environment: Mapping[str, str]) -> str:
-    """Return the address with user, password and certificates, as ``tidemill.bus.client.addresses`` reads it; not to be shown.
+    """Return the address with user, password and certificates, as ``tidemill.bus.client.addresses`` reads it; not to be
+    shown.
 
-    The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's files; else none.
+    The user is that of the environment; else, if the run's bus has users, ``user`` with the password in the run's
+    files; else none.
     Raises ValueError for a ``url`` with a password in it.
     """
     address = parse(url)
@@ -75,9 +81,15 @@ def address_line(url: str, config: RunConfig | None, user: str, environment: Map
 
 
 def viewer_line(
-    url: str, environment: Mapping[str, str], root: Path | None = None, bus: JsonMapping | None = None, *, user: str = VIEWER
+    url: str,
+    environment: Mapping[str, str],
+    root: Path | None = None,
+    bus: JsonMapping | None = None,
+    *,
+    user: str = VIEWER,
 ) -> str:
-    """Return the address for viewer or operator: as ``address_line``, with ``user``'s password if the run in ``root`` has it.
+    """Return the address for viewer or operator: as ``address_line``, with ``user``'s password if the run in ``root``
+    has it.
 
     ``bus`` is the section ``bus`` of the run's configuration. Raises ValueError as ``address_line`` does.
     """
@@ -96,7 +108,9 @@ def viewer_line(
 
 
 def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Return (user, password), empty if the environment names none. Raises ValueError for one of both, and for an unusable file."""
+    """Return (user, password), empty if the environment names none. Raises ValueError for one of both, and for an
+    unusable file.
+    """
     from tidemill.bus.server.auth import CREDENTIALS_VARIABLE, PASSWORD_VARIABLE, USER_VARIABLE, read_credentials
 
     if file := environment.get(CREDENTIALS_VARIABLE):
@@ -110,8 +124,8 @@ def user_of_environment(environment: Mapping[str, str]) -> tuple[str, str]:
 def allowed(patterns: Sequence[str], environment: Mapping[str, str], replaced: Iterable[str] = ()) -> tuple[str, ...]:
     """Return the patterns of settings that may come from the bus though they name code or files of this machine.
 
-    They are those of ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell). Settings with their paths in ``replaced``
-    are set on this machine: their values on the bus are not used, and so not refused.
+    They are those of ``--allow`` and TIDEMILL_ALLOW (separated by blanks, quoted as in a shell). Settings with their
+    paths in ``replaced`` are set on this machine: their values on the bus are not used, and so not refused.
     Raises ValueError for a pattern that fits no setting.
     """
     from tidemill.actors.guarded_settings import checked
@@ -125,7 +139,9 @@ def _user_of_run(directory: Path, user: str) -> tuple[str, str]:
 
     file = credentials_file(directory, user)
     if not file.exists():
-        raise ValueError(f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE")
+        raise ValueError(
+            f"{file}: no such user of the bus; raise bus.auth_users, or give TIDEMILL_BUS_CREDENTIALS=FILE"
+        )
     return read_credentials(file)
 
 

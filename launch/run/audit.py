@@ -1,10 +1,11 @@
-"""The accounting of a run's samples, from the streams, the registry and the last checkpoint. Uses no process and no counter.
+"""The accounting of a run's samples, from the streams, the registry and the last checkpoint. Uses no process and no
+counter.
 
 SAMPLES  published samples             TASKS  issued tasks                registry            step of each version
 PLAN     trained or dropped samples    checkpoint's cursor  samples settled before the checkpoint
 
-Every sequence from 1 to the last of SAMPLES is accounted for; the trimmed ones (kept checkpoints are past them) by PLAN and the cursor
-alone.
+Every sequence from 1 to the last of SAMPLES is accounted for; the trimmed ones (kept checkpoints are past them) by PLAN
+and the cursor alone.
 """
 
 import math
@@ -34,11 +35,15 @@ class RunAccounting:
     """The count of every sample of a run, and the problems found."""
 
     published: int = 0
-    """Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones count once."""
+    """Logical training samples, the trimmed ones that PLAN names or that were invalid included; parts of large ones
+    count once.
+    """
     trained: int = 0
     """Samples named by plans."""
     trained_twice: int = 0
-    """Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's cursor."""
+    """Samples or places that are trained twice, trained and given up, or trained and not behind the checkpoint's
+    cursor.
+    """
     lost: int = 0
     """Samples that are gone, or behind the cursor, or of a trained task, and without any record of their place."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -47,7 +52,9 @@ class RunAccounting:
     duplicates: int = 0
     """Samples of a place in a group, where another sample of the place was trained."""
     invalid: int = 0
-    """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the learner counted."""
+    """Samples that are undecodable, violate the invariants, or have no task or version of this run; trimmed ones as the
+    learner counted.
+    """
     invalid_by_field: Counter[str] = field(default_factory=Counter)
     invalid_by_actor: Counter[str] = field(default_factory=Counter)
     buffered: int = 0
@@ -75,8 +82,17 @@ class RunAccounting:
     """Descriptions of the first ``_MAX_PROBLEMS`` problems."""
 
     def balance(self) -> bool:
-        """Return whether published = trained + dropped + duplicates + invalid + buffered + lost (all counted among the published)."""
-        fates = self.trained_here + sum(self.dropped.values()) + self.duplicates + self.invalid + self.buffered + self.unrecorded
+        """Return whether published = trained + dropped + duplicates + invalid + buffered + lost (all counted among the
+        published).
+        """
+        fates = (
+            self.trained_here
+            + sum(self.dropped.values())
+            + self.duplicates
+            + self.invalid
+            + self.buffered
+            + self.unrecorded
+        )
         return self.published == fates
 
     def refuse(self, wrong: str, actor: str) -> None:
@@ -129,7 +145,8 @@ async def audit(
 ) -> tuple[RunAccounting, list[Done]]:
     """Read the streams; return the accounting, and the outcomes of the steps in the order of their records.
 
-    ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared; ``after``: version
+    ``cursor`` None = there is no checkpoint; ``versions``: step of every version in the registry, None = not compared;
+    ``after``: version
     -> sequence that its samples come after (0 if it is missing).
     """
     reading = _Audit(cursor, versions, after or {}, vocab_size)
@@ -149,7 +166,11 @@ class _Audit:
     """One audit of a run, in this order: records, tasks, samples, close."""
 
     def __init__(
-        self, cursor: CheckpointCursor | None, versions: Mapping[int, int] | None, after: Mapping[int, int], vocab_size: int | None
+        self,
+        cursor: CheckpointCursor | None,
+        versions: Mapping[int, int] | None,
+        after: Mapping[int, int],
+        vocab_size: int | None,
     ) -> None:
         self._cursor, self._versions, self._after, self._vocab_size = cursor, versions, after, vocab_size
         self.accounting = RunAccounting()
@@ -187,7 +208,9 @@ class _Audit:
                 self._dropped_task[task] = record.reason
             for seq in record.seqs.tolist():
                 if seq in self._step_of_seq:
-                    self._twice(f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}")
+                    self._twice(
+                        f"sample {seq} is given up ({record.reason}) and trained in step {self._step_of_seq[seq]}"
+                    )
                 self._dropped_seq[seq] = record.reason
         elif isinstance(record, Done):
             self.outcomes.append(record)
@@ -200,13 +223,18 @@ class _Audit:
             if self._versions is not None and self._versions.get(version) != step:
                 recorded_step = self._versions.get(version, "none")
                 self.accounting.add_problem(
-                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has {recorded_step}"
+                    f"step {plan.step} takes version {version} for weights of step {step}; the registry has "
+                    f"{recorded_step}"
                 )
         for task in plan.tasks.tolist():
             if task in self._step_of_task or task in self._dropped_task:
                 self.accounting.add_problem(f"task {task} is in step {plan.step} and was settled before")
             self._step_of_task[task] = plan.step
-        places = [(task, index) for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True) for index in range(size)]
+        places = [
+            (task, index)
+            for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)
+            for index in range(size)
+        ]
         self._sizes.update(zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True))
         for seq, place in zip(plan.seqs.tolist(), places, strict=True):
             if seq in self._step_of_seq or seq in self._dropped_seq:
@@ -255,7 +283,9 @@ class _Audit:
         for plan in {self._step_of_seq[seq]: self._plans[self._step_of_seq[seq]] for seq in self._found}.values():
             self.accounting.max_lag_trained = max(self.accounting.max_lag_trained, _largest_lag(plan))
         if unclaimed:
-            self._lost(f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed)
+            self._lost(
+                f"{unclaimed} trimmed sequences are in no record and not behind the checkpoint's cursor", unclaimed
+            )
 
     def _sample(self, seq: int, sample: Sample, actor: str) -> None:
         """Count one sample by its disposition."""
@@ -280,7 +310,9 @@ class _Audit:
         elif sample.task in self._step_of_task:
             self._late[seq] = (sample.task, sample.index)
         elif self._cursor is not None and seq in self._cursor:
-            self._unrecorded(f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record")
+            self._unrecorded(
+                f"sample {seq} (task {sample.task}) is behind the cursor of the checkpoint and in no record"
+            )
         else:
             accounting.buffered += 1
         # Behind the checks: an invalid sample may name any number of tokens.
@@ -326,7 +358,9 @@ class _Audit:
             start += span.num_tokens
             step = plan.version_steps.get(span.version)
             if step is None:
-                accounting.add_problem(f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan")
+                accounting.add_problem(
+                    f"step {plan.step} trains tokens of version {span.version}, whose step is not in its plan"
+                )
                 continue
             if not tokens or (plan.oldest_step is not None and step < plan.oldest_step):
                 continue
@@ -346,17 +380,27 @@ class _Audit:
                 self._lost(f"sample {seq} was trained in step {step} and is not in the stream")
                 continue
             if place in trained:
-                self._twice(f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}")
+                self._twice(
+                    f"samples {trained[place]} and {seq} are both trained for task {place[0]}, index {place[1]}"
+                )
             elif not self._is_planned(place, self._planned[seq]):
-                self.accounting.add_problem(f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}")
+                self.accounting.add_problem(
+                    f"sample {seq} is task {place[0]}, index {place[1]}; its plan lists it as {self._planned[seq]}"
+                )
             trained[place] = seq
             if self._cursor is not None and step <= self._cursor.step and seq not in self._cursor:
-                self._twice(f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it would be trained again")
+                self._twice(
+                    f"sample {seq} was trained in step {step} and is not behind the checkpoint's cursor: it "
+                    "would be trained again"
+                )
         for seq, place in self._late.items():
             if place in trained or self._short(place[0]):
                 self.accounting.duplicates += 1
             else:
-                self._unrecorded(f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out when it was trained")
+                self._unrecorded(
+                    f"sample {seq} is the only one of task {place[0]}, index {place[1]}, and was left out "
+                    "when it was trained"
+                )
         if self.accounting.trimmed and self._cursor is not None:
             counted = (Counter(self._cursor.invalid_by_field), Counter(self._cursor.invalid_by_actor))
             self.accounting.refuse_trimmed(counted[0] - self._refused[0], counted[1] - self._refused[1])
@@ -367,7 +411,9 @@ class _Audit:
         return task in self.dead and size < self._asked.get(task, size)
 
     def _is_planned(self, place: Place, planned: Place) -> bool:
-        """Return whether a sample may be the one that its plan lists there. A plan has no indexes, and a short group has gaps."""
+        """Return whether a sample may be the one that its plan lists there. A plan has no indexes, and a short group
+        has gaps.
+        """
         return place == planned or (place[0] == planned[0] and place[1] > planned[1] and self._short(place[0]))
 
     def _twice(self, text: str) -> None:
@@ -397,7 +443,9 @@ def read_cursor(checkpoints: Path, *, stored: bool = False) -> CheckpointCursor 
     from tidemill.learner.buffer.snapshot import read_state
     from tidemill.learner.checkpoints import disk
 
-    path, _ = disk.latest_valid((checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored)
+    path, _ = disk.latest_valid(
+        (checkpoint.path for checkpoint in disk.listed(checkpoints)), partly=True, stored=stored
+    )
     if path is None:
         return None
     state = read_state(disk.read_state(path))

@@ -1,7 +1,9 @@
-"""The body of ``tidemill bus``: the run's nats-server, or three, each started again when it ends or has stopped storing.
+"""The body of ``tidemill bus``: the run's nats-server, or three, each started again when it ends or has stopped
+storing.
 
     room on the disk? -> servers start -> streams -> the address in a file -> heartbeats
-    every 0.2 s: the servers that have ended or stopped storing are started again, as soon as their disk has room (bus/server/store_disk.py)
+    every 0.2 s: the servers that have ended or stopped storing are started again, as soon as their disk has room
+(bus/server/store_disk.py)
 
 Waits for room, and for the signal to drain.
 """
@@ -51,7 +53,9 @@ async def run_bus(config: RunConfig, draining: asyncio.Event) -> None:
         await asyncio.to_thread(servers.stop)
 
 
-async def _serve(config: RunConfig, url: str, servers: EmbeddedBus, keeper: StoreKeeper, bus: Bus, draining: asyncio.Event) -> None:
+async def _serve(
+    config: RunConfig, url: str, servers: EmbeddedBus, keeper: StoreKeeper, bus: Bus, draining: asyncio.Event
+) -> None:
     write_whole(config.root / BUS_URL_FILE, url)  # not before the streams exist: `tidemill up` waits for this file
     log.info("listening url=%s pids=%s", url, " ".join(str(server.pid) for server in servers.servers))
     id = config.bus.server_name or "bus"
@@ -68,7 +72,9 @@ async def _serve(config: RunConfig, url: str, servers: EmbeddedBus, keeper: Stor
 
 
 async def _keep(keeper: StoreKeeper, bus: Bus, on_look: Callable[[], None]) -> None:
-    """Loop: keep the servers up and storing, and call ``on_look``. While they store nothing, every process of the run gets the reason."""
+    """Loop: keep the servers up and storing, and call ``on_look``. While they store nothing, every process of the run
+    gets the reason.
+    """
 
     async def look() -> None:
         await asyncio.sleep(CHECK_SERVER_S)

@@ -1,7 +1,8 @@
 """Desired numbers of engines, scorers and actors: the rows of the bucket ``wanted``, and the share of each host.
 
-A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the other hosts
-together. For each role the first row that names it counts, in this order; a total is shared evenly among the live hosts.
+A row names numbers by role: ``host.<h>`` for one host, ``pool.<p>`` for all hosts of a pool together, ``all`` for the
+other hosts together. For each role the first row that names it counts, in this order; a total is shared evenly among
+the live hosts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,9 @@ class DesiredRoles:
     rows: Mapping[str, Row]
 
     def of(self, host: LiveHost, hosts: Sequence[LiveHost]) -> dict[str, int]:
-        """Return the number of processes that ``host`` is to run, by role; ``hosts`` are the live ones, itself included."""
+        """Return the number of processes that ``host`` is to run, by role; ``hosts`` are the live ones, itself
+        included.
+        """
         return {role: self._of(role, host, hosts) for role in ROLES}
 
     @property
@@ -46,7 +49,9 @@ class DesiredRoles:
         if row == host_key(host.name):
             return self._count(row, role)
         # ``tidemill up`` first, then by name: the first hosts get one more when the total cannot be divided.
-        sharing = sorted((one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name))
+        sharing = sorted(
+            (one.name for one in hosts if self._row_for(role, one) == row), key=lambda name: (name != "up", name)
+        )
         total, position = self._count(row, role), sharing.index(host.name)
         return total // len(sharing) + (position < total % len(sharing))
 
@@ -88,7 +93,8 @@ async def change(bus: Bus, key: str, counts: Mapping[str, int]) -> tuple[dict[st
 
 
 async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str, int]:
-    """Set the numbers of all hosts at the start of a run, and return them. ``keep``: those of `tidemill scale` stay. Raises BusUnavailable.
+    """Set the numbers of all hosts at the start of a run, and return them. ``keep``: those of `tidemill scale` stay.
+    Raises BusUnavailable.
 
     A row without scorers is one of a run that had none: it gets the number in ``counts``.
     """
@@ -105,7 +111,9 @@ async def begin(bus: Bus, counts: Mapping[str, int], *, keep: bool) -> dict[str,
 
 
 def parse(words: Sequence[str]) -> dict[str, int]:
-    """Return numbers by role (``actor``, ``engine``, ``scorer``) from words such as ``actors=8``. Raises ValueError for any other word."""
+    """Return numbers by role (``actor``, ``engine``, ``scorer``) from words such as ``actors=8``. Raises ValueError for
+    any other word.
+    """
     counts: dict[str, int] = {}
     for word in words:
         name, equals, number = word.partition("=")

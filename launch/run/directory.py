@@ -1,4 +1,6 @@
-"""The directory of a run or a host: one process works in it, and none that reads a run that is over stands in its way."""
+"""The directory of a run or a host: one process works in it, and none that reads a run that is over stands in its
+way.
+"""
 
 import contextlib
 import fcntl
@@ -32,13 +34,17 @@ def directory_of_one(root: Path, *, resume: bool, fresh: bool) -> Iterator[None]
     if resume and not has_run:
         raise CannotBegin(f"--resume: want a run in {root}, there is none")
     if fresh and not ours and root.exists() and any(root.iterdir()):
-        raise CannotBegin(f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself")
+        raise CannotBegin(
+            f"--fresh: {root} is not empty and was not made by tidemill (no {CONFIG_FILE}); remove it yourself"
+        )
     root.mkdir(parents=True, exist_ok=True)
     with (root / LOCK_FILE).open("a+") as lock:
         cure = "end it first, or set another directory"
         _lock(lock, lambda holder: CannotBegin(f"{root}: `tidemill up` (process {holder}) is running in it; {cure}"))
         if has_run and not resume and not fresh:
-            raise CannotBegin(f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory")
+            raise CannotBegin(
+                f"{root}: contains a run already; resume it (--resume), delete it (--fresh), or set another directory"
+            )
         _end_look(root)
         if fresh:
             _clear(root)
@@ -61,7 +67,9 @@ def _lock(lock: IO[str], refusal: Callable[[str], ValueError]) -> None:
 
 
 def _end_look(root: Path) -> None:
-    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises CannotBegin."""
+    """End a command that reads the run while it is over: it has the store open (``tidemill.launch.run.ended``). Raises
+    CannotBegin.
+    """
     try:
         for directory in (root / "bus", *(root / "bus").glob("n[0-9]")):
             end_reader(directory)

@@ -1,9 +1,11 @@
-"""The bus of a run that is over, started for one command: read-only, on the run's own store, and stopped when the command ends.
+"""The bus of a run that is over, started for one command: read-only, on the run's own store, and stopped when the
+command ends.
 
     store not in use -> nats-server on a free port of 127.0.0.1 -> the viewer reads -> stopped (by the kernel after kill -9)
 
-The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when it is started
-again, its bus sends SIGTERM to this process, which stops the server at once, even in the middle of its work.
+The viewer may create nothing but consumers in memory, so the streams do not change. The run itself has priority: when
+it is started again, its bus sends SIGTERM to this process, which stops the server at once, even in the middle of its
+work.
 """
 
 import os
@@ -48,14 +50,19 @@ class EndedBus:
 
     @classmethod
     def of(cls, root: Path) -> "EndedBus | None":
-        """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its streams are missing."""
+        """Return the bus of the run in ``root``; None if its bus is external or running. Raises ValueError if its
+        streams are missing.
+        """
         file = root / CONFIG_FILE
         config = from_map(yaml_file.read(file)[0], str(file))
         bus, directory = config.bus, root / BUS_DIR
         if bus.url or ((root / BUS_URL_FILE).exists() and _running(directory)):
             return None
         if bus.server_name:
-            raise ValueError(f"{root}: its bus is a cluster of several machines; start it with `tidemill bus --config {file}` on them")
+            raise ValueError(
+                f"{root}: its bus is a cluster of several machines; start it with `tidemill bus --config "
+                f"{file}` on them"
+            )
         if not (directory / ("n0/store" if bus.cluster > 1 else "store")).is_dir():
             raise ValueError(f"{root}: no bus is running here, and {directory} does not hold the streams of a run")
         users_dir = Path(bus.auth_dir) if bus.auth_dir else root / AUTH_DIR

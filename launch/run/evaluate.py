@@ -2,8 +2,9 @@
 
     bus -> engines (version 0: the model) and actors -> tasks of kind eval -> samples -> scores -> all of them end
 
-Prompts, rewards, sampling and seeds are the same as in the evaluation beside training (``learner/evaluation/evaluations.py``), so a
-checkpoint gets the scores here that its version got there, as far as engines give the same tokens.
+Prompts, rewards, sampling and seeds are the same as in the evaluation beside training
+(``learner/evaluation/evaluations.py``), so a checkpoint gets the scores here that its version got there, as far as
+engines give the same tokens.
 """
 
 import asyncio
@@ -34,17 +35,20 @@ BUS_START_S = 60.0
 
 
 async def evaluate(config: RunConfig, draining: asyncio.Event) -> list[Evaluated]:
-    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which is empty.
+    """Evaluate the model at ``config.model.path`` on ``config.eval.sets``. Files and logs are in ``config.root``, which
+    is empty.
 
-    Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that cannot work,
-    PromptError, BusError, TasksFail.
+    Returns the scores of each set; an empty list when ``draining`` is set first. Raises GaveUp for a process that
+    cannot work, PromptError, BusError, TasksFail.
     """
     write_whole(config.root / CONFIG_FILE, yaml_file.dump(recorded(to_map(config))))
     supervisor = Supervisor(config.root / "logs", restarts=config.up.restarts, window_s=config.up.restart_window_s)
     plan = await asyncio.to_thread(_plan, config)
     try:
         url = await _start_bus(config, supervisor)
-        async with connect(access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S) as bus:
+        async with connect(
+            access.own_address(config, url), config.run, config.bus, name="eval", wait_s=BUS_START_S
+        ) as bus:
             await bus.create_layout()
             for role, count in (("engine", config.up.engines), ("actor", config.up.actors)):
                 for number in range(count):
@@ -75,7 +79,13 @@ async def _start_bus(config: RunConfig, supervisor: Supervisor) -> str:
         if keeper.done():
             keeper.result()
         if time.monotonic() > deadline:
-            raise GaveUp("bus", -1, 1, BUS_START_S, f"no address in {address} after {BUS_START_S:.0f} s; see {config.root}/logs/bus.log")
+            raise GaveUp(
+                "bus",
+                -1,
+                1,
+                BUS_START_S,
+                f"no address in {address} after {BUS_START_S:.0f} s; see {config.root}/logs/bus.log",
+            )
         await asyncio.sleep(0.02)
     return address.read_text().strip()
 

@@ -44,7 +44,9 @@ async def run_feeder(
     places = feeder_places(config, bus_url, feeder_url, keys, epoch=epoch)
     if debug.trains_only:
         facts = ModelFacts(eos_ids=eos_ids(model), routed=routed_of(model))
-        await recorded_steps.run_recorded_feeder(FeederSettings(places=places, model=facts, learner=config.learner, debug=debug), draining)
+        await recorded_steps.run_recorded_feeder(
+            FeederSettings(places=places, model=facts, learner=config.learner, debug=debug), draining
+        )
         return
     facts = ModelFacts(
         vocab_size=vocab_size,
@@ -97,7 +99,9 @@ def budgets(config: RunConfig, max_context: int) -> "dict[str, Budget]":
     """Return the limits of episodes by rollout, with sequences of at most the model's context."""
     from tidemill.learner.feed.feeder_settings import within
 
-    return {name: within(rollout.limits, max_context) for name, rollout in config.rollouts.items() if not rollout.recorded}
+    return {
+        name: within(rollout.limits, max_context) for name, rollout in config.rollouts.items() if not rollout.recorded
+    }
 
 
 def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "EvalPlan":
@@ -122,7 +126,9 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
                     top_k=chosen_set.top_k,
                     max_new_tokens=longest,
                     stop=sampling.stop if chosen_set.stop is None else chosen_set.stop,
-                    stop_token_ids=sampling.stop_token_ids if chosen_set.stop_token_ids is None else chosen_set.stop_token_ids,
+                    stop_token_ids=sampling.stop_token_ids
+                    if chosen_set.stop_token_ids is None
+                    else chosen_set.stop_token_ids,
                 ),
                 samples=chosen_set.samples,
                 passes_at=chosen_set.passes_at,
@@ -148,7 +154,8 @@ def eval_plan(config: RunConfig, sampling: "Sampling", max_context: int) -> "Eva
 
 def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_new_tokens: int) -> "PromptFile":
     """Open prompts with the model's tokenizer; ``max_new_tokens``: the longest response to them. Raises PromptError."""
-    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and 260 MB.
+    # The feeder needs transformers for the tokenizer alone, which imports torch where it may: 3 s of processor time and
+    # 260 MB.
     os.environ.setdefault("USE_TORCH", "0")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     from tidemill.launch.checks.rows import row_check
@@ -158,7 +165,9 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
     from tidemill.learner.prompts.tokenizer import model_tokenizer
 
     with importing():
-        tokenize = model_tokenizer(config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args)
+        tokenize = model_tokenizer(
+            config.model.path, apply_chat_template=data.apply_chat_template, template_args=data.chat_template_args
+        )
     vocab_size = model_shape(Path(config.model.path))[0]
     max_tokens = data.max_prompt_tokens or max_context - max_new_tokens
     return PromptFile(
@@ -176,7 +185,9 @@ def open_prompts(config: RunConfig, data: "DataConfig", max_context: int, max_ne
             texts=tokenize,
         ),
         chat_template_args=data.chat_template_args,
-        rules=RowRules(policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)),
+        rules=RowRules(
+            policy=data.bad_rows, unfit=row_check(config, max_new_tokens=max_new_tokens, vocab_size=vocab_size)
+        ),
     )
 
 
@@ -198,7 +209,9 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         model_dir=Path(config.model.path),
         megatron_checkpoint=Path(config.model.megatron_checkpoint) if config.model.megatron_checkpoint else None,
         checkpoints=config.checkpoints,
-        node=int(os.environ["RANK"]) * config.learner.nodes // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
+        node=int(os.environ["RANK"])
+        * config.learner.nodes
+        // int(os.environ["WORLD_SIZE"]),  # all nodes have as many ranks
         snapshots=config.root / "snapshots",
         final_dir=config.root / "final",
     )
@@ -208,7 +221,14 @@ def run_rank(config: RunConfig, bus_url: str, feeder_url: str, keys: "FeedKeys",
         return rollout_only.main(places)
     with importing():
         from tidemill.learner.ranks import rank
-    return rank.main(places, learner=config.learner, staleness=config.staleness, weights=config.weights, bus=config.bus, debug=config.debug)
+    return rank.main(
+        places,
+        learner=config.learner,
+        staleness=config.staleness,
+        weights=config.weights,
+        bus=config.bus,
+        debug=config.debug,
+    )
 
 
 def model_shape(model: Path) -> tuple[int, int]:
@@ -217,7 +237,9 @@ def model_shape(model: Path) -> tuple[int, int]:
 
     file = model / "config.json"
     if not file.exists():
-        raise SettingsError(f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}")
+        raise SettingsError(
+            f"model.path: want a directory with a Hugging Face model (config.json in it), got {str(model)!r}"
+        )
     values = json.loads(file.read_text())
     return int(values["vocab_size"]), int(values["max_position_embeddings"])
 

@@ -1,9 +1,11 @@
 """Engines, scorers and actors of one machine, in the desired numbers, kept by the supervisor.
 
-Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row with their numbers; waits for a change, and
-reads every second besides; unblocked by the bus or the next second. Without the bus it leaves everything as it is.
+Consumes rows of ``wanted`` and the live rows of hosts; produces processes, and a live row with their numbers; waits for
+a change, and reads every second besides; unblocked by the bus or the next second. Without the bus it leaves everything
+as it is.
 
-A child ends with its host, however that ends (by the kernel), so a host that starts finds no process to adopt or to duplicate.
+A child ends with its host, however that ends (by the kernel), so a host that starts finds no process to adopt or to
+duplicate.
 """
 
 import asyncio
@@ -39,9 +41,13 @@ log = logging.getLogger(__name__)
 ROLE = "host"
 LOOK_EVERY_S = 1.0
 LATE_S = 2.5
-"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as rows of dead ones."""
+"""Longest read of numbers and hosts that is no outage of the bus; after one, rows of living hosts may be as old as rows
+of dead ones.
+"""
 SETTLE_S = 5.0
-"""Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one counts as alive."""
+"""Seconds without changes after an outage of the bus, in which every host writes its row again: as long as a silent one
+counts as alive.
+"""
 HOST_RESTART_WINDOW_S = 300.0
 """Seconds over which ``tidemill host`` counts the failures of a process (--restarts)."""
 
@@ -64,8 +70,8 @@ class Host:
         """``arguments(role, id)`` follow ``python -m tidemill``; processes are named ``<role>-<prefix><number>``.
 
         ``devices``: the accelerators of its engines; None = all of this machine, which has no ranks.
-        ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is named after its user
-        then, and there are no more of them than users.
+        ``users``: on a bus with users, files with the credentials of this host's processes, by role: each process is
+        named after its user then, and there are no more of them than users.
         """
         self._bus, self._supervisor, self._live_host = bus, supervisor, host
         self._prefix, self._arguments, self._drain_s = prefix, arguments, drain_s
@@ -82,10 +88,17 @@ class Host:
         """Desired number of processes of this host by role, as last read."""
 
     async def run(self, draining: asyncio.Event, *, drain: bool = True) -> None:
-        """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does it."""
+        """Keep the processes until ``draining`` is set; then drain them, unless ``drain`` is False and the caller does
+        it.
+        """
         waiter, trusted_from = Waiter(), 0.0
         row = LiveRow(
-            role=ROLE, id=self._live_host.name, host=socket.gethostname(), pid=os.getpid(), phase="working", pool=self._live_host.pool
+            role=ROLE,
+            id=self._live_host.name,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            phase="working",
+            pool=self._live_host.pool,
         )
         async with HeartbeatPublisher(self._bus, row) as heartbeat, self._waking(waiter.wake, draining):
             while not draining.is_set():
@@ -127,7 +140,9 @@ class Host:
         return list({**hosts, self._live_host.name: self._live_host}.values())
 
     def reconcile(self, counts: dict[str, int], revision: int) -> None:
-        """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows change."""
+        """Start missing processes and drain surplus ones, the newest; a process given up is tried again when the rows
+        change.
+        """
         if counts != self.counts:
             log.info("wanted %s", ", ".join(f"{role}s={counts[role]}" for role in ROLES))
         self.counts = counts
@@ -168,7 +183,9 @@ class Host:
         self._supervisor.keep(name, self._arguments(role, name), environment=environment)
 
     def _environment(self, role: str, name: str) -> dict[str, str]:
-        """Return the variables of a process: its credentials and its devices. Raises DeviceError when there are none for it."""
+        """Return the variables of a process: its credentials and its devices. Raises DeviceError when there are none
+        for it.
+        """
         variables = self._devices.give(name) if role == "engine" else {}
         if self._users is None:
             return variables
@@ -176,10 +193,14 @@ class Host:
         return {**variables, CREDENTIALS_VARIABLE: str(file)}
 
     def _drain(self, name: str) -> None:
-        """Drain a process; if its name is desired again meanwhile, it is started after the end: never two of one name."""
+        """Drain a process; if its name is desired again meanwhile, it is started after the end: never two of one
+        name.
+        """
         if name in self._draining:
             return
-        self._draining[name] = asyncio.create_task(self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}")
+        self._draining[name] = asyncio.create_task(
+            self._supervisor.end([name], within_s=self._drain_s), name=f"drain {name}"
+        )
         self._draining[name].add_done_callback(lambda _: self._draining.pop(name))
 
     async def settled(self) -> None:
@@ -202,15 +223,21 @@ class Host:
 
 
 def users_in(directory: Path) -> dict[str, list[Path]]:
-    """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError for none."""
-    files = {role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES}
+    """Return the files with credentials of its processes by role, made by ``tidemill bus --auth``. Raises ValueError
+    for none.
+    """
+    files = {
+        role: sorted(directory.glob(f"{role}-*.env"), key=lambda file: (len(file.stem), file.stem)) for role in ROLES
+    }
     if not any(files.values()):
         raise ValueError(f"--users: want files engine-N.env and actor-N.env in {directory}, got none")
     return files
 
 
 async def refuse_another(bus: Bus, name: str) -> None:
-    """Raise HostExists if a host of this name is alive elsewhere: it writes its row again. Takes ``SETTLE_S`` if it is not."""
+    """Raise HostExists if a host of this name is alive elsewhere: it writes its row again. Takes ``SETTLE_S`` if it is
+    not.
+    """
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SETTLE_S):
             first = True
@@ -232,7 +259,9 @@ class HostLearner:
     arguments: Sequence[str]
     """Those behind ``python -m tidemill``."""
     users: Path | None = None
-    """Directory with the credentials of the learner's user; None = a bus without users, or the credentials in the run's own files."""
+    """Directory with the credentials of the learner's user; None = a bus without users, or the credentials in the run's
+    own files.
+    """
 
     def __post_init__(self) -> None:
         if self.users is not None and not credentials_file(self.users, LEARNER).exists():
@@ -241,13 +270,17 @@ class HostLearner:
 
     @asynccontextmanager
     async def kept(self, supervisor: Supervisor, *, drain_s: float) -> AsyncIterator[None]:
-        """Keep the agent while entered: it is started again after a bad end, and ends well after the learner's last step."""
+        """Keep the agent while entered: it is started again after a bad end, and ends well after the learner's last
+        step.
+        """
         environment = {} if self.users is None else {CREDENTIALS_VARIABLE: str(credentials_file(self.users, LEARNER))}
         supervisor.keep(f"{LEARNER}-node-{self.rank}", self.arguments, finishes=True, environment=environment)
         try:
             yield
         finally:
-            await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)  # none are left where the host has drained all
+            await supervisor.end(
+                supervisor.names(LEARNER), within_s=drain_s
+            )  # none are left where the host has drained all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,7 +313,8 @@ class Machine:
 
 
 async def run_host(run: str, bus_url: str, draining: asyncio.Event, machine: Machine) -> None:
-    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it has one.
+    """Run the engines, scorers and actors of this machine in the desired numbers, and the learner's node of it, if it
+    has one.
 
     Raises HostExists, BusUnavailable, ValueError when its user may not write ``machine.own`` to the bus.
     """

@@ -1,7 +1,7 @@
 """The learner on several machines: this machine's agent, with the facts of the machine and the commands of its ranks.
 
-The agent itself (``learner/nodes/``) knows no devices, no settings and no environment. gloo and NCCL are given the name of a network
-interface, not an address. Source of the interfaces by address: ``man 3 getifaddrs`` (Linux).
+The agent itself (``learner/nodes/``) knows no devices, no settings and no environment. gloo and NCCL are given the name
+of a network interface, not an address. Source of the interfaces by address: ``man 3 getifaddrs`` (Linux).
 """
 
 import asyncio
@@ -53,7 +53,9 @@ SENDS_FROM, SENDS_AS = "TIDEMILL_WEIGHTS__HOST", "TIDEMILL_WEIGHTS__ADVERTISE"
 PROOF = ".nodes"
 """File in the leader's directory of the checkpoints; on the other nodes it shows whether they share that directory."""
 PROOF_S = 30.0
-"""Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some seconds."""
+"""Seconds for a written file to be seen on another node: a client of NFS caches the entries of a directory for some
+seconds.
+"""
 PACKAGES = ("bus", "weightstore", "rewards", "learner", "launch")
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
@@ -71,8 +73,11 @@ class Given:
     id: str = ""
 
 
-async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event) -> None:
-    """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's configuration.
+async def run_agent(
+    config: RunConfig, bus_url: str, given: Given, arguments: Sequence[str], draining: asyncio.Event
+) -> None:
+    """Run this node's part of the learner to the last step, or until drained. The leader publishes the run's
+    configuration.
 
     Raises DeviceError, ValueError for an address, and as ``tidemill.learner.nodes.agent.Agent.run``.
     """
@@ -99,7 +104,9 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
             await bus.rows("run").put("config", to_map(config))
             keys = await make_keys(bus, last=last_key(auth_dir(config)))
             write_keys(auth_dir(config), keys)
-            await stack.enter_async_context(beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config))))
+            await stack.enter_async_context(
+                beside(keep_keys(bus, keys), bus.rows("run").keep("config", to_map(config)))
+            )
         used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
             role="learner",
@@ -113,7 +120,9 @@ async def run_agent(config: RunConfig, bus_url: str, given: Given, arguments: Se
         shown = LearnerRow(heartbeat)
         if row.node == 0:  # its rank 0 pushes to the engines
             await stack.enter_async_context(beside(shown.follow_evicted(bus), AddressChecker(bus, heartbeat).run()))
-        work = NodeWork(config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains)
+        work = NodeWork(
+            config, arguments, node, devices, reach=addresses, place=given.place, on_sigterm=shown.rank_drains
+        )
         limits = Limits(wait_s=config.learner.nodes_wait_s)
         await Agent(bus, row, work, bind=addresses.bind, limits=limits, on_change=shown.show).run(draining)
 
@@ -132,7 +141,9 @@ class NodeWork:
         place: NodePlace,
         on_sigterm: Callable[[], None],
     ) -> None:
-        """``devices``: devices that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as ``run_part``."""
+        """``devices``: devices that ranks may have. ``reach``: this node's addresses. ``on_sigterm``: as
+        ``run_part``.
+        """
         self._config, self._arguments, self._node, self._devices, self._reach = config, arguments, node, devices, reach
         self._interface = interface_of(_bound(reach))
         self._place, self._on_sigterm = place, on_sigterm
@@ -167,7 +178,12 @@ class NodeWork:
         counts = tuple(sum(rank.node == node.rank for rank in ranks) for node in nodes)
         if not all(counts):
             got = f"{len(ranks)} ranks, which take {sum(map(bool, counts))} nodes"
-            raise NodeRefused("learner.nodes", f"ranks on each of {len(nodes)} nodes", got, "a host for engines is no node: lower --nodes")
+            raise NodeRefused(
+                "learner.nodes",
+                f"ranks on each of {len(nodes)} nodes",
+                got,
+                "a host for engines is no node: lower --nodes",
+            )
         return counts
 
     async def prove(self, proof: str) -> None:
@@ -198,7 +214,9 @@ class NodeWork:
         )
 
     async def _refuse_shared(self, proof: str) -> None:
-        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other is writing."""
+        """Raise NodeRefused when this node's directory is the leader's: each node would remove the files that the other
+        is writing.
+        """
         file = self._config.checkpoints / PROOF
         if self._place.rank and await asyncio.to_thread(_text, file) == proof:
             raise NodeRefused(
@@ -212,7 +230,10 @@ class NodeWork:
         """Run the processes of this node. Raises ChildFailed."""
         count = part.num_ranks
         uuids = tuple(device.uuid for device in self._devices[:count])
-        places = [RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids) for local in range(count)]
+        places = [
+            RankPlace(rank=part.first_rank + local, node=self._node.rank, local_rank=local, uuids=uuids)
+            for local in range(count)
+        ]
         network = network_variables(self._interface, os.environ)
         if self._place.rank > 0:  # the run's settings have an address of the leader
             network |= {SENDS_FROM: self._reach.bind, SENDS_AS: self._reach.advertised}
@@ -224,7 +245,9 @@ class NodeWork:
             drain_s=self._config.up.drain_s,
             on_step=on_step,
             on_sigterm=self._on_sigterm,
-            variables=[{**rank_variables(self._node, rank_place, self._config, os.environ), **network} for rank_place in places],
+            variables=[
+                {**rank_variables(self._node, rank_place, self._config, os.environ), **network} for rank_place in places
+            ],
         )
 
 
@@ -233,13 +256,17 @@ def network_variables(interface: str, given: Mapping[str, str]) -> dict[str, str
 
     NCCL takes a name as a prefix unless it begins with ``=``. Source: NCCL's documentation, NCCL_SOCKET_IFNAME.
     """
-    variables = {name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given}
+    variables = {
+        name: value for name, value in ((GLOO, interface), (NCCL, f"={interface}")) if interface and name not in given
+    }
     # Under torchrun, torch would take the store that torchrun's agent serves, which is not the store of this attempt.
     return variables | {"TORCHELASTIC_USE_AGENT_STORE": "False"}
 
 
 def _addresses(bus_url: str, given: Given, config: RunConfig) -> Reach:
-    """Return where this node listens and how others reach it. Raises ValueError. Blocks while a host name is looked up."""
+    """Return where this node listens and how others reach it. Raises ValueError. Blocks while a host name is looked
+    up.
+    """
     addresses = reach(given.host or AUTO, given.advertise, route_to(bus_url), name="learner: --host")
     refuse_public(bare(addresses.advertised), insecure=config.learner.insecure_network)
     return addresses
@@ -255,7 +282,9 @@ def _ranks(config: RunConfig) -> int:
 
 
 def _own_devices(node: Node, config: RunConfig) -> tuple[Device, ...]:
-    """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in vain."""
+    """Return the devices of this node that ranks may have. Raises DeviceError for one that ``learner.devices`` names in
+    vain.
+    """
     if not node.devices or config.learner.device == "cpu":
         return ()
     chosen = place([node], want_of(config, node, learner=True, engines=0)).ranks
@@ -317,7 +346,8 @@ _Entry._fields_ = [
 
 
 def interface_of(address: str) -> str:
-    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not Linux.
+    """Return the name of the interface that has an address (text of IPv4 or IPv6); empty = none has it, or this is not
+    Linux.
 
     Several interfaces may have one link-local address: then it is the one behind ``%``, else the first.
     """
@@ -348,7 +378,9 @@ def _interface_addresses() -> list[tuple[str, ipaddress.IPv4Address | ipaddress.
                 family = ctypes.c_ushort.from_address(row.address).value
                 if family in _ADDRESS_AT:
                     offset, length = _ADDRESS_AT[socket.AddressFamily(family)]
-                    addresses.append((row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length))))
+                    addresses.append(
+                        (row.name.decode(), ipaddress.ip_address(ctypes.string_at(row.address + offset, length)))
+                    )
             entry = row.next
     finally:
         libc.freeifaddrs(first)

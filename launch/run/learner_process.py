@@ -1,4 +1,6 @@
-"""The body of the learner on one machine, made from the run's configuration: the parent of feeder and ranks, and its live row."""
+"""The body of the learner on one machine, made from the run's configuration: the parent of feeder and ranks, and its
+live row.
+"""
 
 import asyncio
 import logging
@@ -26,9 +28,11 @@ _PHASES = {Phase.READY: "waiting", Phase.RUNNING: "working"}
 
 
 async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[str], draining: asyncio.Event) -> None:
-    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live row.
+    """Run feeder and ranks; publish the run's configuration, for actors that have only the bus's address, and a live
+    row.
 
-    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises DeviceError.
+    The live row names the ranks' devices, and the engines that take no pushes; progress is in the feeder's row. Raises
+    DeviceError.
     """
     from tidemill.actors.engines.address_checks import AddressChecker
     from tidemill.learner.ranks.process import run_learner
@@ -37,7 +41,9 @@ async def run_learner(config: RunConfig, bus_url: str, id: str, arguments: list[
         from tidemill.learner.checkpoints.keeper import clean
 
         await asyncio.to_thread(clean, config.checkpoints)
-    variables, capabilities = await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
+    variables, capabilities = (
+        await asyncio.to_thread(place_ranks, config) if not config.debug.rollout_only else ([{}], Capabilities())
+    )
     async with connect(bus_url, config.run, config.bus, name="learner", wait_s=LONG_WAIT_S) as bus:
         await bus.create_layout()
         await bus.rows("run").put("config", to_map(config))
@@ -101,7 +107,9 @@ def place_ranks(config: RunConfig) -> tuple[list[dict[str, str]], Capabilities]:
         return variables, Capabilities()
     log.info("devices ranks=%s", ",".join(rank.uuid for rank in ranks))
     memory = min(device.memory_bytes for device in used)
-    return variables, Capabilities(devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory)
+    return variables, Capabilities(
+        devices=tuple(device.uuid for device in used), nccl=nccl_of(), device_memory_bytes=memory
+    )
 
 
 class LearnerRow:
@@ -115,7 +123,9 @@ class LearnerRow:
         """Show the agent's reason for waiting, and why its last attempt ended."""
         self._node = row.waits_for
         self._rank = ""
-        self._heartbeat.update(phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason)
+        self._heartbeat.update(
+            phase=_PHASES.get(row.phase, row.phase.value), waits_for=self._waits_for(), trouble=row.reason
+        )
 
     def rank_drains(self) -> None:
         """Show that a rank has received SIGTERM: its step may last long, and the learner ends behind it."""

@@ -1,6 +1,8 @@
-"""The number of a node, and how many there are: from options, else from the variables of torchrun, Slurm and Kubernetes. Pure.
+"""The number of a node, and how many there are: from options, else from the variables of torchrun, Slurm and
+Kubernetes. Pure.
 
-Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES"; Kubernetes, "Indexed Job".
+Sources: torchrun's documentation, "Environment Variables"; ``man srun``, "OUTPUT ENVIRONMENT VARIABLES"; Kubernetes,
+"Indexed Job".
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,9 +26,11 @@ class NodePlace:
 
 
 def node_place(nodes: int, rank: int | None, given: Mapping[str, str]) -> NodePlace:
-    """Return the place of this process. An option wins over variables; variables that contradict each other are refused.
+    """Return the place of this process. An option wins over variables; variables that contradict each other are
+    refused.
 
-    ``nodes``: learner.nodes, 0 = from the variables. ``rank``: --node-rank; None = from the variables. With one node no variable is read.
+    ``nodes``: learner.nodes, 0 = from the variables. ``rank``: --node-rank; None = from the variables. With one node no
+    variable is read.
     Raises SettingsError naming the options and variables that do not fit.
     """
     if nodes == 1:
@@ -50,7 +54,9 @@ def _agreed(names: Sequence[str], given: Mapping[str, str], cure: str, *, least:
     """Return the number that all of these variables have, and the name of the first one. Raises SettingsError."""
     numbers = {name: _number(name, given[name], least) for name in names if given.get(name, "")}
     if not numbers:
-        raise SettingsError(f"several nodes: want {cure}, or one of {', '.join(names)} in the environment, got none of them")
+        raise SettingsError(
+            f"several nodes: want {cure}, or one of {', '.join(names)} in the environment, got none of them"
+        )
     first = next(iter(numbers))
     for name, number in numbers.items():
         if number != numbers[first]:

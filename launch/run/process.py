@@ -1,8 +1,8 @@
 """Start, drain and stop of every process of the system, and the start of its children.
 
-The first SIGTERM, SIGINT or SIGHUP (its terminal is gone) drains; another one a second later or more, or the deadline, cancels. (Signals
-that follow at once are taken for the same: timeout(1) signals its child, and then the child's process group.) Exit codes:
-``bus/exit_codes.py``.
+The first SIGTERM, SIGINT or SIGHUP (its terminal is gone) drains; another one a second later or more, or the deadline,
+cancels. (Signals that follow at once are taken for the same: timeout(1) signals its child, and then the child's process
+group.) Exit codes: ``bus/exit_codes.py``.
 """
 
 import asyncio
@@ -34,10 +34,11 @@ def run(
     same_signal_s: float = SAME_SIGNAL_S,
     on_event: Callable[[str], None] = log.warning,
 ) -> int:
-    """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the code of its error.
+    """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the
+    code of its error.
 
-    ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process below is stopped.
-    After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
+    ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process
+    below is stopped. After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
     """
 
     async def observed(draining: asyncio.Event) -> None:
@@ -50,9 +51,14 @@ def run(
 
 
 def run_refusing(
-    main: Callable[[asyncio.Event], Coroutine[object, None, None]], *, drain_s: float, refusals: tuple[type[Exception], ...] = (ValueError,)
+    main: Callable[[asyncio.Event], Coroutine[object, None, None]],
+    *,
+    drain_s: float,
+    refusals: tuple[type[Exception], ...] = (ValueError,),
 ) -> int:
-    """Run as ``run``; an error of ``refusals`` is wrong use of the command: it is raised here, and is no crash in the log."""
+    """Run as ``run``; an error of ``refusals`` is wrong use of the command: it is raised here, and is no crash in the
+    log.
+    """
     refused: list[Exception] = []
 
     async def recorded(draining: asyncio.Event) -> None:
@@ -68,9 +74,13 @@ def run_refusing(
     return code
 
 
-async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float) -> int:
+async def _supervised(
+    main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float
+) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
-    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]  # nohup
+    numbers = [
+        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    ]  # nohup
     work = loop.create_task(cancellable(main(draining)), name="main")
     first_s = 0.0
 
@@ -107,14 +117,20 @@ async def _supervised(main: Callable[[asyncio.Event], Coroutine[object, None, No
 def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> None:
     """Log one line per event to stderr: time, level, process, logger, message."""
     name = f"{role} {id}".strip()
-    logging.basicConfig(level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True)
+    logging.basicConfig(
+        level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True
+    )
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # tidemill.bus.client.connection reports it
-    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())  # of every TLS connection that ends
+    logging.getLogger("asyncio").addFilter(
+        lambda record: "eof_received" not in record.getMessage()
+    )  # of every TLS connection that ends
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def launched(name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None) -> Child:
+def launched(
+    name: str, arguments: Sequence[str], log_file: Path, environment: Mapping[str, str] | None = None
+) -> Child:
     """Return the child that runs ``python -m tidemill ARGUMENTS``, with its output in ``log_file``."""
     command = (sys.executable, "-P", "-m", "tidemill", *arguments)  # -P: modules of the working directory come last
     return Child(name, command, log_file, {"PYTHONUNBUFFERED": "1", **(environment or {})})

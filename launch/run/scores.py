@@ -21,7 +21,9 @@ def lines_of(evaluated: Mapping[tuple[int, str], Evaluated]) -> list[JsonObject]
 
 
 async def read(bus: Bus, *, after_epoch: int = 0) -> dict[tuple[int, str], Evaluated]:
-    """Return the newest record by version and set. ``after_epoch``: records up to it are of another run, see ``retrain``."""
+    """Return the newest record by version and set. ``after_epoch``: records up to it are of another run, see
+    ``retrain``.
+    """
     records = [record async for _, record in bus.plans.scan() if isinstance(record, Evaluated)]
     return {(record.version, record.dataset): record for record in records if record.epoch > after_epoch}
 
@@ -47,12 +49,19 @@ def _versions(line: JsonMapping) -> str:
     oldest, newest = (version + int(line.get(name, 0)) for name in ("versions_later_min", "versions_later"))
     if newest == version:
         return f"version {version}"
-    return f"version {version}, tokens of {newest}" if oldest == newest else f"version {version}, tokens of {oldest} to {newest}"
+    return (
+        f"version {version}, tokens of {newest}"
+        if oldest == newest
+        else f"version {version}, tokens of {oldest} to {newest}"
+    )
 
 
 def best_in_words(row: JsonMapping) -> str:
     """Return the row ``run/best`` in words."""
-    return f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']}): {row.get('directory', '')}"
+    return (
+        f"{row['set']}/{row['metric']} {row['value']:.4g} (version {row['version']}, step {row['step']}): "
+        f"{row.get('directory', '')}"
+    )
 
 
 def newest_in_words(evaluated: Iterable[Evaluated]) -> list[str]:

@@ -1,4 +1,5 @@
-"""The end of a run: summary.json from its accounting, metrics.jsonl from its outcomes, its curves, and a check of its promises.
+"""The end of a run: summary.json from its accounting, metrics.jsonl from its outcomes, its curves, and a check of its
+promises.
 
 While the accounting is made, a line on the terminal every few seconds, and a live row, show its progress.
 """
@@ -59,7 +60,9 @@ def count_in(load: Mapping[str, float], name: str) -> float:
 
 
 def metric_lines(outcomes: Sequence[Done]) -> list[JsonObject]:
-    """Return one flat map per step, in order; for a step that was repeated after a restart the newest outcome counts."""
+    """Return one flat map per step, in order; for a step that was repeated after a restart the newest outcome
+    counts.
+    """
     newest = {done.step: done for done in outcomes}
     return [{"step": step, "epoch": newest[step].epoch, **newest[step].metrics} for step in sorted(newest)]
 
@@ -81,7 +84,9 @@ class Observed:
     restarts: Mapping[str, int]
 
 
-def summarize(accounting: RunAccounting, lines: Sequence[JsonMapping], versions: Sequence[VersionRow], observed: Observed) -> JsonObject:
+def summarize(
+    accounting: RunAccounting, lines: Sequence[JsonMapping], versions: Sequence[VersionRow], observed: Observed
+) -> JsonObject:
     """Return everything that summary.json holds, in its order."""
     rewards = [float(line[REWARD]) for line in lines if REWARD in line]
     loads = observed.loads
@@ -141,7 +146,9 @@ def _pushes(lines: Sequence[JsonMapping]) -> dict[str, float | None]:
     pushes = {line["push/version"]: line for line in lines if line.get("push/version", -1) > 0}.values()
     return {
         "push_seconds_mean": mean([line["push/seconds"] for line in pushes if "push/seconds" in line]),
-        "stall_seconds_mean": mean([line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]),
+        "stall_seconds_mean": mean(
+            [line["push/stall_seconds_max"] for line in pushes if "push/stall_seconds_max" in line]
+        ),
     }
 
 
@@ -164,7 +171,9 @@ def broken_promises(summary: JsonMapping, *, require_reward: float) -> list[str]
 
 
 def seconds_of_steps(file: Path) -> dict[int, float]:
-    """Return the seconds at which earlier starts of this run had done each step; a line cut short by a kill is ignored."""
+    """Return the seconds at which earlier starts of this run had done each step; a line cut short by a kill is
+    ignored.
+    """
     seconds: dict[int, float] = {}
     for text in file.read_text().splitlines() if file.exists() else ():
         with contextlib.suppress(json.JSONDecodeError, KeyError):
@@ -212,14 +221,22 @@ def seconds_to_reward(lines: list[dict[str, object]], reward: float, *, over: in
 
 @asynccontextmanager
 async def audit_shown(
-    bus: Bus, report: Callable[[str], None], *, report_every_s: float = REPORT_EVERY_S, show_every_s: float = SHOW_EVERY_S
+    bus: Bus,
+    report: Callable[[str], None],
+    *,
+    report_every_s: float = REPORT_EVERY_S,
+    show_every_s: float = SHOW_EVERY_S,
 ) -> AsyncIterator[Callable[[int, int], None]]:
     """Yield the function to which the audit reports its progress: messages read, and their total number."""
-    row = LiveRow(role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans")
+    row = LiveRow(
+        role=ROLE, id=ROLE, host=socket.gethostname(), pid=os.getpid(), phase="auditing", waits_for="the log of plans"
+    )
     reported_s = shown_s = time.monotonic()
 
     def progress(done: int, total: int) -> None:
-        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its interval."""
+        """Report ``done`` of ``total`` messages, to the live row and on the terminal, each no more often than its
+        interval.
+        """
         nonlocal reported_s, shown_s
         now, text = time.monotonic(), f"{done:,} of {total:,} messages of SAMPLES read"
         if now - shown_s >= show_every_s:

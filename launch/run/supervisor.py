@@ -1,7 +1,7 @@
 """Process supervision on one machine: starts processes, starts them again when they end, and gives up with an error.
 
-One *keeper* task per process. Consumes the ends of its child; produces a running child; waits for the child, and between two starts for
-a back-off; unblocked by the child's end or by the supervisor's.
+One *keeper* task per process. Consumes the ends of its child; produces a running child; waits for the child, and
+between two starts for a back-off; unblocked by the child's end or by the supervisor's.
 """
 
 import asyncio
@@ -44,10 +44,14 @@ class GaveUp(RuntimeError):
     @property
     def cause(self) -> str:
         """The cause in one line."""
-        return self.reason or next((line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing")
+        return self.reason or next(
+            (line.strip() for line in reversed(self.last_lines.splitlines()) if line.strip()), "it wrote nothing"
+        )
 
     def __str__(self) -> str:
-        if self.code == exit_codes.CONFIG:  # a command that failed before it began has written the whole message, behind its name
+        if (
+            self.code == exit_codes.CONFIG
+        ):  # a command that failed before it began has written the whole message, behind its name
             return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
         end = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"
@@ -57,7 +61,9 @@ class GaveUp(RuntimeError):
 class Supervisor:
     """The processes of a run on this machine."""
 
-    def __init__(self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning) -> None:
+    def __init__(
+        self, logs: Path, *, restarts: int, window_s: float, on_event: Callable[[str], None] = log.warning
+    ) -> None:
         """``on_event`` is called with a text at every restart."""
         self._logs, self._restarts, self._window_s, self._on_event = logs, restarts, window_s, on_event
         self._children: dict[str, Child] = {}
@@ -66,10 +72,15 @@ class Supervisor:
         """Number of restarts of each process."""
 
     def keep(
-        self, name: str, arguments: Sequence[str], *, finishes: bool = False, environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        arguments: Sequence[str],
+        *,
+        finishes: bool = False,
+        environment: Mapping[str, str] | None = None,
     ) -> asyncio.Task[None]:
-        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was drained by another
-        program.
+        """Run ``python -m tidemill ARGUMENTS`` until ``end``: it is started again when it ends, also when it was
+        drained by another program.
 
         ``finishes``: code 0 means that its work is done; it is not started again then, and the returned task ends.
         The returned task raises GaveUp.
@@ -120,14 +131,19 @@ class Supervisor:
         return {name: error for name, keeper in done.items() if isinstance(error := keeper.exception(), GaveUp)}
 
     async def end(self, names: Sequence[str], *, within_s: float) -> dict[str, int | None]:
-        """Drain processes, all at once; kill the ones left at the deadline. Returns their exit codes; they are no longer kept."""
+        """Drain processes, all at once; kill the ones left at the deadline. Returns their exit codes; they are no
+        longer kept.
+        """
         for name in names:
             self._keepers[name].cancel()
         await asyncio.gather(*(self._keepers[name] for name in names), return_exceptions=True)
         codes = await asyncio.gather(*(self._children[name].end(within_s) for name in names))
         for name, code in zip(names, codes, strict=True):
             if code == -signal.SIGKILL:
-                self._on_event(f"{name} did not drain within {within_s:.0f} s and was killed (log: {self._children[name].log_file})")
+                self._on_event(
+                    f"{name} did not drain within {within_s:.0f} s and was killed (log: "
+                    f"{self._children[name].log_file})"
+                )
             del self._keepers[name], self._children[name]
         return dict(zip(names, codes, strict=True))
 
@@ -142,7 +158,9 @@ class Supervisor:
 
 
 async def _run(child: Child) -> tuple[int, str]:
-    """Run a child to its end. Returns its exit code, and the message of the error that ended it or prevented its start."""
+    """Run a child to its end. Returns its exit code, and the message of the error that ended it or prevented its
+    start.
+    """
     try:
         await child.start()
     except OSError as error:  # no room for its log, no memory, too many processes: it may be gone by the next try

@@ -28,7 +28,9 @@ LOOPBACK = "127.0.0.1"
 
 
 async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Event, *, drain_s: float) -> None:
-    """Serve a model directory until ``draining`` is set. Raises UnsupportedModel, SnapshotBroken, UpdateRefused, EngineFailed, OSError."""
+    """Serve a model directory until ``draining`` is set. Raises UnsupportedModel, SnapshotBroken, UpdateRefused,
+    EngineFailed, OSError.
+    """
     from tidemill.launch.settings.wiring import engine_factory
 
     engine = engine_factory(config)(model, config, version=0)
@@ -46,7 +48,8 @@ async def run_teacher(model: Path, config: "EngineConfig", draining: asyncio.Eve
 
 
 def placed(config: RunConfig, ports: ExitStack) -> RunConfig:
-    """Return the configuration with an address of this machine for every teacher that has a model; its port is kept by ``ports``.
+    """Return the configuration with an address of this machine for every teacher that has a model; its port is kept by
+    ``ports``.
 
     A port of an earlier start is used again if it is free.
     """
@@ -79,6 +82,15 @@ def commands(config: RunConfig) -> dict[str, list[str]]:
     for teacher in config.actor.teachers.values():
         if teacher.model and teacher.servers:
             port = urlsplit(teacher.servers[0]).port
-            words = ["--port", str(port), "--device", "cpu", "--dtype", "float32", "--threads", str(config.engine.threads)]
+            words = [
+                "--port",
+                str(port),
+                "--device",
+                "cpu",
+                "--dtype",
+                "float32",
+                "--threads",
+                str(config.engine.threads),
+            ]
             arguments[f"teacher-{teacher.name}"] = ["teacher", teacher.model, *words]
     return arguments

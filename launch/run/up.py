@@ -3,8 +3,8 @@
     prepare -> bus -> teachers, engines, actors, learner (each a process, kept by the supervisor) -> the learner ends
             -> actors and engines drain -> audit of the streams -> summary.json, metrics.jsonl, curves.png -> bus ends
 
-Consumes the end of the learner; waits for it, for a process that is given up, or for Ctrl-C, which drains in the order actors and
-learner, engines, bus. A run that is drained behind a step has the same files; ``--resume`` continues it.
+Consumes the end of the learner; waits for it, for a process that is given up, or for Ctrl-C, which drains in the order
+actors and learner, engines, bus. A run that is drained behind a step has the same files; ``--resume`` continues it.
 """
 
 import asyncio
@@ -61,18 +61,22 @@ HOST = "up"
 DRAINED = "drained"
 """Reason of the end in the summary of a run that goes on with ``--resume``."""
 BROKEN_PROMISE = 3
-"""Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``."""
+"""Exit code when the run is complete and its accounting does not balance, or its reward is below ``up.require_reward``.
+"""
 
 
 def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0) -> int:
-    """Run all of it and return the exit code: 0 done or drained, 1 a process was given up, 2 wrong use, 3 a promise was broken, 75 not
-    drained in time, 78 settings or data that no restart can cure. ``after_epoch``: scores up to it in the log are of another run.
+    """Run all of it and return the exit code: 0 done or drained, 1 a process was given up, 2 wrong use, 3 a promise was
+    broken, 75 not drained in time, 78 settings or data that no restart can cure. ``after_epoch``: scores up to it in
+    the log are of another run.
 
     Raises CannotBegin when the run's directory does not fit the command.
     """
     if fresh and Path(config.learner.from_checkpoint).is_relative_to(config.root.resolve()):
         kept = config.learner.from_checkpoint
-        raise CannotBegin(f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)")
+        raise CannotBegin(
+            f"--fresh: would remove the checkpoint to begin with, {kept}; set another directory (--set directory=NEW)"
+        )
     console = Console(file=lossy(STANDARD_OUTPUT), highlight=False, soft_wrap=True)
     log_file = config.root / "logs" / "up.log"
     with directory_of_one(config.root, resume=resume, fresh=fresh):
@@ -87,7 +91,9 @@ def run_up(config: RunConfig, *, resume: bool, fresh: bool, after_epoch: int = 0
 
 
 def log_to_file(file: Path) -> None:
-    """Send all log lines of this process to a file; the terminal belongs to the view. Lines without room on its disk are lost."""
+    """Send all log lines of this process to a file; the terminal belongs to the view. Lines without room on its disk
+    are lost.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
     handler = logging.StreamHandler(lossy(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-7s up: %(name)s: %(message)s"))
@@ -147,16 +153,24 @@ class Up:
             self.code, self.failure = exit_codes.of(error), str(error)
         except OSError as error:  # of a disk without room: the log has none for the traceback either
             log.error("crashed", exc_info=error)
-            self.code, self.failure = exit_codes.CRASHED, f"{error.filename or self._root}: {error.strerror or error}; {self._cure}"
+            self.code, self.failure = (
+                exit_codes.CRASHED,
+                f"{error.filename or self._root}: {error.strerror or error}; {self._cure}",
+            )
         finally:
             await self._drain()
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._drain_s)
             self._ports.close()
 
     async def _refuse_another_run(self, bus: Bus, url: str) -> None:
-        """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams would mix."""
+        """Raise CannotBegin if the bus, which may outlive its runs (``bus.url``), holds a run of this name: the streams
+        would mix.
+        """
         if not self._resume and await bus.tasks.last_id() > 0:
-            raise CannotBegin(f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name (--set run=...)")
+            raise CannotBegin(
+                f"{url}: has a run named {bus.run} already; resume it (--resume), or give this one a name "
+                "(--set run=...)"
+            )
 
     def _print(self, text: str) -> None:
         log.info("%s", text)
@@ -176,7 +190,9 @@ class Up:
         """Run ``prepare`` in a process of its own: it loads torch, this one never does. Raises GaveUp."""
         if self._config.prepare is None or made_before(self._config) is not None:
             return
-        child = process.launched("prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log")
+        child = process.launched(
+            "prepare", ["prepare", str(self._root / CONFIG_FILE)], self._root / "logs" / "prepare.log"
+        )
         await child.start()
         code = await child.wait()
         if code:
@@ -202,7 +218,13 @@ class Up:
             if keeper.done():
                 keeper.result()
             if time.monotonic() > deadline:
-                raise GaveUp("bus", -1, 1, BUS_START_S, f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log")
+                raise GaveUp(
+                    "bus",
+                    -1,
+                    1,
+                    BUS_START_S,
+                    f"no address in {address} after {BUS_START_S:.0f} s; see {self._root}/logs/bus.log",
+                )
             await asyncio.sleep(0.02)
         return address.read_text().strip()
 
@@ -252,7 +274,10 @@ class Up:
         if finished or (self._watch.step and not self.code):
             await self._audit(bus, self._watch.elapsed_s, finished=finished)
         if not finished:
-            self._print(f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of {self._watch.steps}; {self._cure}")
+            self._print(
+                f"{'the learner' if is_over else 'all'} drained at step {self._watch.step} of "
+                f"{self._watch.steps}; {self._cure}"
+            )
 
     @property
     def _cure(self) -> str:
@@ -264,7 +289,9 @@ class Up:
         assert self._watch is not None
         live = self._config.up.view == "live" or (self._config.up.view == "auto" and self._console.is_terminal)
         title = f"tidemill {self._config.run}"
-        shown = view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
+        shown = (
+            view.show_live(self._watch, title, self._console) if live else view.show_plain(self._watch, self._console)
+        )
         self._viewed = True
         try:
             async with beside(self._watch.run(), shown):
@@ -275,7 +302,12 @@ class Up:
     async def _trained_to_the_end(self, bus: Bus) -> bool:
         """Return whether the last step is in a checkpoint: a learner that was drained ends with code 0, too."""
         if self._config.debug.trains_only:  # it makes no checkpoint
-            return any([isinstance(record, Done) and record.step >= self._config.learner.steps async for _, record in bus.plans.scan()])
+            return any(
+                [
+                    isinstance(record, Done) and record.step >= self._config.learner.steps
+                    async for _, record in bus.plans.scan()
+                ]
+            )
         rows = bus.rows("run")
         checkpoint, (end, _) = await rows.get(CHECKPOINT_KEY), await rows.read(END_KEY)
         step = 0 if checkpoint is None else int(checkpoint[0]["step"])
@@ -295,7 +327,9 @@ class Up:
             self.event("as scaled: " + ", ".join(f"{role}s {count}" for role, count in sorted(now.items())))
 
     async def _until(self, works: set[asyncio.Task[None]], draining: asyncio.Event) -> bool:
-        """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors, and GaveUp."""
+        """Return True when one of ``works`` (the learner) has ended well, False on ``draining``. Raises their errors,
+        and GaveUp.
+        """
         await first_of(*map(asyncio.shield, works), self._supervisor.failed(), draining.wait())
         return any(work.done() for work in works)
 
@@ -324,14 +358,20 @@ class Up:
         rows = await bus.rows("weights").all()
         fields = VersionRow.__dataclass_fields__
         versions = [
-            VersionRow(**{k: v for k, v in value.items() if k in fields}) for key, (value, _) in rows.items() if key.startswith("v.")
+            VersionRow(**{k: v for k, v in value.items() if k in fields})
+            for key, (value, _) in rows.items()
+            if key.startswith("v.")
         ]
         vocab_size, _ = feeder_process.model_shape(Path(self._config.model.path))
         steps, after = {row.version: row.step for row in versions}, {row.version: row.after for row in versions}
         async with summary.audit_shown(bus, self._print) as progress:
-            accounting, outcomes = await audit(bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress)
+            accounting, outcomes = await audit(
+                bus, cursor, versions=steps, after=after, vocab_size=vocab_size, progress=progress
+            )
         reached = self._watch.reached_s
-        lines = [line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)]
+        lines = [
+            line | {"seconds": round(reached.get(line["step"], seconds), 3)} for line in summary.metric_lines(outcomes)
+        ]
         summary.write_lines(self._root / METRICS_FILE, lines)
         evaluations = scores.lines_of(await scores.read(bus, after_epoch=self._after_epoch))
         if evaluations:
@@ -347,7 +387,9 @@ class Up:
             restarts=self._supervisor.restarted,
         )
         result = summary.summarize(accounting, lines, versions, observed)
-        broken = summary.broken_promises(result, require_reward=self._config.up.require_reward if finished else -math.inf)
+        broken = summary.broken_promises(
+            result, require_reward=self._config.up.require_reward if finished else -math.inf
+        )
         best, _ = await bus.rows("run").read(BEST_KEY)
         result |= {
             "ended_by": self._ended_by or ("learner.steps" if finished else DRAINED),

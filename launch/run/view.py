@@ -50,7 +50,9 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
         """Return the view in the present size of the terminal."""
         return picture(watch, title, width=min(console.width, WIDEST), height=console.height)
 
-    with Live(console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False) as live:
+    with Live(
+        console=console, auto_refresh=False, transient=False, redirect_stdout=False, redirect_stderr=False
+    ) as live:
         try:
             while True:
                 live.update(fitted(), refresh=True)
@@ -60,7 +62,9 @@ async def show_live(watch: RunWatch, title: str, console: Console) -> None:
 
 
 async def show_plain(watch: RunWatch, console: Console) -> None:
-    """Background loop: print events and evaluations once, and a line every few seconds if a step was done or the bus does not answer."""
+    """Background loop: print events and evaluations once, and a line every few seconds if a step was done or the bus
+    does not answer.
+    """
     printed: set[str] = set()
     printed_step, next_s = -1, 0.0
 
@@ -99,16 +103,24 @@ def evaluations(watch: RunWatch) -> list[str]:
 
 
 def waits(watch: RunWatch) -> str:
-    """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus stores nothing."""
+    """Return the phases of the processes and their troubles, as shown before the first step is done, or why the bus
+    stores nothing.
+    """
     if watch.full:
         return f"the bus stores nothing, the run waits: {watch.full}"
     troubles = "; ".join(f"{row.id}: {row.trouble}" for row, _ in watch.rows if row.trouble)
     rows = [f"{row.role} {row.phase}" + (f" ({row.waits_for})" if row.waits_for else "") for row, _ in watch.rows]
-    return (f"{troubles}; " if troubles else "") + "starting: " + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
+    return (
+        (f"{troubles}; " if troubles else "")
+        + "starting: "
+        + (", ".join(rows) if rows else "no process has sent a heartbeat yet")
+    )
 
 
 def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) -> Panel:
-    """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others stay."""
+    """Return the whole view, no larger than this. A block that does not fit loses lines at its bottom; the others
+    stay.
+    """
     inner = width - 4
     events = list(watch.events)[-NUM_EVENTS:]
     if watch.bus_silence:
@@ -126,7 +138,13 @@ def picture(watch: RunWatch, title: str, *, width: int = 100, height: int = 32) 
         _sample(watch.sample),
         *(Text(f"evaluation {words}", no_wrap=True, overflow="ellipsis") for words in scores),
     ]
-    return Panel(Group(*blocks, *map(_event, events)), title=f"[bold]{title}[/]", border_style="cyan", padding=(0, 1), width=width)
+    return Panel(
+        Group(*blocks, *map(_event, events)),
+        title=f"[bold]{title}[/]",
+        border_style="cyan",
+        padding=(0, 1),
+        width=width,
+    )
 
 
 def _progress(watch: RunWatch) -> Table:
@@ -135,7 +153,9 @@ def _progress(watch: RunWatch) -> Table:
     row.add_column(no_wrap=True)
     row.add_column(ratio=1)
     row.add_column(justify="right", no_wrap=True)
-    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (f", {timedelta(seconds=int(left_s))} left" if left_s is not None else "")
+    clock = f"{timedelta(seconds=int(watch.elapsed_s))} gone" + (
+        f", {timedelta(seconds=int(left_s))} left" if left_s is not None else ""
+    )
     row.add_row(
         Text(f"step {watch.step}/{watch.steps}", style="bold"),
         ProgressBar(total=watch.steps, completed=watch.step),
@@ -173,7 +193,9 @@ def _reward(watch: RunWatch, width: int, height: int) -> Text:
 
 
 def plot(values: Sequence[float], *, width: int, height: int, low: float, high: float, total: int) -> list[str]:
-    """Return a curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill the width."""
+    """Return a curve in braille: ``height`` lines of ``width`` characters, 2 x 4 dots each. ``total`` values would fill
+    the width.
+    """
     columns, levels = width * 2, height * 4
     cells = [[0] * width for _ in range(height)]
     span = (high - low) or 1.0
@@ -203,13 +225,19 @@ def _facts(watch: RunWatch) -> list[tuple[str, str | Text]]:
     """Return the ``NUM_NUMBERS`` names and values of the block of numbers."""
     actors, (waiting, leased) = watch.share("actor"), watch.backlog or (0, 0)
     feeder, stream = watch.load("feeder"), watch.samples
-    lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(_lags(watch))
+    lag = Text(f"{watch.newest('offpolicy/lag_mean'):.2f} mean, {watch.newest('offpolicy/lag_max'):.0f} max  ").append(
+        _lags(watch)
+    )
     return [
         ("lag", lag),
         ("|Δ log p|", f"{watch.newest('offpolicy/logprob_diff_abs'):.4f}, k3 {watch.newest('offpolicy/k3'):.4f}"),
         ("entropy", f"{watch.newest('train/entropy'):.3f} nats"),
         ("tokens/s", f"{watch.rate_generated:.0f} generated, {watch.rate_trained:.0f} trained"),
-        ("waiting", f"learner {watch.newest('train/wait_share'):.0%}" + (f", actors {actors:.0%}" if actors is not None else "")),
+        (
+            "waiting",
+            f"learner {watch.newest('train/wait_share'):.0%}"
+            + (f", actors {actors:.0%}" if actors is not None else ""),
+        ),
         ("tasks", f"{waiting} waiting, {leased} leased"),
         ("buffer", f"{feeder.get('buffered', 0):.0f} samples of {feeder.get('open_tasks', 0):.0f} tasks"),
         ("stream", f"{stream.last_seq} samples, {stream.bytes / 1e6:.1f} MB" if stream is not None else ""),
@@ -225,7 +253,13 @@ def _push(watch: RunWatch) -> str:
 
 
 def _duration(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{seconds * 1000:.0f} ms" if seconds >= 0.01 else f"{seconds * 1000:.1f} ms"
+    return (
+        f"{seconds:.1f} s"
+        if seconds >= 1
+        else f"{seconds * 1000:.0f} ms"
+        if seconds >= 0.01
+        else f"{seconds * 1000:.1f} ms"
+    )
 
 
 def _lags(watch: RunWatch) -> Text:
@@ -239,14 +273,23 @@ def _lags(watch: RunWatch) -> Text:
 
 
 def _processes(watch: RunWatch, lines: int) -> Table:
-    """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others summed up."""
+    """Return a table of the processes that fit in ``lines`` besides the header: those with a problem first, the others
+    summed up.
+    """
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", expand=True)
-    for name, options in (("process", {}), ("phase", {}), ("version", {"justify": "right"}), ("waits for", {"ratio": 1})):
+    for name, options in (
+        ("process", {}),
+        ("phase", {}),
+        ("version", {"justify": "right"}),
+        ("waits for", {"ratio": 1}),
+    ):
         table.add_column(name, no_wrap=True, overflow="ellipsis", **options)  # type: ignore[arg-type]
     shown = watch.rows
     if len(shown) > lines:
         first = {role: place for place, role in reversed(list(enumerate(row.role for row, _ in shown)))}
-        order = sorted(range(len(shown)), key=lambda place: (_well(*shown[place]), first[shown[place][0].role] != place))
+        order = sorted(
+            range(len(shown)), key=lambda place: (_well(*shown[place]), first[shown[place][0].role] != place)
+        )
         shown = [watch.rows[place] for place in sorted(order[: lines - 1])]
     for row, age in shown:
         phase = f"silent for {age:.0f} s" if age > SILENT_S else row.phase
@@ -257,7 +300,12 @@ def _processes(watch: RunWatch, lines: int) -> Table:
     if len(shown) < len(watch.rows):
         names = {id(row) for row, _ in shown}
         unlisted = Counter(f"{row.role} {row.phase}" for row, _ in watch.rows if id(row) not in names)
-        table.add_row(Text("and more", style="dim"), "", "", Text(", ".join(f"{n} {what}" for what, n in unlisted.items()), style="dim"))
+        table.add_row(
+            Text("and more", style="dim"),
+            "",
+            "",
+            Text(", ".join(f"{n} {what}" for what, n in unlisted.items()), style="dim"),
+        )
     return table
 
 
@@ -268,7 +316,13 @@ def _well(row: LiveRow, age: float) -> bool:
 def _sample(sample: Sample | None) -> Text:
     if sample is None:
         return Text("no sample yet", style="dim")
-    prompt = sample.prompt if isinstance(sample.prompt, str) else str(sample.prompt[-1].get("content", "")) if sample.prompt else ""
+    prompt = (
+        sample.prompt
+        if isinstance(sample.prompt, str)
+        else str(sample.prompt[-1].get("content", ""))
+        if sample.prompt
+        else ""
+    )
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append("last sample ", style="dim")
     text.append(_one_line(prompt, 60))

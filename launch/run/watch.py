@@ -1,8 +1,8 @@
 """The observed state of a run, collected from the bus alone; no process is queried.
 
-Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``RunWatch``, which views read at any time.
-Waits for the bus; a value that is not known yet is None. A bus that does not answer, a process without heartbeats and a disk without room
-are events.
+Consumes PLAN (outcomes), live rows, stream states, the newest sample; produces the fields of ``RunWatch``, which views
+read at any time. Waits for the bus; a value that is not known yet is None. A bus that does not answer, a process
+without heartbeats and a disk without room are events.
 """
 
 import asyncio
@@ -40,10 +40,14 @@ RECENT_STEPS = 20
 
 
 class RunLines:
-    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written again, in order."""
+    """The lines of metrics.jsonl, and of evaluations.jsonl beside it, written at once; at the end both are written
+    again, in order.
+    """
 
     def __init__(self, metrics_file: Path | None, on_event: Callable[[str], None]) -> None:
-        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it has some again."""
+        """Without a file nothing is written. ``on_event`` is called with a text when the disk has no room, and when it
+        has some again.
+        """
         files = () if metrics_file is None else (metrics_file, metrics_file.with_name(scores.EVALUATIONS_FILE))
         self._files, self._on_event = [GrowingFile(file) for file in files], on_event
         self._unwritten = ""
@@ -93,7 +97,8 @@ class RunWatch:
     ) -> None:
         """``earlier``: seconds at which earlier starts of this run had done their steps; time continues from there.
 
-        ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known here.
+        ``room``: returns why the bus of this machine, while it is away, is not started; empty = for no reason known
+        here.
         ``after_epoch``: scores up to this epoch are of another run.
         """
         self._room, self._after_epoch = room, after_epoch
@@ -135,7 +140,9 @@ class RunWatch:
         self._restarts: dict[str, float] = {}
         """Restarts of its nats-server that a process last reported, by id."""
         self._beating: dict[str, bool] = {}
-        """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does not change."""
+        """Whether a row has changed while it was watched. The row of a process that was killed in an earlier start does
+        not change.
+        """
         self._named: dict[str, str] = {}
         """State of a process that was an event last: silent or draining."""
         self._generated: deque[tuple[float, float]] = deque(maxlen=10)
@@ -152,7 +159,9 @@ class RunWatch:
 
     def series(self, name: str) -> list[float]:
         """Return the values of a metric over the steps that have it."""
-        return [self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics]
+        return [
+            self.outcomes[step].metrics[name] for step in sorted(self.outcomes) if name in self.outcomes[step].metrics
+        ]
 
     def newest(self, name: str, otherwise: float = 0.0) -> float:
         """Return a metric of the last step; ``otherwise`` without a step, or if the step has no such metric."""
@@ -168,7 +177,9 @@ class RunWatch:
         recent = self._recent()
         if len(recent) < 2:
             return 0.0
-        tokens = sum(self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes)
+        tokens = sum(
+            self.outcomes[step].metrics.get("train/tokens", 0.0) for step, _ in recent[1:] if step in self.outcomes
+        )
         passed_s = max(recent[-1][1], self.elapsed_s) - recent[0][1]
         return tokens / passed_s if passed_s > 0 else 0.0
 
@@ -249,24 +260,32 @@ class RunWatch:
             if row.role == "engine":
                 self.aborted_by_pushes[row.id, row.pid] = count_in(row.load, "requests_aborted_by_pushes")
         self._note_refused()
-        generated = sum(count_in(load, "tokens_generated") for name, load in self.loads.items() if name.startswith("actor."))
+        generated = sum(
+            count_in(load, "tokens_generated") for name, load in self.loads.items() if name.startswith("actor.")
+        )
         self._generated.append((time.monotonic(), generated))
         (t0, g0), (t1, g1) = self._generated[0], self._generated[-1]
         self.rate_generated = max(0.0, (g1 - g0) / (t1 - t0)) if t1 > t0 else 0.0
 
     async def _watch_room(self) -> None:
-        """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster may not answer."""
+        """Add an event when the bus stops storing, and when it stores again: apart from the reads, which a full cluster
+        may not answer.
+        """
         while True:
             reason = await self._bus.full() if self._bus.connected else await asyncio.to_thread(self._room) or self.full
             if bool(reason) != bool(self.full):
-                self.event(f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on")
+                self.event(
+                    f"bus: stores nothing, the run waits: {reason}" if reason else "bus: stores again, the run goes on"
+                )
             self.full = reason
             if reason:  # which is an answer; rows are as old as the first one
                 self._answered_s = self._steady_s = time.monotonic()
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _take_trouble(self, row: LiveRow) -> None:
-        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the summary."""
+        """Record a trouble: the first of a process is an event, and each restart of a server; the newest goes to the
+        summary.
+        """
         restarts = count_in(row.load, SERVER_RESTARTS)
         again, self._restarts[row.id] = restarts > self._restarts.get(row.id, 0), restarts
         if not row.trouble:
@@ -295,7 +314,9 @@ class RunWatch:
             kind, _, actor = key.partition("/")
             if kind == "refused" and actor not in self._refused:
                 self._refused.add(actor)
-                self.event(f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)")
+                self.event(
+                    f"actor {actor} sends only invalid samples and is refused (tidemill status; docs/recovery.md)"
+                )
 
     def share(self, role: str) -> float | None:
         """Return the mean waiting share that processes of a role report; None if none does."""
@@ -311,7 +332,11 @@ class RunWatch:
         return {
             "step": f"{self.step}/{self.steps}",
             "reward": f"{self.newest('data/reward_mean'):.3f}",
-            **({"cross-entropy": f"{self.newest('train/sft_loss'):.3f}"} if self.newest("train/sft_loss", -1.0) >= 0 else {}),
+            **(
+                {"cross-entropy": f"{self.newest('train/sft_loss'):.3f}"}
+                if self.newest("train/sft_loss", -1.0) >= 0
+                else {}
+            ),
             "lag": f"{self.newest('offpolicy/lag_mean'):.2f} (max {self.newest('offpolicy/lag_max'):.0f})",
             "tokens/s": f"{self.rate_generated:.0f} generated, {self.rate_trained:.0f} trained",
             "learner waits": f"{self.newest('train/wait_share'):.0%}",
@@ -353,7 +378,9 @@ class GrowingFile:
         self._waiting.append(json.dumps(line).encode() + b"\n")
 
     def write(self) -> None:
-        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it was."""
+        """Write the waiting lines. Raises OSError when that is not possible: they go on waiting, and the file is as it
+        was.
+        """
         if not self._waiting:
             return
         descriptor = os.open(self.file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

@@ -1,4 +1,5 @@
-"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become arguments here.
+"""The bodies of engines, actors, scorers, routers and reward servers, from the run's configuration: settings become
+arguments here.
 
 The learner's are in ``learner_process.py`` and ``feeder_process.py``, the bus's is in ``bus_process.py``.
 """
@@ -39,17 +40,23 @@ def run_prepare(config: RunConfig) -> int:
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # several processes may call this at the same time; the second finds it done
+            fcntl.flock(
+                lock, fcntl.LOCK_EX
+            )  # several processes may call this at the same time; the second finds it done
             prepare(config.prepare, config.root / "prepared")
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalSettings:
-    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the bus."""
+    """Settings of an engine's or actor's own machine; they override the configuration that the run has written to the
+    bus.
+    """
 
     allowed: Sequence[str] = ()
-    """Patterns of settings in that configuration that may name code and files of this machine (``actors/guarded_settings.py``)."""
+    """Patterns of settings in that configuration that may name code and files of this machine
+    (``actors/guarded_settings.py``).
+    """
     changed: "Mapping[str, Setting]" = field(default_factory=dict)
     """Settings of this machine, by path: they replace the run's settings."""
     host: str = ""
@@ -61,7 +68,9 @@ class LocalSettings:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter of the time."""
+    """Switch garbage collection off while entered, for large imports: collections free nothing then, and take a quarter
+    of the time.
+    """
     gc.disable()
     try:
         yield
@@ -84,10 +93,14 @@ async def reach_bus(bus_url: str, name: str, draining: asyncio.Event, *, wait_s:
     await first_of(reached(), draining.wait())
 
 
-async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
-    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from the learner.
+async def run_engine(
+    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+) -> None:
+    """Serve a model. Without ``config``, the run's is read from the bus; a model that is not on this machine comes from
+    the learner.
 
-    ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed, DeviceError.
+    ``host``, ``advertise`` and ``devices`` of a configuration from the bus are never used. Raises NotAllowed,
+    DeviceError.
     """
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scratch import Scratch
@@ -109,7 +122,9 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
             devices = settings.devices if "engine.devices" in own.changed else ()
             elsewhere = dataclasses.replace(settings, colocated=False, host=host, advertise=advertise, devices=devices)
             config = dataclasses.replace(config, engine=elsewhere)
-        engine = dataclasses.replace(config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise)
+        engine = dataclasses.replace(
+            config.engine, host=own.host or config.engine.host, advertise=own.advertise or config.engine.advertise
+        )
         engine, engine_devices = await asyncio.to_thread(take_devices, dataclasses.replace(config, engine=engine))
         model = await model_here(config, bus_url, id, fetched.path / "model", draining)
         if model is None:
@@ -126,7 +141,8 @@ async def run_engine(config: RunConfig | None, run: str, bus_url: str, id: str, 
 
 
 def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
-    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its settings and devices.
+    """Choose this engine's devices and hide the others from this process, before it initialises CUDA. Returns its
+    settings and devices.
 
     Nothing is changed on a machine without devices. Raises DeviceError. Blocks while nvidia-smi runs.
     """
@@ -148,12 +164,16 @@ def take_devices(config: RunConfig) -> "tuple[EngineConfig, HeldDevices]":
         engine = dataclasses.replace(engine, sglang=dataclasses.replace(engine.sglang, arguments=arguments))
     memory = [device.memory_bytes for device in node.devices if device.uuid in place.uuids]
     log.info("devices own=%s visible=%d", ",".join(place.uuids), len(place.visible))
-    engine_devices = HeldDevices(own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory))
+    engine_devices = HeldDevices(
+        own=place.uuids, visible=place.visible, nccl=nccl_of_engine(engine), memory_bytes=min(memory)
+    )
     return engine, engine_devices
 
 
 def refuse_small_devices(config: RunConfig, model: Path) -> None:
-    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi runs."""
+    """Raise Refused when the devices of this engine lack the memory for a model, in ``model``. Blocks while nvidia-smi
+    runs.
+    """
     from tidemill.launch.checks.model import size_here
     from tidemill.launch.devices.demand import own_place
     from tidemill.launch.devices.visible import this_node
@@ -161,8 +181,12 @@ def refuse_small_devices(config: RunConfig, model: Path) -> None:
     own_place(this_node(os.environ), config, size_here(config, model))
 
 
-async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings) -> RunConfig | None:
-    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises NotAllowed."""
+async def config_on_bus(
+    run: str, bus_url: str, role: str, id: str, draining: asyncio.Event, own: LocalSettings
+) -> RunConfig | None:
+    """Return the learner's configuration with the changes made here; None if ``draining`` is set first. Raises
+    NotAllowed.
+    """
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import CONFIG_KEY, config_of_run, connected
@@ -171,12 +195,18 @@ async def config_on_bus(run: str, bus_url: str, role: str, id: str, draining: as
 
     async with AsyncExitStack() as stack:
         bus = await connected(stack, bus_url, run, BusConfig(), name=role, draining=draining)
-        values = None if bus is None else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed, changed=own.changed)
+        values = (
+            None
+            if bus is None
+            else await config_of_run(bus, draining, role=role, id=id, allowed=own.allowed, changed=own.changed)
+        )
     return None if values is None else from_map(values, f"run {run}, row run/{CONFIG_KEY}", own.changed)
 
 
 async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, draining: asyncio.Event) -> Path | None:
-    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is set first."""
+    """Return the model's directory if it is on this machine, else a snapshot from the learner; None if ``draining`` is
+    set first.
+    """
     from contextlib import AsyncExitStack
 
     from tidemill.actors.engines.membership import connected, first_row
@@ -196,7 +226,9 @@ async def model_here(config: RunConfig, bus_url: str, name: str, into: Path, dra
     return None if draining.is_set() else into
 
 
-async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+async def run_actor(
+    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+) -> None:
     """Work on a run's tasks. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.actor import process
     from tidemill.actors.engines.membership import default_id
@@ -219,7 +251,9 @@ async def run_actor(config: RunConfig | None, run: str, bus_url: str, id: str, d
     await process.run_actor(bus_url, run, actor, bus, draining, id, rollouts=rollouts, allowed=own.allowed)
 
 
-async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings) -> None:
+async def run_scorer(
+    config: RunConfig | None, run: str, bus_url: str, id: str, draining: asyncio.Event, own: LocalSettings
+) -> None:
     """Compute a run's rewards for its actors. Without ``config``, the run's is read from the bus."""
     from tidemill.actors.engines.membership import default_id
     from tidemill.actors.scoring.scorer_process import ScorerPlace, run_scorer
@@ -240,13 +274,17 @@ async def run_scorer(config: RunConfig | None, run: str, bus_url: str, id: str, 
     if config is not None:  # from the bus, addresses belong to another machine, unless they are changed here
         scorers = config.actor.scorers
         host = own.host or (scorers.host if is_own_config or "actor.scorers.host" in own.changed else AUTO)
-        advertise = own.advertise or (scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else "")
+        advertise = own.advertise or (
+            scorers.advertise if is_own_config or "actor.scorers.advertise" in own.changed else ""
+        )
     place = ScorerPlace(host=host, advertise=advertise, port=own.port)
     actor, bus = (None, None) if config is None else (config.actor, config.bus)
     await run_scorer(bus_url, run, actor, bus, draining, id, place=place, allowed=tuple(own.allowed))
 
 
-async def run_router(config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float) -> None:
+async def run_router(
+    config: "RouterConfig", run: str, bus_url: str, id: str, draining: asyncio.Event, *, drain_s: float
+) -> None:
     """Serve one address for the engines of a run, and for those named in ``config``."""
     from tidemill.actors.router import server
 
@@ -271,7 +309,9 @@ class ServedReward:
 async def run_reward_server(
     reward: ServedReward, limits: "ProcessLimits", draining: asyncio.Event, *, host: str, port: int, token: str
 ) -> None:
-    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address taken)."""
+    """Serve a reward until ``draining`` is set. Raises UnknownReward, BadRewardOption, RewardFailed, OSError (address
+    taken).
+    """
     from tidemill.actors.scoring.server import SCORE, SCORE_GROUP, RewardServer, serving
     from tidemill.bus.processes.limits import become_undumpable
     from tidemill.rewards.scorers import opened, opened_group
@@ -290,7 +330,9 @@ async def run_reward_server(
 
 
 async def found_run(bus_url: str, name: str, draining: asyncio.Event) -> str:
-    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns, BusUnavailable."""
+    """Wait for the one run of a bus and return its name; empty if ``draining`` is set first. Raises SeveralRuns,
+    BusUnavailable.
+    """
     from tidemill.bus.streams.bus import find_run
 
     name_found = ""

@@ -1,1 +1,3 @@
-"""Commands that read samples: ``tidemill tail``, ``show``, ``stats``, ``replay`` and ``archive``. They do not affect training."""
+"""Commands that read samples: ``tidemill tail``, ``show``, ``stats``, ``replay`` and ``archive``. They do not affect
+training.
+"""

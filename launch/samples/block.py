@@ -16,8 +16,8 @@ _GOOD = 0.99
 
 
 def block(match: FoundSample, *, full: bool = False) -> Text:
-    """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and an episode has its
-    messages in the place of both.
+    """Return a sample as text: one line of facts; the prompt, dimmed; the response. ``full``: nothing is shortened, and
+    an episode has its messages in the place of both.
     """
     line, sample = match.line, match.sample
     if sample is None or isinstance(sample, WireError):
@@ -60,7 +60,11 @@ def versions(sample: Sample) -> str:
     """Return ``v4``, ``v4-5``, or ``no version`` for an empty response."""
     if not sample.spans:
         return "no version"
-    return f"v{sample.min_version}" if sample.min_version == sample.max_version else f"v{sample.min_version}-{sample.max_version}"
+    return (
+        f"v{sample.min_version}"
+        if sample.min_version == sample.max_version
+        else f"v{sample.min_version}-{sample.max_version}"
+    )
 
 
 def reward_colour(score: float) -> str:

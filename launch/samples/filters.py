@@ -29,7 +29,9 @@ class Range:
 
     @classmethod
     def parse(cls, where: str, text: str) -> Self:
-        """Return the range of ``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (with both ends), ``..3``. Raises ValueError naming ``where``."""
+        """Return the range of ``<0.5``, ``>=0.9``, ``1``, ``0.2..0.8`` (with both ends), ``..3``. Raises ValueError
+        naming ``where``.
+        """
         if (between := _BETWEEN.fullmatch(text.strip())) and any(between.groups()):
             low, high = between.groups()
             return cls(float(low or "-inf"), float(high or "inf"))

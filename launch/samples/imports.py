@@ -2,7 +2,8 @@
 
     recordings (*.tide), their directories, JSON lines --read--> groups --checked--> rows of JSON lines for a rollout with ``use: dataset``
 
-Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes state (docs/sft.md).
+Reads files alone: a run trains the rows like any others, in an order of its own, each as often as its passes state
+(docs/sft.md).
 """
 
 import json
@@ -57,13 +58,24 @@ class ImportedRows:
         new_row = row_of(where, number, {"label": None, "metadata": None, **values}, ("prompt", "label", ""))
         recorded = {name: values[name] for name in KNOWN if name in values}
         if sum(map(bool, (recorded and "response" not in values, "response" in values, "responses" in values))) != 1:
-            raise PromptError(where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values)))
+            raise PromptError(
+                where, "one of response, responses, and text, messages or tokens in a line", ", ".join(sorted(values))
+            )
         if "response" in values:
             recorded = {"text": values["response"], **recorded}
         responses = listed(values.get("responses", [recorded]))
         responses_in({"responses": responses}, "responses", where=where)
-        key = (file, json.dumps(values["group"], sort_keys=True, default=str)) if values.get("group") is not None else (file, number)
-        new = {"prompt": new_row.prompt, "label": new_row.label, "metadata": values.get("metadata") or {}, "responses": []}
+        key = (
+            (file, json.dumps(values["group"], sort_keys=True, default=str))
+            if values.get("group") is not None
+            else (file, number)
+        )
+        new = {
+            "prompt": new_row.prompt,
+            "label": new_row.label,
+            "metadata": values.get("metadata") or {},
+            "responses": [],
+        }
         row = self.groups.setdefault(key, new)
         if row["prompt"] != new_row.prompt:
             raise PromptError(where, f"the prompt of its group, {row['prompt']!r:.80}", f"{new_row.prompt!r:.80}")
@@ -85,14 +97,18 @@ def import_files(paths: Sequence[str], out: Path) -> list[str]:
     write_whole(out, "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows.groups.values()))
     sizes = [len(row["responses"]) for row in rows.groups.values()]
     num_with_log_probs = sum(
-        all("log_probs" in response for response in row["responses"] if isinstance(response, dict)) for row in rows.groups.values()
+        all("log_probs" in response for response in row["responses"] if isinstance(response, dict))
+        for row in rows.groups.values()
     )
     words = [f"{out}: {len(sizes)} rows, {sum(sizes)} responses{_counts(rows.left_out)}"]
     if num_with_log_probs < len(sizes):
         cure = "only cross-entropy trains them (correction: sft, sft_coef)"
         words.append(f"{len(sizes) - num_with_log_probs} rows have responses without log_probs: {cure}")
     if single := sizes.count(1):
-        words.append(f"{single} rows have one response: an estimator that compares the samples of a group gives them no advantage")
+        words.append(
+            f"{single} rows have one response: an estimator that compares the samples of a group gives them "
+            "no advantage"
+        )
     return words
 
 
@@ -160,4 +176,8 @@ def _response(sample: Sample) -> JsonObject:
 
 
 def _counts(left_out: Counter[str]) -> str:
-    return "; left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items())) if left_out else ""
+    return (
+        "; left out: " + ", ".join(f"{count} {reason}" for reason, count in sorted(left_out.items()))
+        if left_out
+        else ""
+    )

@@ -1,4 +1,5 @@
-"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, and an index of subjects and headers behind them.
+"""Samples in a file (``docs/wire.md``): frames of a length and a msgpack map, and an index of subjects and headers
+behind them.
 
     frame       4 bytes length, little-endian | msgpack map
     recording   the first frame: run, creation time of the stream
@@ -79,7 +80,14 @@ class RecordingWriter:
         if isinstance(stored.data, WireError):
             raise stored.data
         self._note(stored, self._offset)
-        self._frame("stored", seq=stored.seq, subject=stored.subject, headers=stored.headers, stored_s=stored.stored_s, payload=stored.data)
+        self._frame(
+            "stored",
+            seq=stored.seq,
+            subject=stored.subject,
+            headers=stored.headers,
+            stored_s=stored.stored_s,
+            payload=stored.data,
+        )
 
     def close(self) -> None:
         """Write the index and flush; the file stays open."""
@@ -120,7 +128,9 @@ class Recording:
             raise
 
     def index(self) -> list[tuple[int, int, str, dict[str, str]]]:
-        """Return (sequence, offset of its frame, subject, headers) of every sample. Raises ValueError if the recording was cut off."""
+        """Return (sequence, offset of its frame, subject, headers) of every sample. Raises ValueError if the recording
+        was cut off.
+        """
         size = self._file.seek(0, 2)
         self._file.seek(max(0, size - _OFFSET.size - len(END)))
         end = self._file.read()
@@ -153,7 +163,9 @@ class Recording:
         self._file.close()
 
     def _next(self, *types: str) -> JsonObject:
-        """Return the fields of the next frame. Raises EOFError if the file ends within it, ValueError if it is no frame of ``types``."""
+        """Return the fields of the next frame. Raises EOFError if the file ends within it, ValueError if it is no frame
+        of ``types``.
+        """
         head = self._file.read(_LENGTH.size)
         data = self._file.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
         if types != ("recording",) and (len(head) < _LENGTH.size or len(data) < _LENGTH.unpack(head)[0]):
@@ -165,7 +177,8 @@ class Recording:
 
 
 def repair(path: Path) -> tuple[Origin | None, int]:
-    """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last sequence).
+    """Write the missing index of a recording that was cut off, after its last whole frame; return (its origin, its last
+    sequence).
 
     A complete recording is not changed; one without samples is removed (then the sequence is 0).
     """
@@ -199,5 +212,9 @@ def repair(path: Path) -> tuple[Origin | None, int]:
 
 def _stored(fields: JsonMapping) -> StoredSample:
     return StoredSample(
-        seq=fields["seq"], subject=fields["subject"], headers=fields["headers"], data=fields["payload"], stored_s=fields["stored_s"]
+        seq=fields["seq"],
+        subject=fields["subject"],
+        headers=fields["headers"],
+        data=fields["payload"],
+        stored_s=fields["stored_s"],
     )

@@ -16,7 +16,9 @@ DIFFERENCE = "offpolicy/logprob_diff_abs"
 
 @dataclass(slots=True, kw_only=True)
 class SampleHistory:
-    """The disposition of one sample; the fields below ``reason`` describe the step that trained it and count for ``trained`` only."""
+    """The disposition of one sample; the fields below ``reason`` describe the step that trained it and count for
+    ``trained`` only.
+    """
 
     state: str
     """trained | dropped | duplicate | invalid | unplanned | unknown | evaluation."""
@@ -50,17 +52,28 @@ class SampleHistory:
     def __str__(self) -> str:
         if self.state != "trained":
             return f"{self.state}: {self.reason}" if self.reason else self.state
-        lags = "" if self.lags is None else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
+        lags = (
+            ""
+            if self.lags is None
+            else f", lag {self.lags[0]}" + (f" to {self.lags[1]}" if self.lags[1] > self.lags[0] else "")
+        )
         masked = f", {self.masked_tokens} tokens masked as too old" if self.masked_tokens else ""
         if self.masked_by_filter:
             masked = ", all its tokens masked by a filter"
-        return f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; {self._difference()}"
+        return (
+            f"trained in step {self.step} on rank {self.rank}, micro-batch {self.micro_batch}{lags}{masked}; "
+            f"{self._difference()}"
+        )
 
     def _difference(self) -> str:
         if self.done is None:
             return "the step is not done yet"
         mean = self.done.metrics.get(DIFFERENCE)
-        return "no log-prob difference recorded" if mean is None else f"mean |log-prob difference| of the whole step {mean:.4g}"
+        return (
+            "no log-prob difference recorded"
+            if mean is None
+            else f"mean |log-prob difference| of the whole step {mean:.4g}"
+        )
 
 
 async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
@@ -75,8 +88,15 @@ async def history_of(bus: Bus, seq: int, sample: Sample) -> SampleHistory:
     start = await History(bus.jet).at_task(sample.task, name=subjects.PLAN)
     async for _, record in bus.plans.scan(start):
         if isinstance(record, Plan | Settle) and (history is None or history.state != "trained"):
-            history = (_planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)) or history
-        elif isinstance(record, Done) and history is not None and record.step == history.step and history.state == "trained":
+            history = (
+                _planned(record, seq, sample) if isinstance(record, Plan) else _settled(record, seq, sample.task)
+            ) or history
+        elif (
+            isinstance(record, Done)
+            and history is not None
+            and record.step == history.step
+            and history.state == "trained"
+        ):
             history.done = record
             break
     return history or await _unplanned(bus, sample, start)
@@ -92,7 +112,10 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
         )
     row = int(places[0] if plan.rows is None else plan.rows[: places[0]].sum())  # of several sequences, the first
     steps = [plan.version_steps[span.version] for span in sample.spans if span.version in plan.version_steps]
-    old = [plan.oldest_step is not None and plan.version_steps.get(span.version, 0) < plan.oldest_step for span in sample.spans]
+    old = [
+        plan.oldest_step is not None and plan.version_steps.get(span.version, 0) < plan.oldest_step
+        for span in sample.spans
+    ]
     return SampleHistory(
         state="trained",
         step=plan.step,
@@ -107,7 +130,11 @@ def _planned(plan: Plan, seq: int, sample: Sample) -> SampleHistory | None:
 def _settled(record: Settle, seq: int, task: int) -> SampleHistory | None:
     if seq in record.seqs:
         return SampleHistory(state="dropped", reason=f"{record.reason}, when step {record.step} was planned")
-    return SampleHistory(state="dropped", reason=f"{record.reason}: its task was given up") if task in record.tasks else None
+    return (
+        SampleHistory(state="dropped", reason=f"{record.reason}: its task was given up")
+        if task in record.tasks
+        else None
+    )
 
 
 async def _unplanned(bus: Bus, sample: Sample, start: int) -> SampleHistory:

@@ -1,7 +1,7 @@
 """Search for samples in the stream: first sequence and filter. Headers are read first if they can exclude a sample.
 
-A sample's lag here is its lag when it was stored: the steps between its oldest version and the head. The lag that counts is that of the
-step that trains it (``sample_history``); this one is known as soon as a sample is stored.
+A sample's lag here is its lag when it was stored: the steps between its oldest version and the head. The lag that
+counts is that of the step that trains it (``sample_history``); this one is known as soon as a sample is stored.
 """
 
 import asyncio
@@ -59,7 +59,9 @@ class SampleSearch:
         self.history, self.lags, self._filter = History(bus.jet), Lags(bus), filter
 
     async def begin(self, since: str, version: int | None) -> int:
-        """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises ValueError."""
+        """Return the sequence at which ``since`` (``10m``, ``2026-11-20T10:00``, ``#123``) or a version begins. Raises
+        ValueError.
+        """
         if version is not None:
             return await self.history.at_version(version)
         if sequence := _SEQUENCE.fullmatch(since):
@@ -69,10 +71,16 @@ class SampleSearch:
         try:
             return await self.history.at_time(datetime.fromisoformat(since).timestamp())
         except ValueError:
-            raise ValueError(f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}") from None
+            raise ValueError(
+                f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}"
+            ) from None
 
-    async def forward(self, first: int, last: int | None = None, *, payloads: bool = True) -> AsyncIterator[FoundSample]:
-        """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones until cancelled."""
+    async def forward(
+        self, first: int, last: int | None = None, *, payloads: bool = True
+    ) -> AsyncIterator[FoundSample]:
+        """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones
+        until cancelled.
+        """
         if payloads and not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
                 if (match := await self._open(stored)) is not None:
@@ -82,8 +90,11 @@ class SampleSearch:
             if (match := await self._look(glimpse, payloads)) is not None:
                 yield match
 
-    async def newest(self, count: int, *, first: int = 1, limit: int, payloads: bool = True) -> tuple[list[FoundSample], int, int]:
-        """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the number of sequences read.
+    async def newest(
+        self, count: int, *, first: int = 1, limit: int, payloads: bool = True
+    ) -> tuple[list[FoundSample], int, int]:
+        """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the
+        number of sequences read.
 
         At most ``limit`` sequences are read.
         """
@@ -184,7 +195,9 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
 
 
 class Lags:
-    """The versions of a run by the time at which each became the head, known up to the newest sample requested so far."""
+    """The versions of a run by the time at which each became the head, known up to the newest sample requested so
+    far.
+    """
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
@@ -202,7 +215,9 @@ class Lags:
         """Step of the head from the time at the same place of ``_times`` on."""
 
     async def of(self, line: Headline) -> Headline:
-        """Return the metadata with its lag; unchanged for an empty response, and for versions that the registry does not have."""
+        """Return the metadata with its lag; unchanged for an empty response, and for versions that the registry does
+        not have.
+        """
         if line.versions is None or line.versions[0] < 0:
             return line
         if line.stored_s > self._known_until_s:
@@ -226,7 +241,9 @@ class Lags:
         self._known_until_s = unix_time(info["ts"])
 
     def _order(self) -> None:
-        """Sort the heads by time. A snapshot rewrites the row of its version, but a version became the head before all later ones."""
+        """Sort the heads by time. A snapshot rewrites the row of its version, but a version became the head before all
+        later ones.
+        """
         heads: list[tuple[float, int]] = []
         earliest_s = float("inf")
         for version in sorted(self._published, reverse=True):

@@ -1,4 +1,6 @@
-"""Values of messages as text: for a terminal, which must not interpret them, and as JSON; turns and transcripts. Knows no bus."""
+"""Values of messages as text: for a terminal, which must not interpret them, and as JSON; turns and transcripts. Knows
+no bus.
+"""
 
 import json
 import math
@@ -28,7 +30,9 @@ def shortened(text: str, lines: int, characters: int) -> str:
     """Return beginning and end of a long text, and the amount that is missing between them."""
     rows = text.splitlines()
     if len(rows) > lines:
-        text = "\n".join([*rows[: lines // 2], f"… {len(rows) - lines} lines …", *rows[len(rows) - (lines - lines // 2) :]])
+        text = "\n".join(
+            [*rows[: lines // 2], f"… {len(rows) - lines} lines …", *rows[len(rows) - (lines - lines // 2) :]]
+        )
     if len(text) > characters:
         half = characters // 2
         text = f"{text[:half]} … {len(text) - 2 * half} characters … {text[-half:]}"
@@ -53,7 +57,9 @@ def _plain(value: object) -> object:
 
 
 def turns_in(turns: Turns) -> list[JsonObject]:
-    """Return one map for each turn, with the fields that its sample has. Columns of an invalid sample may have any length."""
+    """Return one map for each turn, with the fields that its sample has. Columns of an invalid sample may have any
+    length.
+    """
     columns = {
         "at": turns.at.tolist(),
         "tokens": turns.tokens.tolist(),
@@ -65,7 +71,8 @@ def turns_in(turns: Turns) -> list[JsonObject]:
         "agent": turns.agent,
     }
     maps: list[JsonObject] = [
-        {name: values[turn] for name, values in columns.items() if turn < len(values)} for turn in range(len(columns["at"]))
+        {name: values[turn] for name, values in columns.items() if turn < len(values)}
+        for turn in range(len(columns["at"]))
     ]
     for turn, reward in turns.rewards:
         if 0 <= turn < len(maps):
@@ -74,15 +81,25 @@ def turns_in(turns: Turns) -> list[JsonObject]:
 
 
 def turns_table(turns: Turns) -> Table:
-    """Return the turns as a table: sampled tokens, seconds of the model call and of tools behind it, agent, reward and finish reason."""
+    """Return the turns as a table: sampled tokens, seconds of the model call and of tools behind it, agent, reward and
+    finish reason.
+    """
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    columns = {"tokens": "tokens", "begin_s": "begins at s", "seconds": "model s", "tools_s": "tools s", "reward": "reward"}
+    columns = {
+        "tokens": "tokens",
+        "begin_s": "begins at s",
+        "seconds": "model s",
+        "tools_s": "tools s",
+        "reward": "reward",
+    }
     for name in ("turn", *columns.values()):
         table.add_column(name, justify="right")
     for name in ("finish", "agent"):
         table.add_column(name)
     for number, turn in enumerate(turns_in(turns)):
-        numbers = [f"{turn[name]:.3f}" if isinstance(turn.get(name), float) else str(turn.get(name, "")) for name in columns]
+        numbers = [
+            f"{turn[name]:.3f}" if isinstance(turn.get(name), float) else str(turn.get(name, "")) for name in columns
+        ]
         table.add_row(str(number), *numbers, *(Text(plain(str(turn.get(name, "")))) for name in ("finish", "agent")))
     return table
 

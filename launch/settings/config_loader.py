@@ -1,4 +1,5 @@
-"""Builds the typed tree of dataclasses from defaults, YAML files, ``--set path.to.key=value``, the environment and derived values.
+"""Builds the typed tree of dataclasses from defaults, YAML files, ``--set path.to.key=value``, the environment and
+derived values.
 
 Every value keeps its origin; every error states location, expected and actual value, and the nearest name.
 """
@@ -26,7 +27,9 @@ NOT_SETTINGS = ("TIDEMILL_BUS_USER", "TIDEMILL_BUS_PASSWORD", "TIDEMILL_BUS_CRED
 """Secrets, and the permissions of this machine: read by ``launch/run/access.py``, never part of a configuration."""
 NOT_IN_NAME = re.compile(r"[^A-Za-z0-9_-]+")
 """Characters that a run's name cannot have."""
-REMOVED: Mapping[str, str] = {"weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"}
+REMOVED: Mapping[str, str] = {
+    "weights.deltas": "engines that are behind load whole weights (docs/decisions/018-no-deltas.md)"
+}
 """Settings of earlier releases, and the reason why each is gone."""
 
 
@@ -48,8 +51,11 @@ class Loaded:
     origins: Mapping[str, str]
 
 
-def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Loaded:
-    """Return the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` < ``environment`` < derived.
+def load(
+    files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Loaded:
+    """Return the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` <
+    ``environment`` < derived.
 
     Raises SettingsError.
     """
@@ -66,7 +72,9 @@ def load(files: Path | Sequence[Path], overrides: Sequence[str] = (), environmen
 
 
 def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
-    """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises SettingsError."""
+    """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises
+    SettingsError.
+    """
     settings: dict[str, Setting] = {}
     _put(settings, ((str(name), Setting(value, origin)) for name, value in values.items()))
     _put(settings, (changed or {}).items())
@@ -74,7 +82,9 @@ def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Se
 
 
 def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the settings of ``--set`` and the environment, to apply to a later configuration. Raises SettingsError for unknown ones."""
+    """Return the settings of ``--set`` and the environment, to apply to a later configuration. Raises SettingsError for
+    unknown ones.
+    """
     settings: dict[str, Setting] = {}
     _put(settings, [_override(text) for text in overrides])
     _put(settings, _from_environment(environment))
@@ -108,7 +118,8 @@ def read_yaml(file: Path) -> list[tuple[str, Setting]]:
         raise SettingsError(f"{file}:1: the file: want a map of settings, such as {{run: ...}}, got {shown(values)}")
     leaves = _leaves("", Setting(values, "", written))
     return [
-        (path, dataclasses.replace(setting, origin=f"{file}:{written[path].line if path in written else 1}")) for path, setting in leaves
+        (path, dataclasses.replace(setting, origin=f"{file}:{written[path].line if path in written else 1}"))
+        for path, setting in leaves
     ]
 
 
@@ -135,7 +146,9 @@ def _refuse_single_underscores(name: str, path: str) -> None:
     meant = next((setting for setting in known if setting.replace(".", "_") == path.replace(".", "_")), None)
     if meant is not None and path not in known:
         variable = ENVIRONMENT_PREFIX + meant.replace(".", "__").upper()
-        raise SettingsError(f"environment {name}: want two underscores where a dot is in {meant}, got one; did you mean {variable}?")
+        raise SettingsError(
+            f"environment {name}: want two underscores where a dot is in {meant}, got one; did you mean {variable}?"
+        )
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
@@ -165,7 +178,9 @@ def _derive(settings: dict[str, Setting], files: Sequence[Path]) -> None:
     rollouts = given("rollouts") or {}
     if given("actor.teachers") or any(path.startswith("actor.teachers.") for path in settings):
         follow("learner.algorithm.distill_teacher", "engine", "actor.teachers")
-    if _all_recorded(rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")):
+    if _all_recorded(
+        rollouts, given("data.rollout"), given("data.sources"), given("data.rollout_key"), given("eval.every")
+    ):
         for path in ("up.engines", "up.actors"):
             follow(path, 0, "all samples are recorded responses")
     prepares = given("prepare") is not None or any(path.startswith("prepare.") for path in settings)
@@ -182,7 +197,9 @@ def _all_recorded(rollouts: object, rollout: object, sources: object, key: objec
     if not isinstance(rollouts, Mapping) or key or every:
         return False
     recorded = {name for name, entry in rollouts.items() if isinstance(entry, Mapping) and entry.get("use") == DATASET}
-    source_maps = [source for source in sources.values() if isinstance(source, Mapping)] if isinstance(sources, Mapping) else []
+    source_maps = (
+        [source for source in sources.values() if isinstance(source, Mapping)] if isinstance(sources, Mapping) else []
+    )
     named = [rollout if source.get("rollout") is None else source["rollout"] for source in source_maps] or [rollout]
     by_column = any(source.get("rollout_key") for source in source_maps)
     return not by_column and all(isinstance(name, str) and name in recorded for name in named)
@@ -211,7 +228,9 @@ def _leaves(path: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _put(settings: dict[str, Setting], later: Iterable[tuple[str, Setting]]) -> None:
-    """Merge ``later`` over ``settings``: a value replaces all settings below it, the map of a section only those that it names."""
+    """Merge ``later`` over ``settings``: a value replaces all settings below it, the map of a section only those that
+    it names.
+    """
     for whole, value in later:
         for path, setting in _leaves(whole, value):
             if not (path in _sections() and setting.value == {}):
@@ -230,7 +249,9 @@ def _nested(settings: Mapping[str, Setting]) -> JsonObject:
             place[name] = {} if place.get(name) is None else place[name]
             place = place[name]
             if not isinstance(place, dict):
-                raise SettingsError(f"{setting.origin}: {path}: {'.'.join(parents[: depth + 1])} is a single value, it has no {last!r}")
+                raise SettingsError(
+                    f"{setting.origin}: {path}: {'.'.join(parents[: depth + 1])} is a single value, it has no {last!r}"
+                )
         empty = path in _sections() and (setting.value == {} or (setting.value is None and not _sections()[path]))
         place[last] = place.get(last) or {} if empty else copy.deepcopy(setting.value)
     return result
@@ -271,12 +292,16 @@ def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> Non
 
 
 def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
-    """Return the origin of the first of the settings ``names`` that was set, itself or as a part of a map; empty for defaults."""
+    """Return the origin of the first of the settings ``names`` that was set, itself or as a part of a map; empty for
+    defaults.
+    """
     for name in names:
         for known, setting in settings.items():
             if _within(name, known):
                 return _line(setting, known, name)
-    below = {setting.origin for known, setting in settings.items() if any(known.startswith(f"{name}.") for name in names)}
+    below = {
+        setting.origin for known, setting in settings.items() if any(known.startswith(f"{name}.") for name in names)
+    }
     return below.pop() if len(below) == 1 else ""
 
 
@@ -315,9 +340,13 @@ def render(loaded: Loaded) -> str:
     config = loaded.config
     lines += [
         "",
-        f"# samples per step = groups_per_step x group_size = {config.learner.groups_per_step} x {config.learner.group_size} = "
+        f"# samples per step = groups_per_step x group_size = {config.learner.groups_per_step} x "
+        f"{config.learner.group_size} = "
         f"{config.samples_per_step}",
-        f"# tasks handed out at most = (max_lag + 1) x groups_per_step = {(config.staleness.max_lag + 1) * config.learner.groups_per_step}",
+        (
+            "# tasks handed out at most = (max_lag + 1) x groups_per_step = "
+            f"{(config.staleness.max_lag + 1) * config.learner.groups_per_step}"
+        ),
         f"# samples of the run = {config.samples_per_step * config.learner.steps}",
         f"# stream SAMPLES may hold {config.bus.samples_max_bytes} bytes (`tidemill check` counts what it must hold)",
     ]
@@ -335,5 +364,7 @@ def _lines(section: Any, prefix: str, depth: int, origins: Mapping[str, str]) ->
             yield from _lines(value, f"{path}.", depth + 1, origins)
             continue
         text = yaml_file.dump(_as_written(value), flow=True)
-        came = dict.fromkeys(origin for known, origin in origins.items() if known == path or known.startswith(f"{path}."))
+        came = dict.fromkeys(
+            origin for known, origin in origins.items() if known == path or known.startswith(f"{path}.")
+        )
         yield f"{indent + f.name + ': ' + text:<48} # {', '.join(came) or 'default'}"

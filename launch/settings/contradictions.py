@@ -1,4 +1,6 @@
-"""Contradictions between the settings of a run: values that are right one by one and wrong together, each refused with the reason."""
+"""Contradictions between the settings of a run: values that are right one by one and wrong together, each refused with
+the reason.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -38,27 +40,41 @@ def refuse_contradictions(config: "RunConfig") -> None:
         raise ValueError(f"learner.algorithm.{bad}") from None
     processes = max(config.up.actors, config.up.engines, config.up.scorers)
     if config.bus.auth and config.bus.auth_users < processes:
-        raise ValueError(f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got {config.bus.auth_users}")
+        raise ValueError(
+            f"bus.auth_users: want a user for each of {processes} actors, engines or scorers, got "
+            f"{config.bus.auth_users}"
+        )
     for name, rollout in config.rollouts.items():
         if rollout.drain_s is not None and rollout.drain_s >= config.up.drain_s:
             want = f"less than up.drain_s = {config.up.drain_s:g}, after which an actor is ended; raise that one"
             raise ValueError(f"rollouts.{name}.drain_s: want {want}, got {rollout.drain_s:g}")
     if config.up.scorers and not config.actor.scorers.enabled:
-        raise ValueError(f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}")
+        raise ValueError(
+            f"up.scorers: want actor.scorers.enabled: true, or none is asked; got up.scorers: {config.up.scorers}"
+        )
 
 
 def _refuse_sharing(config: "RunConfig") -> None:
     """Raise ValueError for settings that cannot hold where learner and engines share an accelerator."""
     if config.learner.colocated and config.weights.overlap:
-        raise ValueError("weights.overlap: want false with learner.colocated: the step has the memory that a push beside it would need")
+        raise ValueError(
+            "weights.overlap: want false with learner.colocated: the step has the memory that a push beside "
+            "it would need"
+        )
     if config.learner.colocated and config.weights.backend == "nccl":
-        raise ValueError("weights.backend: want auto or gloo with learner.colocated: NCCL refuses two processes on one GPU, got 'nccl'")
+        raise ValueError(
+            "weights.backend: want auto or gloo with learner.colocated: NCCL refuses two processes on one "
+            "GPU, got 'nccl'"
+        )
     if config.learner.colocated and config.weights.staging == "cuda":
         raise ValueError(
-            "weights.staging: want host with learner.colocated: the copies would stay on the GPU in the engines' turn, got 'cuda'"
+            "weights.staging: want host with learner.colocated: the copies would stay on the GPU in the "
+            "engines' turn, got 'cuda'"
         )
     if config.learner.colocated and config.engine.kind == "sglang" and config.engine.sglang.url:
-        raise ValueError("engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that")
+        raise ValueError(
+            "engine.sglang.url: want a server that is started here with learner.colocated: it needs arguments for that"
+        )
 
 
 def _refuse_routing(config: "RunConfig") -> None:
@@ -66,7 +82,8 @@ def _refuse_routing(config: "RunConfig") -> None:
     returns = config.engine.sglang.arguments.get("enable_return_routed_experts")
     if config.engine.routed_experts and returns is False:
         raise ValueError(
-            "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: rollout, got false; leave it out"
+            "engine.sglang.arguments.enable_return_routed_experts: want true with learner.routing_replay: "
+            "rollout, got false; leave it out"
         )
 
 
@@ -75,7 +92,8 @@ def _refuse_stale(config: "RunConfig") -> None:
     algorithm, lag, push_every = config.learner.algorithm, config.staleness.max_lag, config.weights.push_every
     if algorithm.uncorrected and lag > 0 and not algorithm.train_without_correction:
         raise ValueError(
-            f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on stale data as if it were "
+            f"learner.algorithm.correction: {algorithm.correction} with staleness.max_lag = {lag} trains on "
+            "stale data as if it were "
             "fresh, which looks healthy and then collapses; use decoupled, tis or bypass, or set "
             "learner.algorithm.train_without_correction: true as well"
         )
@@ -83,19 +101,24 @@ def _refuse_stale(config: "RunConfig") -> None:
     refuse_rare_pushes(push_every, max_lag=lag)
     if config.learner.checkpoint_every % push_every:
         raise ValueError(
-            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got {config.learner.checkpoint_every}"
+            f"learner.checkpoint_every: want a multiple of weights.push_every = {push_every}, got "
+            f"{config.learner.checkpoint_every}"
         )
 
 
 def _refuse_hooks(config: "RunConfig") -> None:
     """Raise ValueError for a hook that would never be called."""
     learner, algorithm, push_every = config.learner, config.learner.algorithm, config.weights.push_every
-    passes = algorithm.needs_reference or algorithm.needs_old(minibatches=learner.minibatches, published_every=push_every)
+    passes = algorithm.needs_reference or algorithm.needs_old(
+        minibatches=learner.minibatches, published_every=push_every
+    )
     if learner.hooks.before_log_probs and not passes:
         raise ValueError(
-            "learner.hooks.before_log_probs: want a run with a pass for log-probs before the steps (a reference, a coupled correction, or "
+            "learner.hooks.before_log_probs: want a run with a pass for log-probs before the steps (a "
+            "reference, a coupled correction, or "
             "learner.minibatches or weights.push_every above 1 with a proximal anchor), got "
-            f"{learner.hooks.before_log_probs!r}, which would never be called; remove it, or take learner.hooks.before_step"
+            f"{learner.hooks.before_log_probs!r}, which would never be called; remove it, or take "
+            "learner.hooks.before_step"
         )
 
 
@@ -105,20 +128,24 @@ def _refuse_columns(config: "RunConfig") -> None:
     held_out = [eval_set.data(config.data) for eval_set in config.eval.sets.values()]
     if config.actor.reward and any(data.names_rewards for data in (config.data, *held_out)):
         raise ValueError(
-            f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: {config.actor.reward}, which scores all "
+            f"data.reward: want actor.reward_parts with when: {{reward: NAME}}, got actor.reward: "
+            f"{config.actor.reward}, which scores all "
             "rows; remove one of them"
         )
     constant = algorithm.by_constant
     if config.data.limits_rows and (algorithm.overlong_buffer or constant):
         raise ValueError(
-            f"data.sampling_key: want none with learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
+            "data.sampling_key: want none with "
+            f"learner.algorithm.{'loss_constant: 0' if constant else 'overlong_buffer'}, which refers to "
             "one sampling.max_new_tokens of all rows; remove one of them"
         )
 
 
 def _places(config: "RunConfig") -> dict[str, DataConfig]:
     """Return the data of training and of each evaluation set, by the section of the configuration."""
-    return {"data": config.data} | {f"eval.sets.{name}": eval_set.data(config.data) for name, eval_set in config.eval.sets.items()}
+    return {"data": config.data} | {
+        f"eval.sets.{name}": eval_set.data(config.data) for name, eval_set in config.eval.sets.items()
+    }
 
 
 def _refuse_rollouts(config: "RunConfig") -> None:
@@ -138,9 +165,15 @@ def _refuse_megatron(config: "RunConfig") -> None:
     """Raise ValueError for a checkpoint of Megatron where the weights of ``model.path`` are used."""
     lora, generates = config.learner.lora.rank > 0, config.debug.rollout_only
     if config.model.megatron_checkpoint and (lora or generates):
-        why = "debug.rollout_only, whose engines load model.path" if generates else "learner.lora, whose adapters belong to model.path"
+        why = (
+            "debug.rollout_only, whose engines load model.path"
+            if generates
+            else "learner.lora, whose adapters belong to model.path"
+        )
         cure = "convert it (tidemill convert), and make the result model.path"
-        raise ValueError(f"model.megatron_checkpoint: want none with {why}, got {config.model.megatron_checkpoint!r}; {cure}")
+        raise ValueError(
+            f"model.megatron_checkpoint: want none with {why}, got {config.model.megatron_checkpoint!r}; {cure}"
+        )
 
 
 def _refuse_debug(config: "RunConfig") -> None:
@@ -148,7 +181,9 @@ def _refuse_debug(config: "RunConfig") -> None:
     debug = config.debug
     mode = "debug.rollout_only" if debug.rollout_only else "debug.load_rollout" if debug.trains_only else ""
     if mode and config.learner.colocated:
-        raise ValueError(f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true")
+        raise ValueError(
+            f"learner.colocated: want false with {mode}: only one side of the run has memory to share, got true"
+        )
     if debug.rollout_only and config.learner.from_checkpoint:
         raise ValueError(
             "learner.from_checkpoint: want none with debug.rollout_only, whose engines load model.path, got "
@@ -157,23 +192,32 @@ def _refuse_debug(config: "RunConfig") -> None:
     if debug.rollout_only and config.learner.lora.adapter:
         raise ValueError(
             "learner.lora.adapter: want none with debug.rollout_only, whose engines load model.path, got "
-            f"{config.learner.lora.adapter!r}; merge the adapters first (tidemill convert their checkpoint), and make the result model.path"
+            f"{config.learner.lora.adapter!r}; merge the adapters first (tidemill convert their checkpoint), "
+            "and make the result model.path"
         )
     if mode and config.learner.checkpoint.url:
         got = masked(config.learner.checkpoint.url)
         raise ValueError(
-            f"learner.checkpoint.store: want local with {mode}, whose checkpoints have no weights to come back for, got {got!r}"
+            f"learner.checkpoint.store: want local with {mode}, whose checkpoints have no weights to come "
+            f"back for, got {got!r}"
         )
     if debug.rollout_only and config.learner.nodes > 1:
-        raise ValueError(f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}")
+        raise ValueError(
+            f"learner.nodes: want 1 with debug.rollout_only, which has no ranks, got {config.learner.nodes}"
+        )
     if debug.trains_only and config.eval.every:
-        raise ValueError(f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}")
+        raise ValueError(
+            f"eval.every: want 0 with {mode}, which has no engine to evaluate with, got {config.eval.every}"
+        )
     if debug.trains_only and config.learner.num_epochs:
         raise ValueError(
-            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got {config.learner.num_epochs}; set learner.steps"
+            f"learner.num_epochs: want 0 with {mode}, which reads no prompts, got "
+            f"{config.learner.num_epochs}; set learner.steps"
         )
     if debug.trains_only and debug.save_rollout:
-        raise ValueError(f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them")
+        raise ValueError(
+            f"debug.save_rollout: want none with {mode}: its batches are in files already; remove one of them"
+        )
 
 
 def _refuse_recorded(config: "RunConfig") -> None:
@@ -182,34 +226,47 @@ def _refuse_recorded(config: "RunConfig") -> None:
     for name, eval_set in config.eval.sets.items():
         if wrong := sorted(eval_set.data(config.data).rollouts(config.rollouts) & recorded):
             raise ValueError(
-                f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got {wrong[0]!r}, whose use is {DATASET}"
+                f"eval.sets.{name}.rollout: want {SINGLE_TURN}, or a rollout that asks the model, got "
+                f"{wrong[0]!r}, whose use is {DATASET}"
             )
     used = config.data.rollouts(config.rollouts) & recorded
     if used:
         return
     cure = f"rollouts: {{NAME: {{use: {DATASET}}}}} and data.rollout: NAME"
     if any(source.responses_key for source in config.data.used):
-        raise ValueError(f"data.responses_key: want a rollout of recorded responses with it ({cure}), got none; set them, or remove it")
+        raise ValueError(
+            f"data.responses_key: want a rollout of recorded responses with it ({cure}), got none; set them, "
+            "or remove it"
+        )
     if config.learner.algorithm.sft_coef:
-        raise ValueError(f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; set them, or 0")
+        raise ValueError(
+            f"learner.algorithm.sft_coef: want a rollout of recorded responses with it ({cure}), got none; "
+            "set them, or 0"
+        )
 
 
 def _refuse_teachers(config: "RunConfig") -> None:
-    """Raise ValueError for teachers with scores that nothing uses, and for a loss that needs scores which no teacher makes."""
+    """Raise ValueError for teachers with scores that nothing uses, and for a loss that needs scores which no teacher
+    makes.
+    """
     algorithm, teachers = config.learner.algorithm, config.actor.teachers
     if teachers and not algorithm.needs_teacher:
         raise ValueError(
-            "actor.teachers: nothing uses their scores; want learner.algorithm.distill_coef > 0 with distill_teacher: engine, got "
-            f"distill_coef {algorithm.distill_coef:g}, distill_teacher {algorithm.distill_teacher}; set it, or remove the teachers"
+            "actor.teachers: nothing uses their scores; want learner.algorithm.distill_coef > 0 with "
+            "distill_teacher: engine, got "
+            f"distill_coef {algorithm.distill_coef:g}, distill_teacher {algorithm.distill_teacher}; set it, "
+            "or remove the teachers"
         )
     if algorithm.needs_teacher and not teachers and not config.debug.trains_only:
         raise ValueError(
-            "learner.algorithm.distill_teacher: engine wants actor.teachers: {NAME: {urls: [http://HOST:PORT]}}, got none; set them, or "
+            "learner.algorithm.distill_teacher: engine wants actor.teachers: {NAME: {urls: "
+            "[http://HOST:PORT]}}, got none; set them, or "
             "distill_teacher: reference with kl.reference"
         )
     if algorithm.advantage == "none" and not algorithm.distill_coef:
         raise ValueError(
-            "learner.algorithm.advantage: none learns nothing from rewards; want learner.algorithm.distill_coef > 0, or "
+            "learner.algorithm.advantage: none learns nothing from rewards; want "
+            "learner.algorithm.distill_coef > 0, or "
             f"another advantage, got distill_coef {algorithm.distill_coef:g}"
         )
 
@@ -219,40 +276,50 @@ def _refuse_rewards(config: "RunConfig") -> None:
     algorithm = config.learner.algorithm
     if config.staleness.filter_zero_variance and config.learner.group_size == 1:
         raise ValueError(
-            "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every "
+            "staleness.filter_zero_variance: want learner.group_size >= 2, got 1: the rewards of a group of "
+            "one are all equal, so every "
             "group would be dropped; turn it off, or raise learner.group_size"
         )
     if config.staleness.filter_zero_variance and algorithm.by_critic:
         raise ValueError(
-            f"staleness.filter_zero_variance: want false with learner.algorithm.advantage: {algorithm.advantage}: groups of equal rewards "
+            "staleness.filter_zero_variance: want false with learner.algorithm.advantage: "
+            f"{algorithm.advantage}: groups of equal rewards "
             "teach a critic too, and without them its values are biased"
         )
     filters = config.data.filters.values()
     equal = [entry.name for entry in filters if entry.use == "equal_rewards" and not entry.count_only]
     if equal and config.learner.group_size == 1:
         raise ValueError(
-            f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are all equal, so every group "
+            f"data.filters.{equal[0]}: want learner.group_size >= 2, got 1: the rewards of a group of one are "
+            "all equal, so every group "
             "would be dropped; remove it, or raise learner.group_size"
         )
     parts = config.actor.reward_parts
     if algorithm.advantage == "gdpo" and not parts and not algorithm.gdpo_weights:
         raise ValueError(
-            "learner.algorithm.advantage: gdpo wants several rewards: set actor.reward_parts, or learner.algorithm.gdpo_weights with the "
+            "learner.algorithm.advantage: gdpo wants several rewards: set actor.reward_parts, or "
+            "learner.algorithm.gdpo_weights with the "
             "names that the reward returns"
         )
     if parts and (unknown := sorted(name for name in algorithm.gdpo_weights if name.partition(".")[0] not in parts)):
-        raise ValueError(f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got {', '.join(unknown)}")
+        raise ValueError(
+            f"learner.algorithm.gdpo_weights: want names of actor.reward_parts ({', '.join(parts)}), got "
+            f"{', '.join(unknown)}"
+        )
     if config.actor.reward == BY_ROLLOUT:
         for place, data in _places(config).items():
             if data.single_turns:
                 raise ValueError(
-                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has such rows, or may have; name "
+                    f"actor.reward: want the reward of rows without a program, got {BY_ROLLOUT}: {place} has "
+                    "such rows, or may have; name "
                     f"one, or set {place}.rollout"
                 )
 
 
 def _refuse_terms(config: "RunConfig") -> None:
-    """Raise ValueError for terms of the loss or the reward that would outweigh the reward, or have nothing to refer to."""
+    """Raise ValueError for terms of the loss or the reward that would outweigh the reward, or have nothing to refer
+    to.
+    """
     algorithm = config.learner.algorithm
     if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(
@@ -262,13 +329,15 @@ def _refuse_terms(config: "RunConfig") -> None:
     for place, limit in config.sampled_limits.items():
         if algorithm.overlong_buffer > limit > 0:
             raise ValueError(
-                f"learner.algorithm.overlong_buffer: want <= {place} = {limit}, got {algorithm.overlong_buffer}: every response would lose "
+                f"learner.algorithm.overlong_buffer: want <= {place} = {limit}, got "
+                f"{algorithm.overlong_buffer}: every response would lose "
                 "reward; lower it"
             )
         if not limit and (algorithm.overlong_buffer or algorithm.by_constant):
             setting = "overlong_buffer" if algorithm.overlong_buffer else "loss_constant: 0"
             raise ValueError(
-                f"{place}: want > 0 with learner.algorithm.{setting}, which refers to the most tokens that an episode may sample, got 0"
+                f"{place}: want > 0 with learner.algorithm.{setting}, which refers to the most tokens that an "
+                "episode may sample, got 0"
             )
     if algorithm.kl.target and algorithm.kl.horizon <= 0.2 * config.samples_per_step:
         raise ValueError(

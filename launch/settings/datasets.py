@@ -1,4 +1,6 @@
-"""Prompt files: JSONL with one ``{"prompt": ..., "label": ...}`` a line. Knows the digits game and the shipped GSM8K."""
+"""Prompt files: JSONL with one ``{"prompt": ..., "label": ...}`` a line. Knows the digits game and the shipped
+GSM8K.
+"""
 
 import json
 import random
@@ -23,7 +25,8 @@ def prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
 
 
 def digits_prompts(config: PrepareConfig) -> Iterator[dict[str, str]]:
-    """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in order.
+    """Yield prompts such as ``482=`` with their label: the largest digit of 482, itself, its reverse, or its digits in
+    order.
 
     For the task ``sum``: ``12+7=`` with the label ``19``. For ``walk``: ``3.7=`` with the label ``7``.
     """
@@ -81,7 +84,9 @@ def gsm8k_prompts(path: Path) -> Iterator[dict[str, str]]:
             row = json.loads(line)
             _, marker, gold = row["answer"].rpartition(GOLD_MARKER)
             if not marker or not gold.strip():
-                raise ValueError(f"{path}:{number}: answer: want text that ends in '{GOLD_MARKER} number', got {row['answer']!r}")
+                raise ValueError(
+                    f"{path}:{number}: answer: want text that ends in '{GOLD_MARKER} number', got {row['answer']!r}"
+                )
             yield {"prompt": row["question"], "label": gold.strip()}
 
 

@@ -13,9 +13,21 @@ EXTRAS = {
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
-    "learner": ("torch", "megatron", "mbridge", "transformers", "tokenizers", "safetensors", "einops", "zmq", "pyarrow"),
+    "learner": (
+        "torch",
+        "megatron",
+        "mbridge",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+        "einops",
+        "zmq",
+        "pyarrow",
+    ),
 }
-"""Import names by extra, as in pyproject.toml (a test compares them). Small extras are first: ``explain`` names the first that fits."""
+"""Import names by extra, as in pyproject.toml (a test compares them). Small extras are first: ``explain`` names the
+first that fits.
+"""
 
 
 class PackagesMissing(ValueError):
@@ -28,7 +40,10 @@ class PackagesMissing(ValueError):
         self.extra, self.packages = extra, packages
 
     def __str__(self) -> str:
-        return f"want the packages of tidemill[{self.extra}], got none of the name {', '.join(self.packages)}; {cure(self.extra)}"
+        return (
+            f"want the packages of tidemill[{self.extra}], got none of the name {', '.join(self.packages)}; "
+            f"{cure(self.extra)}"
+        )
 
 
 def cure(extra: str) -> str:

@@ -1,4 +1,6 @@
-"""Makes the files that a run needs before it starts, once: ``model/`` and ``prompts.jsonl``, with a record of their settings."""
+"""Makes the files that a run needs before it starts, once: ``model/`` and ``prompts.jsonl``, with a record of their
+settings.
+"""
 
 import dataclasses
 import hashlib
@@ -20,7 +22,8 @@ PAD, EOS = "<pad>", "<eos>"
 PAD_ID, EOS_ID = 0, 1
 
 CHARACTERS = "".join(dict.fromkeys("0123456789= ,.+-*/<>()" + string.ascii_letters + string.punctuation))
-"""Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones."""
+"""Tokens of the character tokenizer in the order of their ids (from 2); a smaller vocabulary has only the first ones.
+"""
 
 VOCABULARY = {"sum": 17, "walk": 18}
 """Tokens of tasks of the digits game that need further characters: ``+``, and ``+-``."""
@@ -57,7 +60,9 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[PAD, EOS], initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
     return _fast(tokenizer)
 
@@ -65,7 +70,9 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
 def _fast(tokenizer: object) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
 
 
 def _save_weights(directory: Path, config: PrepareConfig, vocab_size: int) -> None:
@@ -124,7 +131,8 @@ class PreparedOtherwise(ValueError):
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is made again.
+    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is
+    made again.
 
     Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
     """
@@ -139,11 +147,15 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
-    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or unknown origin."""
+    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or
+    unknown origin.
+    """
     prepared, wanted = Prepared.in_(directory), dataclasses.asdict(config)
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
-        raise PreparedOtherwise(directory, f"has a model or prompts but no {RECORD}: they were not made by this program")
+        raise PreparedOtherwise(
+            directory, f"has a model or prompts but no {RECORD}: they were not made by this program"
+        )
     if record is not None and record["config"] != wanted:
         raise PreparedOtherwise(directory, f"was made from another config: {_differences(record['config'], wanted)}")
     return record is not None and bool(record["complete"])
@@ -174,9 +186,14 @@ def _read_record(directory: Path) -> JsonObject | None:
 
 
 def _write_record(directory: Path, config: Mapping[str, object], *, complete: bool) -> None:
-    write_whole(directory / RECORD, json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n")
+    write_whole(
+        directory / RECORD,
+        json.dumps({"digest": digest(config), "complete": complete, "config": config}, indent=2) + "\n",
+    )
 
 
 def _differences(there: Mapping[str, object], wanted: Mapping[str, object]) -> str:
     names = sorted({*there, *wanted})
-    return ", ".join(f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n))
+    return ", ".join(
+        f"{n}: there {there.get(n)!r}, wanted {wanted.get(n)!r}" for n in names if there.get(n) != wanted.get(n)
+    )

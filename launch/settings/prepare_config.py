@@ -16,9 +16,13 @@ class PrepareConfig:
     """A small model with random weights and its prompts, made before the run. The model has the shape of Qwen3."""
 
     kind: Literal["digits", "gsm8k"] = "digits"
-    """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its text)."""
+    """digits (made up, one character a token) | gsm8k (school mathematics, shipped; byte-level BPE trained on its
+    text).
+    """
     task: Annotated[str, OneOf(TASKS)] = "reverse"
-    """For digits: largest | copy | reverse | sort | sum (of two numbers, with a calculator) | walk (a game; docs/rollouts.md)."""
+    """For digits: largest | copy | reverse | sort | sum (of two numbers, with a calculator) | walk (a game;
+    docs/rollouts.md).
+    """
     min_digits: Positive = 2
     """Minimum number of digits of a prompt."""
     max_digits: int = 5
@@ -67,4 +71,6 @@ class PrepareConfig:
         if self.vocab_size and self.vocab_size < smallest:
             raise ValueError(f"vocab_size: want 0 or >= {smallest} for kind {self.kind}, got {self.vocab_size}")
         if self.kind == "digits" and self.vocab_size > 97:
-            raise ValueError(f"vocab_size: want <= 97 for kind digits (one token a printable character), got {self.vocab_size}")
+            raise ValueError(
+                f"vocab_size: want <= 97 for kind digits (one token a printable character), got {self.vocab_size}"
+            )

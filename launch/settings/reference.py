@@ -1,4 +1,5 @@
-"""The configuration reference: a page of Markdown (``docs/configuration.md``) and a JSON Schema, both from the types of the settings.
+"""The configuration reference: a page of Markdown (``docs/configuration.md``) and a JSON Schema, both from the types of
+the settings.
 
 Knows no setting by name.
 """
@@ -29,17 +30,24 @@ language server finds the schema by the first line of a file: `# yaml-language-s
 "Allowed" lists the choices and bounds of one key. Settings that contradict each other are refused as well, with the reason. The default
 `preset` means the value of the preset that `learner.algorithm.correction` names.
 """
-BEGIN = (
-    """Most runs set these and nothing else; `tidemill init` writes a file with them. All others are for a reason, and follow by section."""
-)
+BEGIN = """Most runs set these and nothing else; `tidemill init` writes a file with them. All others are for a reason, and follow by section."""
 NUMBER_AS_TEXT = r"^[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?$"
 """Pattern of numbers that may be text: an editor with YAML 1.1 reads 1e-3 as text, the loader as a number."""
 _BOUNDS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
-_WORDS = {"integer": "whole number", "number": "number", "boolean": "true or false", "string": "text", "object": "map", "array": "list"}
+_WORDS = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "object": "map",
+    "array": "list",
+}
 
 
 def schema() -> JsonObject:
-    """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no unknown keys."""
+    """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no
+    unknown keys.
+    """
     whole = section.schema(RunConfig)
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of Tidemill"}
     return top | _accepted(whole, whole["$defs"]) | {"type": "object"}
@@ -48,7 +56,9 @@ def schema() -> JsonObject:
 def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
     """Return the schema of what the loader accepts, with the types that it refers to in place."""
     value = types[value["$ref"].rpartition("/")[2]] if "$ref" in value else value
-    result = {name: part for name, part in value.items() if name not in ("title", "$defs", "type" if "enum" in value else "")}
+    result = {
+        name: part for name, part in value.items() if name not in ("title", "$defs", "type" if "enum" in value else "")
+    }
     for name in ("properties", "patternProperties"):
         if name in value:
             result[name] = {key: _accepted(part, types) for key, part in value[name].items()}
@@ -57,7 +67,9 @@ def _accepted(value: JsonObject, types: Mapping[str, JsonObject]) -> JsonObject:
             result[name] = _accepted(value[name], types)
     if "anyOf" in value:
         is_short = any("$ref" in part for part in value["anyOf"])  # a text that stands for a map is no number
-        result["anyOf"] = [part if is_short and part == {"type": "string"} else _accepted(part, types) for part in value["anyOf"]]
+        result["anyOf"] = [
+            part if is_short and part == {"type": "string"} else _accepted(part, types) for part in value["anyOf"]
+        ]
     if "description" in value and "properties" not in value:
         result["advanced"] = value.get("advanced", True)
     if "description" in value:
@@ -102,7 +114,9 @@ class Entry:
 
 
 def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry]:
-    """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map behind the map."""
+    """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map
+    behind the map.
+    """
     for name, part in (value or schema())["properties"].items():
         choices = [choice for choice in part.get("anyOf", ()) if choice != {"type": "null"}]
         maps = [choice for choice in choices if "properties" in choice]
@@ -124,7 +138,11 @@ def page() -> str:
     of_maps = sum(".NAME." in entry.path for entry in settings)
     parts = [HEAD.format(count=len(settings) - of_maps, entries=of_maps)]
     parts.append(_chapter("Begin with these", BEGIN, [entry for entry in settings if entry.is_basic]))
-    parts.append(_chapter("The run itself", "Keys at the top of the file.", [entry for entry in settings if "." not in entry.path]))
+    parts.append(
+        _chapter(
+            "The run itself", "Keys at the top of the file.", [entry for entry in settings if "." not in entry.path]
+        )
+    )
     for entry in every:
         if entry.is_section:
             text = f"{entry.sentence} {'Left out, or `null`: nothing is made.' if entry.nullable else ''}".strip()
@@ -147,7 +165,9 @@ def _row(setting: Entry) -> str:
 def _kind(value: JsonObject) -> str:
     kind = value.get("type", "string")
     word = (
-        _WORDS[kind if isinstance(kind, str) else kind[0]] if "enum" not in value else _WORDS["integer" if 1 in value["enum"] else "string"]
+        _WORDS[kind if isinstance(kind, str) else kind[0]]
+        if "enum" not in value
+        else _WORDS["integer" if 1 in value["enum"] else "string"]
     )
     return f"list of {_kind(value['items'])}s" if word == "list" else word
 
@@ -163,6 +183,9 @@ def _default(setting: Entry) -> str:
 
 def _allowed(value: JsonObject) -> str:
     """Return the choices or bounds of a setting."""
-    choices = [*value.get("enum", ()), *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"]))]
+    choices = [
+        *value.get("enum", ()),
+        *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"])),
+    ]
     bounds = [f"{sign} {value[name]:g}" for name, sign in _BOUNDS.items() if name in value]
     return ", ".join(f"`{choice}`" for choice in choices if choice is not None) or ", ".join(bounds)

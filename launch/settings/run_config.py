@@ -1,6 +1,8 @@
-"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and derived values.
+"""The configuration of a run: one frozen tree, made from defaults, a YAML file, ``--set``, the environment and derived
+values.
 
-Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no torch.
+Strict: an unknown key or a wrong type is refused with its full path, where it stands, and the nearest name. Loads no
+torch.
 """
 
 import dataclasses
@@ -43,7 +45,9 @@ class ModelConfig:
     path: Annotated[str, BASIC] = ""
     """A directory in Hugging Face format (configuration, safetensors, tokenizer); empty = made by ``prepare``."""
     megatron_checkpoint: str = ""
-    """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in ``path``."""
+    """A ``torch_dist`` checkpoint of this model by Megatron's own training, of any layout: its weights replace those in
+    ``path``.
+    """
 
 
 @section
@@ -77,12 +81,15 @@ class UpConfig:
     scorers: NotNegative = 0
     """Scorers that ``tidemill up`` starts on this machine, for ``actor.scorers.enabled``."""
     restarts: NotNegative = 5
-    """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its log."""
+    """Restarts of a crashed process within ``restart_window_s``; after them the run ends with the last lines of its
+    log.
+    """
     restart_window_s: PositiveFloat = 300.0
     """Window in which ``restarts`` are counted."""
     drain_s: PositiveFloat = 60.0
-    """Seconds for every process to drain: a learner finishes its step, then writes a checkpoint and the model. With an engine that has
-    just frozen it needs twice ``weights.phase_deadline_s`` more."""
+    """Seconds for every process to drain: a learner finishes its step, then writes a checkpoint and the model. With an
+    engine that has just frozen it needs twice ``weights.phase_deadline_s`` more.
+    """
     view: Literal["live", "plain", "auto"] = "auto"
     """live | plain | auto (live on a terminal)."""
     require_reward: float = -1e30
@@ -109,7 +116,9 @@ class RunConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """The sampling distribution of the rollouts."""
     rollouts: Sections[RolloutConfig] = field(default_factory=Sections)
-    """Programs that make samples of many model calls, by name: ``{NAME: {use, options, python, budget, ...}}`` (docs/rollouts.md)."""
+    """Programs that make samples of many model calls, by name: ``{NAME: {use, options, python, budget, ...}}``
+    (docs/rollouts.md).
+    """
     eval: EvalConfig = field(default_factory=EvalConfig)
     """Evaluation beside training (docs/evaluation.md)."""
     staleness: StalenessConfig = field(default_factory=StalenessConfig)
@@ -175,7 +184,9 @@ class RunConfig:
     @property
     def sampled_limits(self) -> dict[str, int]:
         """Maximum number of sampled tokens of a sample, by the setting that limits it; 0 = no limit."""
-        trained = {name: rollout for name, rollout in self.trained_rollouts.items() if name not in self.recorded_rollouts}
+        trained = {
+            name: rollout for name, rollout in self.trained_rollouts.items() if name not in self.recorded_rollouts
+        }
         limits = {f"rollouts.{name}.budget.tokens": rollout.budget.tokens for name, rollout in trained.items()}
         return limits | ({"sampling.max_new_tokens": self.sampling.max_new_tokens} if self.data.single_turns else {})
 
@@ -183,10 +194,15 @@ class RunConfig:
     def samples_nothing(self) -> bool:
         """True if all samples of the run are recorded responses, so that it needs no engine, no actor and no reward."""
         sources, recorded = self.data.used, self.recorded_rollouts
-        return bool(sources) and not self.eval.every and all(source.rollout in recorded and not source.rollout_key for source in sources)
+        return (
+            bool(sources)
+            and not self.eval.every
+            and all(source.rollout in recorded and not source.rollout_key for source in sources)
+        )
 
     def stream_bytes(self, max_prompt_tokens: int, routed_bytes: int = 0) -> int:
-        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as possible.
+        """Return the bytes that SAMPLES needs for kept checkpoints, lag and history, with every sample as long as
+        possible.
 
         ``routed_bytes``: bytes of the experts of one token, where samples have them.
         """
@@ -199,25 +215,33 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are left out."""
+        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are
+        left out.
+        """
         parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
         parts["learner"] = self._learner_settings()
         parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
-            parts["teachers"] = [(teacher.name, teacher.model, dict(teacher.when)) for teacher in self.actor.teachers.values()]
+            parts["teachers"] = [
+                (teacher.name, teacher.model, dict(teacher.when)) for teacher in self.actor.teachers.values()
+            ]
         if self.actor.group_reward:
             when = [self.actor.group_reward_when] if self.actor.group_reward_when else []
             parts["group_reward"] = (self.actor.group_reward, self.actor.group_reward_options, *when)
         _leave_out(parts["staleness"], {"over_sampling": 0.0})
         _leave_out(parts["sampling"], {"stop_token_ids": ()})
         trained = self.trained_rollouts.items()
-        rollouts = {name: (rollout.use, rollout.options, dataclasses.asdict(rollout.budget)) for name, rollout in trained}
+        rollouts = {
+            name: (rollout.use, rollout.options, dataclasses.asdict(rollout.budget)) for name, rollout in trained
+        }
         if rollouts:
             parts["rollout"] = rollouts[self.data.rollout] if [self.data.rollout] == [*rollouts] else rollouts
         parts["push_every"] = self.weights.push_every
-        return hashlib.sha256(json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()).hexdigest()
+        return hashlib.sha256(
+            json.dumps({"seed": self.seed, **parts}, sort_keys=True, default=str).encode()
+        ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
         """Return the learner's settings that change the training."""
@@ -233,7 +257,9 @@ class RunConfig:
 
     def _data_settings(self) -> JsonObject:
         """Return the settings of the data that change the training."""
-        settings = {name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")}
+        settings = {
+            name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
+        }
         settings |= {"sources": self.data.sources.given, "filters": self.data.filters.given}
         _leave_out(settings, _LATER_OF_DATA)
         if self.data.skip_easy <= 0 and self.data.skip_hard < 0:

@@ -1,8 +1,9 @@
-"""Relative paths in the configuration of a run (``config.yaml`` in its directory), read from another working directory than the run's own.
+"""Relative paths in the configuration of a run (``config.yaml`` in its directory), read from another working directory
+than the run's own.
 
-The run's working directory follows from the file: ``/home/me/runs/digits/config.yaml`` with ``directory: runs/digits`` has ``/home/me``.
-It is not recorded, so that a project can be moved. With an absolute ``directory`` it does not follow, and relative paths are recorded as
-absolute ones.
+The run's working directory follows from the file: ``/home/me/runs/digits/config.yaml`` with ``directory: runs/digits``
+has ``/home/me``. It is not recorded, so that a project can be moved. With an absolute ``directory`` it does not follow,
+and relative paths are recorded as absolute ones.
 """
 
 import copy
@@ -25,9 +26,17 @@ PATHS = (
     ),
     *("bus.auth_dir", "bus.tls_cert", "bus.tls_key", "bus.tls_ca", "actor.teachers.*.model", "engine.sglang.log"),
     *("engine.sglang.python", "rollouts.*.python"),
-    *("debug.save_rollout", "debug.load_rollout", "debug.save_train", "debug.dump_modules.path", "debug.dump_modules.prompts"),
+    *(
+        "debug.save_rollout",
+        "debug.load_rollout",
+        "debug.save_train",
+        "debug.dump_modules.path",
+        "debug.dump_modules.prompts",
+    ),
 )
-"""Settings that may be paths; a value that is none (``python:module:function``, a URL) does not exist as a file, and stays as it is."""
+"""Settings that may be paths; a value that is none (``python:module:function``, a URL) does not exist as a file, and
+stays as it is.
+"""
 
 
 def set_base(values: JsonObject, file: Path) -> None:
@@ -45,7 +54,9 @@ def set_base(values: JsonObject, file: Path) -> None:
 
 
 def recorded(values: JsonObject) -> JsonObject:
-    """Return a copy of a configuration for the file in its run's directory, which may be read from any working directory."""
+    """Return a copy of a configuration for the file in its run's directory, which may be read from any working
+    directory.
+    """
     result = copy.deepcopy(values)
     if Path(str(values["directory"])).is_absolute():
         _make_absolute(result, Path.cwd())
@@ -58,7 +69,11 @@ def _make_absolute(values: JsonObject, base: Path) -> None:
         text = str(holder[name])
         sliced = SLICE.fullmatch(text)
         path = Path(sliced["path"] if sliced else text)
-        if any(fnmatchcase(setting, pattern) for pattern in PATHS) and not path.is_absolute() and (base / path).exists():
+        if (
+            any(fnmatchcase(setting, pattern) for pattern in PATHS)
+            and not path.is_absolute()
+            and (base / path).exists()
+        ):
             holder[name] = str(base / text)
 
 

@@ -1,4 +1,6 @@
-"""YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one SettingsError of one line."""
+"""YAML 1.2 as plain values, with the line and the characters of each, and back. Every defect of a text is one
+SettingsError of one line.
+"""
 
 import re
 from collections.abc import Callable
@@ -13,7 +15,9 @@ from tidemill.bus.section import shown
 from tidemill.launch.settings.run_paths import set_base
 
 MOST_NODES = 100_000
-"""Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory holds."""
+"""Most values of a text, each counted at every reference: a few lines of references can expand to more than the memory
+holds.
+"""
 _BRACKETED = re.compile(r"\[(?=[^]]*:[^]]*:)[0-9A-Fa-f:.]+(%\w+)?\](:\d+)?")
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -23,8 +27,9 @@ _SCALARS = {
     "float": r"([-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN))\Z",
     "merge": r"<<\Z",
 }
-"""Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own schema is that of YAML
-1.1, in which 010 is 8, 12:30 is 750, and no is false."""
+"""Scalars that are no text, in the core schema of YAML 1.2.2 (section 10.3.2), and the merge key. The parser's own
+schema is that of YAML 1.1, in which 010 is 8, 12:30 is 750, and no is false.
+"""
 
 
 class SettingsError(ValueError):
@@ -71,9 +76,11 @@ class Written:
 
 
 def read(file: Path) -> tuple[Any, dict[str, Written]]:
-    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with the line.
+    """Return the content of a YAML file, and how each value is written, by its dotted path. Raises SettingsError with
+    the line.
 
-    Relative paths in the configuration of a run are those of the run's working directory (``tidemill.launch.settings.run_paths``).
+    Relative paths in the configuration of a run are those of the run's working directory
+    (``tidemill.launch.settings.run_paths``).
     """
     try:
         data = file.read_bytes()
@@ -83,7 +90,9 @@ def read(file: Path) -> tuple[Any, dict[str, Written]]:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
-        raise SettingsError(f"{file}:{line}: want text in UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8") from None
+        raise SettingsError(
+            f"{file}:{line}: want text in UTF-8, got the byte 0x{data[error.start]:02x}; save it as UTF-8"
+        ) from None
     values, written = _parse(text, lambda line: f"{file}:{line}")
     if isinstance(values, dict):
         set_base(values, file)
@@ -102,7 +111,9 @@ def value(text: str, where: str, path: str = "") -> tuple[Any, dict[str, Written
 
 def dump(values: object, *, flow: bool = False) -> str:
     """Return plain values as YAML text; ``flow``: in one line, keys in order, without a line end."""
-    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=flow, default_flow_style=flow, width=100_000 if flow else None)
+    text: str = yaml.dump(
+        values, Dumper=_Dumper, sort_keys=flow, default_flow_style=flow, width=100_000 if flow else None
+    )
     return text.removesuffix("\n").removesuffix("\n...") if flow else text
 
 
@@ -121,13 +132,19 @@ def _parse(text: str, at: Callable[[int], str], path: str = "") -> tuple[Any, di
     except yaml.MarkedYAMLError as error:
         at_end = error.problem_mark is not None and not text[error.problem_mark.index :].strip()
         mark = (error.context_mark if at_end else None) or error.problem_mark or error.context_mark
-        reason = " ".join(part for part in (error.context, error.problem) if part).replace("'<stream end>'", "the end of the text")
+        reason = " ".join(part for part in (error.context, error.problem) if part).replace(
+            "'<stream end>'", "the end of the text"
+        )
         raise SettingsError(f"{at(mark.line + 1 if mark else 1)}: not YAML: {reason}; {_hint(text, mark)}") from None
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
-        raise SettingsError(f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it") from None
+        raise SettingsError(
+            f"{at(line)}: not YAML: want printable text, got the character {error.character!r}; remove it"
+        ) from None
     except RecursionError:
-        raise SettingsError(f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter") from None
+        raise SettingsError(
+            f"{at(1)}: not usable as settings: maps or lists nested too deeply; write them flatter"
+        ) from None
     except (ValueError, KeyError) as error:
         if isinstance(error, SettingsError):
             raise
@@ -147,15 +164,21 @@ class _Recorder:
         self._written, self._at, self._nodes = written, at, 0
 
     def note(self, node: yaml.Node, path: str, above: tuple[yaml.Node, ...]) -> None:
-        """Record a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside itself."""
+        """Record a node. Raises SettingsError for a key twice in a map (YAML drops the first) and a node inside
+        itself.
+        """
         self._nodes += 1
         line = node.start_mark.line + 1
         key_line = self._written.get(path, Written(line)).line
         self._written[path] = Written(key_line, node.value if isinstance(node, yaml.ScalarNode) else None)
         if any(node is outer for outer in above):
-            raise SettingsError(f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out")
+            raise SettingsError(
+                f"{self._at(line)}: {path}: want a value, got a reference to what it is in; write it out"
+            )
         if self._nodes > MOST_NODES:
-            raise SettingsError(f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?")
+            raise SettingsError(
+                f"{self._at(line)}: {path}: want <= {MOST_NODES} values, got more; are these references to references?"
+            )
         if isinstance(node, yaml.SequenceNode):
             for place, item in enumerate(node.value):
                 self.note(item, f"{path}[{place}]", (*above, node))
@@ -167,10 +190,15 @@ class _Recorder:
         for key, item in node.value:
             line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise SettingsError(f"{self._at(line)}: {path or 'the file'}: want names as keys, got a list or a map; write name: value")
+                raise SettingsError(
+                    f"{self._at(line)}: {path or 'the file'}: want names as keys, got a list or a map; write "
+                    "name: value"
+                )
             child = f"{path}.{key.value}" if path else str(key.value)
             if key.value in seen:
-                raise SettingsError(f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them")
+                raise SettingsError(
+                    f"{self._at(line)}: {child}: given twice, first in line {seen[key.value]}; keep one of them"
+                )
             seen[key.value] = line
             self._written[child] = Written(line)
             self.note(item, child, above)

@@ -1,7 +1,8 @@
 """Tidemill: asynchronous off-policy reinforcement learning for language models.
 
-The rooms are packages of their own folders: ``tidemill.bus``, ``tidemill.weightstore``, ``tidemill.rewards``, ``tidemill.actors``,
-``tidemill.learner`` and ``tidemill.launch``. Each has the names for users' code in its ``__all__``; everything else may change.
+The rooms are packages of their own folders: ``tidemill.bus``, ``tidemill.weightstore``, ``tidemill.rewards``,
+``tidemill.actors``, ``tidemill.learner`` and ``tidemill.launch``. Each has the names for users' code in its
+``__all__``; everything else may change.
 """
 
 __version__ = "0.1.0"

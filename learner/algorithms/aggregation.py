@@ -1,9 +1,10 @@
-"""Aggregation of token losses into one number, which does not depend on the split of the tokens over rows, ranks and parts of a sample.
+"""Aggregation of token losses into one number, which does not depend on the split of the tokens over rows, ranks and
+parts of a sample.
 
-Pure functions; T = tokens of a packed row, N = samples of the step on all ranks. Every token has one factor, which depends on its own
-sample and on the denominators of the whole optimizer step, and on nothing else in the row: the step's number is the sum of the rows'
-numbers over micro-batches and ranks, and so is its gradient. If a scheduler divides by its number of micro-batches or ranks, the caller
-has to multiply by it.
+Pure functions; T = tokens of a packed row, N = samples of the step on all ranks. Every token has one factor, which
+depends on its own sample and on the denominators of the whole optimizer step, and on nothing else in the row: the
+step's number is the sum of the rows' numbers over micro-batches and ranks, and so is its gradient. If a scheduler
+divides by its number of micro-batches or ranks, the caller has to multiply by it.
 
     mode                  number, l = loss of a trainable token           length of a sample
     token_mean            sum l / tokens                                  a token counts as much in a long sample as in a short one
@@ -13,9 +14,9 @@ has to multiply by it.
     token_sum             sum l                                           a larger batch is a larger step: scale the learning rate by hand
     constant              sum l / (B constant)                            as seq_mean_token_sum, in units of the constant
 
-B = samples with at least one trainable token, P = groups with one. Denominators count tokens *before* any rejection: rejected tokens
-make the number smaller and do not change the factors of the others (re-normalising would amplify those). A mean over the tokens of a
-micro-batch, by contrast, depends on the split.
+B = samples with at least one trainable token, P = groups with one. Denominators count tokens *before* any rejection:
+rejected tokens make the number smaller and do not change the factors of the others (re-normalising would amplify
+those). A mean over the tokens of a micro-batch, by contrast, depends on the split.
 Sources: token_mean, DAPO 2503.14476; seq_mean_token_mean, GRPO, Shao et al. 2024; constant, Dr. GRPO 2503.20783;
 prompt_mean, ScaleRL 2510.13786.
 """
@@ -67,21 +68,26 @@ class Denominators:
     trainable_N: Tensor
     """Trainable tokens of every sample, int64; 0 for one that this optimizer step does not train."""
     constant: float
-    """Tokens that a sample counts as in mode ``constant``, by default those of the largest response. Other modes ignore it."""
+    """Tokens that a sample counts as in mode ``constant``, by default those of the largest response. Other modes ignore
+    it.
+    """
     groups_N: Tensor | None = None
     """Group id of every sample, for mode ``prompt_mean``. Other modes ignore it."""
 
 
 Reducer = Callable[[Tensor, Tensor, Denominators], Tensor]
-"""``(mask_T, sample_T, denominators) -> factor of every token [T]``: signature of an aggregation by import path. The factor of a token may
-depend on its own sample and on the denominators, and on nothing else in the row."""
+"""``(mask_T, sample_T, denominators) -> factor of every token [T]``: signature of an aggregation by import path. The
+factor of a token may depend on its own sample and on the denominators, and on nothing else in the row.
+"""
 
 
 def coefficients(mode: str | Reducer, mask_T: Tensor, sample_T: Tensor, denominators: Denominators) -> Tensor:
-    """Return the factor of every token's loss in the step's number, float64 [T]; 0 where masked, also if every token is.
+    """Return the factor of every token's loss in the step's number, float64 [T]; 0 where masked, also if every token
+    is.
 
-    ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token with a denominator of 0 gets
-    infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant`` that is not positive.
+    ``sample_T``: row of ``trainable_N`` that a token belongs to; any value where masked. A trainable token with a
+    denominator of 0 gets infinity, not a wrong number. Raises ValueError for an unknown mode, and for a ``constant``
+    that is not positive.
     """
     if callable(mode):
         if not denominators.tokens:  # as in a minibatch of demonstrations alone: one's own function may divide by them
@@ -109,8 +115,11 @@ def coefficients(mode: str | Reducer, mask_T: Tensor, sample_T: Tensor, denomina
     return torch.where(mask_T, 1 / divisor_T, 0.0)
 
 
-def aggregate(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str | Reducer) -> Tensor:
-    """Return ``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, in the values' dtype.
+def aggregate(
+    values_T: Tensor, mask_T: Tensor, sample_T: Tensor, denominators: Denominators, *, mode: str | Reducer
+) -> Tensor:
+    """Return ``sum of coefficient * value`` over the unmasked tokens of a row: its part of the step's number, in the
+    values' dtype.
 
     The gradient of a token is its coefficient; exactly 0 where masked, NaN and infinity there included.
     """

@@ -1,8 +1,9 @@
-"""Alarms on diagnostics: a table of thresholds with their sources, and the reaction of a run to them. Plain numbers; no torch.
+"""Alarms on diagnostics: a table of thresholds with their sources, and the reaction of a run to them. Plain numbers; no
+torch.
 
-Metrics that do not depend on the age of the data (mean weight, entropy gap), or that are computed on fresh data alone (numerics), have
-fixed thresholds. For metrics that grow with age, sources give thresholds for data one version old; they are multiplied by ``1 + mean lag``.
-Thresholds marked "practice" are our judgement.
+Metrics that do not depend on the age of the data (mean weight, entropy gap), or that are computed on fresh data alone
+(numerics), have fixed thresholds. For metrics that grow with age, sources give thresholds for data one version old;
+they are multiplied by ``1 + mean lag``. Thresholds marked "practice" are our judgement.
 """
 
 from collections.abc import Mapping
@@ -12,9 +13,13 @@ from typing import Any, Literal
 from tidemill.bus.section import Positive, section
 
 MIN_TOKENS = 256
-"""With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped minibatches are checked."""
+"""With fewer trainable tokens in a step, statistics are too noisy: only the alarms of the lag and of skipped
+minibatches are checked.
+"""
 MOST_EMPTY_STEPS = 20
-"""Steps in a row of which every minibatch was skipped, after which a run ends unless alarms are off: nothing is learnt from then on."""
+"""Steps in a row of which every minibatch was skipped, after which a run ends unless alarms are off: nothing is learnt
+from then on.
+"""
 MIN_GAP = 0.02
 """An entropy gap below this (nats) raises no alarm, even if it is statistically significant."""
 MIN_SPREAD = 0.1
@@ -27,7 +32,9 @@ class AlarmConfig:
     """Action when a diagnostic passes its threshold (docs/metrics.md)."""
 
     action: Literal["off", "warn", "stop"] = "warn"
-    """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that train nothing end it."""
+    """off | warn (log it) | stop (end the learner at an error-level alarm). Unless off, 20 new steps in a row that
+    train nothing end it.
+    """
     patience: Positive = 3
     """Steps in a row at error level before ``stop`` stops."""
     ignore: tuple[str, ...] = ()
@@ -67,7 +74,10 @@ THRESHOLDS: Mapping[str, Threshold] = {
         metric="offpolicy/fresh_logprob_diff_abs",
         warn=0.03,
         error=0.1,
-        advice="engine and learner disagree about fresh tokens: temperature, stale or torn weights, shifted log-probs, kernels",
+        advice=(
+            "engine and learner disagree about fresh tokens: temperature, stale or torn weights, shifted "
+            "log-probs, kernels"
+        ),
         source="slime's CI (bfloat16); float32: 1e-3 and 1e-2, measured < 1e-4 here",
     ),
     "fresh_k3": Threshold(
@@ -157,7 +167,10 @@ THRESHOLDS: Mapping[str, Threshold] = {
         metric="offpolicy/rejected_tokens",
         warn=0.2,
         error=0.5,
-        advice="the rules leave out so many tokens that the step is small and biased: fresher data, a smaller learning rate, wider rules",
+        advice=(
+            "the rules leave out so many tokens that the step is small and biased: fresher data, a smaller "
+            "learning rate, wider rules"
+        ),
         source="practice",
     ),
     "lost_end": Threshold(
@@ -171,7 +184,8 @@ THRESHOLDS: Mapping[str, Threshold] = {
         metric="train/skipped_minibatches",
         warn=0.0,
         error=0.0,
-        advice="loss or gradients were not finite, and the weights stay as they were: rewards out of scale, a loss of one's own, or a "
+        advice="loss or gradients were not finite, and the weights stay as they were: rewards out of scale, a loss "
+        "of one's own, or a "
         "policy that has diverged (go back to a checkpoint before it)",
         source="by construction",
     ),
@@ -186,14 +200,16 @@ THRESHOLDS: Mapping[str, Threshold] = {
         metric="data/episode_lag_share_p95",
         warn=1.0,
         error=2.0,
-        advice="one episode in twenty takes longer than max_lag steps, so that its first turns are always too old: raise max_lag, or "
+        advice="one episode in twenty takes longer than max_lag steps, so that its first turns are always too old: "
+        "raise max_lag, or "
         "lower the budget of the rollout",
         source="by construction; twice as long: practice",
     ),
 }
 """Thresholds by the name used in ``AlarmConfig.ignore`` and ``thresholds``; a value equal to a threshold is good."""
 FLOAT32 = {"numerics": (1e-3, 1e-2)}
-"""(warn, error) of alarms with other thresholds when the learner computes in float32. Source: see ``numerics`` above."""
+"""(warn, error) of alarms with other thresholds when the learner computes in float32. Source: see ``numerics`` above.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,7 +225,10 @@ class Alarm:
     advice: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.metric} = {self.value:.4g}, threshold {self.threshold:.4g} ({self.level}): {self.advice}"
+        return (
+            f"{self.name}: {self.metric} = {self.value:.4g}, threshold {self.threshold:.4g} ({self.level}): "
+            f"{self.advice}"
+        )
 
 
 def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[Alarm, ...]:
@@ -222,7 +241,9 @@ def check(metrics: Mapping[str, float], config: AlarmConfig, context: Context) -
         warn, error = _bounds(name, row, metrics, config, context)
         for level, bound in (("error", error), ("warn", warn)):
             if value < bound if row.below else value > bound:
-                found.append(Alarm(level=level, name=name, metric=row.metric, value=value, threshold=bound, advice=row.advice))
+                found.append(
+                    Alarm(level=level, name=name, metric=row.metric, value=value, threshold=bound, advice=row.advice)
+                )
                 break
     return tuple(found)
 
@@ -234,14 +255,19 @@ def refuse_unknown(config: AlarmConfig) -> None:
             raise ValueError(f"alarms: want one of {', '.join(THRESHOLDS)}, got {name!r}")
     for name, pair in config.thresholds.items():
         row = THRESHOLDS[name]
-        numbers = isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, int | float) for each in pair)
+        numbers = (
+            isinstance(pair, list | tuple) and len(pair) == 2 and all(isinstance(each, int | float) for each in pair)
+        )
         if not numbers or (pair[0] < pair[1] if row.below else pair[0] > pair[1]):
             raise ValueError(
-                f"alarms.thresholds.{name}: want [warn, error], error the {'smaller' if row.below else 'larger'}, got {pair!r}"
+                f"alarms.thresholds.{name}: want [warn, error], error the "
+                f"{'smaller' if row.below else 'larger'}, got {pair!r}"
             )
 
 
-def _bounds(name: str, row: Threshold, metrics: Mapping[str, float], config: AlarmConfig, context: Context) -> tuple[float, float]:
+def _bounds(
+    name: str, row: Threshold, metrics: Mapping[str, float], config: AlarmConfig, context: Context
+) -> tuple[float, float]:
     if name == "lag":
         return float(context.max_lag), float(context.max_lag)
     warn, error = row.warn, row.error
@@ -277,15 +303,15 @@ class AlarmWatch:
         self._in_a_row: dict[str, int] = {}
         self._empty_steps = 0
         self.stop: Alarm | None = None
-        """The alarm that ends the run: it has been at error level for ``patience`` steps in a row and the action is ``stop``, or
-        ``MOST_EMPTY_STEPS`` new steps in a row have trained nothing.
+        """The alarm that ends the run: it has been at error level for ``patience`` steps in a row and the action is
+        ``stop``, or ``MOST_EMPTY_STEPS`` new steps in a row have trained nothing.
         """
 
     def step(self, metrics: Mapping[str, float], *, recorded: bool = False) -> tuple[Alarm, ...]:
         """Return the alarms of this step; none when the action is ``off``.
 
-        ``recorded``: an earlier start took this step. It is not counted among those that trained nothing, so that a run which ended for
-        them gets past them once the reason is mended.
+        ``recorded``: an earlier start took this step. It is not counted among those that trained nothing, so that a run
+        which ended for them gets past them once the reason is mended.
         """
         if self._config.action == "off":
             return ()
@@ -297,8 +323,12 @@ class AlarmWatch:
         if late and self._config.action == "stop":
             self.stop = late[0]
         if not recorded:
-            self._empty_steps = self._empty_steps + 1 if metrics.get("train/tokens") == 0.0 and "skipped" in errors else 0
+            self._empty_steps = (
+                self._empty_steps + 1 if metrics.get("train/tokens") == 0.0 and "skipped" in errors else 0
+            )
         if self._empty_steps >= MOST_EMPTY_STEPS:
             skipped = errors["skipped"]
-            self.stop = replace(skipped, advice=f"nothing was trained in {MOST_EMPTY_STEPS} steps in a row; {skipped.advice}")
+            self.stop = replace(
+                skipped, advice=f"nothing was trained in {MOST_EMPTY_STEPS} steps in a row; {skipped.advice}"
+            )
         return alarms

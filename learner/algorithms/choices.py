@@ -6,7 +6,9 @@ ADVANTAGES = (*OF_GROUPS, "reinforce", "reinforce_pp", "none")
 BY_CRITIC = ("gae", "vtrace")
 """Estimators of one advantage per token, from the values of a critic (``learner/algorithms/token_advantages.py``)."""
 DISCOUNTED = ("reinforce", "reinforce_pp")
-"""Estimators without a baseline of rewards, whose return may be discounted by token (``learner/algorithms/token_returns.py``)."""
+"""Estimators without a baseline of rewards, whose return may be discounted by token
+(``learner/algorithms/token_returns.py``).
+"""
 OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
 """Arguments that an estimator by import path may ask for, by the names of its parameters."""
 RUNNING = ("rae",)

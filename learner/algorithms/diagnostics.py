@@ -1,9 +1,10 @@
 """Diagnostics of a step: mismatch, staleness, clipping, rejection, rewards. Pure functions of tensors.
 
-Everything is returned as *sums* (numerators and denominators separately), so that adding them over micro-batches and ranks and dividing
-once at the end is exact; a mean of means would not be. All statistics are of the trainable tokens before any rejection. Names, units and
-healthy ranges: ``docs/metrics.md``. Source of the set: verl, slime, NeMo-RL, prime-rl, AReaL; the entropy gap is our own.
-Shape letters: T = tokens of a micro-batch, M = trainable tokens in it, B = buckets, N = samples of the step on all ranks.
+Everything is returned as *sums* (numerators and denominators separately), so that adding them over micro-batches and
+ranks and dividing once at the end is exact; a mean of means would not be. All statistics are of the trainable tokens
+before any rejection. Names, units and healthy ranges: ``docs/metrics.md``. Source of the set: verl, slime, NeMo-RL,
+prime-rl, AReaL; the entropy gap is our own. Shape letters: T = tokens of a micro-batch, M = trainable tokens in it, B =
+buckets, N = samples of the step on all ranks.
 """
 
 import math
@@ -28,8 +29,9 @@ POSITIONS = (0, 1, 4, 16, 64, 256, 1024, 4096)
 PROBABILITIES = (0.0, 1e-3, 0.1, 0.9, 0.99)
 """Lower edges of the buckets by mu's probability."""
 UNCERTAIN = 0.3
-"""Least entropy (nats) of a token that takes part in the entropy gap. Where the policy is nearly certain, the variance of the gap comes
-from tokens too rare to be in the sample, and its standard error is not meaningful."""
+"""Least entropy (nats) of a token that takes part in the entropy gap. Where the policy is nearly certain, the variance
+of the gap comes from tokens too rare to be in the sample, and its standard error is not meaningful.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,9 @@ class Sums:
 
     def to(self, device: torch.device | str) -> "Sums":
         """Return the sums on another device."""
-        totals, maxima = ({name: value.to(device) for name, value in values.items()} for values in (self.totals, self.maxima))
+        totals, maxima = (
+            {name: value.to(device) for name, value in values.items()} for values in (self.totals, self.maxima)
+        )
         return Sums(totals=totals, maxima=maxima)
 
 
@@ -51,14 +55,19 @@ def merged(parts: Iterable[Sums]) -> Sums:
     totals, maxima = dict(first.totals), dict(first.maxima)
     for part in rest:
         if part.totals.keys() != totals.keys():
-            raise ValueError(f"loss: want the same metrics from every row, got {sorted(part.totals.keys() ^ totals.keys())} from some only")
+            raise ValueError(
+                "loss: want the same metrics from every row, got "
+                f"{sorted(part.totals.keys() ^ totals.keys())} from some only"
+            )
         totals = {name: value + part.totals[name] for name, value in totals.items()}
         maxima = {name: torch.maximum(value, part.maxima[name]) for name, value in maxima.items()}
     return Sums(totals=totals, maxima=maxima)
 
 
 def all_reduced(sums: Sums, group: dist.ProcessGroup | None) -> Sums:
-    """Return the sums over the ranks of ``group`` (None = this rank alone), in two all-reduces for any number of names."""
+    """Return the sums over the ranks of ``group`` (None = this rank alone), in two all-reduces for any number of
+    names.
+    """
     if group is None or dist.get_world_size(group) == 1:
         return sums
     return Sums(
@@ -82,8 +91,9 @@ def num_lag_buckets(max_lag: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Trainable:
-    """The trainable tokens of a micro-batch, [M], float64. ``d = log pi - log mu`` and ``w = e^d`` are of the policy that the update starts
-    from, before any bound."""
+    """The trainable tokens of a micro-batch, [M], float64. ``d = log pi - log mu`` and ``w = e^d`` are of the policy
+    that the update starts from, before any bound.
+    """
 
     at_M: Tensor
     """Their places in the row."""
@@ -123,11 +133,13 @@ class _Trainable:
 
 
 @torch.no_grad()
-def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, position_T: Tensor, loss: TokenLoss, lag_buckets: int) -> Sums:
+def token_sums(
+    tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, position_T: Tensor, loss: TokenLoss, lag_buckets: int
+) -> Sums:
     """Return the sums over the trainable tokens of one micro-batch; masked tokens enter none of them.
 
-    ``position_T``: index of the token in its response region, from 0. No sequence may be split over micro-batches: statistics of "samples"
-    are by sequence, which is the unit of ratios.
+    ``position_T``: index of the token in its response region, from 0. No sequence may be split over micro-batches:
+    statistics of "samples" are by sequence, which is the unit of ratios.
     """
     row, num_sequences = _Trainable.of(tokens, log_probs_T, entropy_T), tokens.by_sequence[1]
     ones_M, abs_M = torch.ones_like(row.w_M), row.delta_M.abs()
@@ -156,7 +168,9 @@ def token_sums(tokens: Tokens, *, log_probs_T: Tensor, entropy_T: Tensor, positi
         "by_position_BC": _by(_bucket(position_T[row.at_M], POSITIONS), coupled_MC, len(POSITIONS)),
         "by_probability_BC": _by(_bucket(row.mu_M, PROBABILITIES), coupled_MC, len(PROBABILITIES)),
     }
-    samples, longest = _sample_sums(row, counts_N, oldest_N - newest_N, loss.rejected_T[row.at_M] if loss.rejected else None)
+    samples, longest = _sample_sums(
+        row, counts_N, oldest_N - newest_N, loss.rejected_T[row.at_M] if loss.rejected else None
+    )
     gap_p_M = (row.pi_M - row.mu_M).abs()
     maxima = {"abs_delta": _largest(abs_M), "lag": _largest(row.lag_M), "prob_diff": _largest(gap_p_M), "span": longest}
     return Sums(totals=totals | samples, maxima=maxima)
@@ -166,8 +180,8 @@ def _mismatch(row: _Trainable) -> dict[str, Tensor]:
     """Columns that compare pi with mu, token by token."""
     pi_M, mu_M, w_M, abs_M = row.pi_M, row.mu_M, row.w_M, row.delta_M.abs()
     gap_p_M, middle_M = (pi_M - mu_M).abs(), (pi_M + mu_M) / 2
-    # Jensen-Shannon divergence (KL(mu || m) + KL(pi || m)) / 2 with m = (pi + mu) / 2, each KL by the k3 estimator. The tokens are those of
-    # mu, so the second one is weighted by pi / mu.
+    # Jensen-Shannon divergence (KL(mu || m) + KL(pi || m)) / 2 with m = (pi + mu) / 2, each KL by the k3 estimator. The
+    # tokens are those of mu, so the second one is weighted by pi / mu.
     to_middle_M, from_middle_M = (middle_M / mu_M).log(), (middle_M / pi_M).log()
     return {
         "tokens": torch.ones_like(w_M),
@@ -211,7 +225,11 @@ def _fresh(row: _Trainable, fresh_M: Tensor) -> dict[str, Tensor]:
 
 
 def _trust_region(row: _Trainable, loss: TokenLoss, advantages_M: Tensor) -> dict[str, Tensor]:
-    clipped_M, up_M, down_M = loss.clipped_T[row.at_M].double(), (advantages_M > 0).double(), (advantages_M < 0).double()
+    clipped_M, up_M, down_M = (
+        loss.clipped_T[row.at_M].double(),
+        (advantages_M > 0).double(),
+        (advantages_M < 0).double(),
+    )
     return {
         "clipped": clipped_M,
         "up": up_M,
@@ -249,8 +267,12 @@ def _by(bucket_M: Tensor, values_MC: Tensor, num_buckets: int) -> Tensor:
     return values_MC.new_zeros(num_buckets, values_MC.shape[1]).index_add(0, bucket_M, values_MC)
 
 
-def _sample_sums(row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the sums over the samples of this micro-batch that have a trainable token, and the longest span of versions."""
+def _sample_sums(
+    row: _Trainable, counts_N: Tensor, span_N: Tensor, rejected_M: Tensor | None
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the sums over the samples of this micro-batch that have a trainable token, and the longest span of
+    versions.
+    """
     here_S = counts_N.nonzero()[:, 0]
     counts_S = counts_N[here_S]
 
@@ -285,7 +307,9 @@ def _largest(values: Tensor) -> Tensor:
     return values.max().double() if values.numel() else torch.zeros((), dtype=torch.float64, device=values.device)
 
 
-def sample_metrics(*, rewards_N: Tensor, groups_N: Tensor, response_lengths_N: Tensor, truncated_N: Tensor) -> dict[str, float]:
+def sample_metrics(
+    *, rewards_N: Tensor, groups_N: Tensor, response_lengths_N: Tensor, truncated_N: Tensor
+) -> dict[str, float]:
     """Return means over the samples of the step. Every rank has all samples, so nothing is reduced."""
     moments = group_moments(rewards_N.double(), groups_N)
     per_group_N = 1 / moments.sizes_N
@@ -307,7 +331,9 @@ def finalize(sums: Sums) -> dict[str, float]:
     maximum = {name: float(value) for name, value in sums.maxima.items()}
     tokens, samples = total["tokens"], total["samples"]
     demonstrated = total.get("sft_tokens", 0.0)
-    supervised = {"train/sft_tokens": demonstrated, "train/sft_loss": total["sft_loss"] / demonstrated} if demonstrated else {}
+    supervised = (
+        {"train/sft_tokens": demonstrated, "train/sft_loss": total["sft_loss"] / demonstrated} if demonstrated else {}
+    )
     if not tokens:
         return {"train/tokens": demonstrated, **supervised}
     mean = {name: value / tokens for name, value in total.items()}
@@ -346,9 +372,18 @@ def finalize(sums: Sums) -> dict[str, float]:
         "offpolicy/fresh_share": mean["fresh"],
     }
     metrics |= _optional(total, mean, each)
-    by_lag, by_position, by_probability = (sums.totals[f"by_{kind}_BC"].tolist() for kind in ("lag", "position", "probability"))
+    by_lag, by_position, by_probability = (
+        sums.totals[f"by_{kind}_BC"].tolist() for kind in ("lag", "position", "probability")
+    )
     metrics |= {name: value for name, value in mean.items() if name.startswith(OWN)}
-    return metrics | _pearson(total) | _entropy_gap(total) | _by_lag(by_lag, tokens) | _by_place(by_position) | _by_mu(by_probability)
+    return (
+        metrics
+        | _pearson(total)
+        | _entropy_gap(total)
+        | _by_lag(by_lag, tokens)
+        | _by_place(by_position)
+        | _by_mu(by_probability)
+    )
 
 
 def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mapping[str, float]) -> dict[str, float]:
@@ -388,7 +423,9 @@ def _optional(total: Mapping[str, float], mean: Mapping[str, float], each: Mappi
 
 
 def _pearson(total: Mapping[str, float]) -> dict[str, float]:
-    """Return the correlation of the probabilities e^{log pi} and e^{log mu}, and the standard deviation of the latter."""
+    """Return the correlation of the probabilities e^{log pi} and e^{log mu}, and the standard deviation of the
+    latter.
+    """
     n = total["tokens"]
     spread_pi = total["pi_squared"] - total["pi"] ** 2 / n
     spread_mu = total["mu_squared"] - total["mu"] ** 2 / n
@@ -401,10 +438,11 @@ def _pearson(total: Mapping[str, float]) -> dict[str, float]:
 
 
 def _entropy_gap(total: Mapping[str, float]) -> dict[str, float]:
-    """Return the mean of ``pi / mu (H + log pi)`` over the tokens at which the policy is uncertain, also in standard errors of that mean.
+    """Return the mean of ``pi / mu (H + log pi)`` over the tokens at which the policy is uncertain, also in standard
+    errors of that mean.
 
-    pi is the policy that is trained, H its entropy. The expectation is 0 at every token, for data of any age, if and only if the token was
-    sampled from the mu that the engine reported.
+    pi is the policy that is trained, H its entropy. The expectation is 0 at every token, for data of any age, if and
+    only if the token was sampled from the mu that the engine reported.
     """
     n = total["unsure"]
     if n < 2:

@@ -1,7 +1,9 @@
-"""Divergence from a reference policy, estimated at the sampled tokens, and the adaptive coefficient that keeps it at a target.
+"""Divergence from a reference policy, estimated at the sampled tokens, and the adaptive coefficient that keeps it at a
+target.
 
-Pure functions; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token, clamped to +-20.
-Expectations are over a token given its prefix; the prefixes stay those of the data, with no gradient. grad is that of pi_theta.
+Pure functions; T = tokens of a packed row, all [T]. ``x = log pi_theta - log pi_ref`` (nats) of the sampled token,
+clamped to +-20. Expectations are over a token given its prefix; the prefixes stay those of the data, with no gradient.
+grad is that of pi_theta.
 
     estimator    value             mean under pi    mean gradient as a loss, pi     mean gradient corrected, mu
     k1           x                 KL(pi||ref)      0: no loss, for the reward      grad KL(pi||ref)
@@ -10,9 +12,10 @@ Expectations are over a token given its prefix; the prefixes stay those of the d
     low_var_kl   min(k3, 10)       below KL         as k3; 0 where k3 > 10          grad E_pi[min(k3, 10)]
     k1+, k3+     as k1, k3         KL(pi||ref)      grad KL(pi||ref) (that of k2)   grad KL(pi||ref)
 
-"Corrected" is ``corrected_kl``, which has the right mean on data of any mu. Without it the table does not hold on old data: the
-mean of k3 over tokens of mu is not a divergence of pi. x at its bound has no gradient.
-Sources: Schulman 2020 ("Approximating KL divergence"); corrected, DeepSeek-V3.2 2512.02556; "+" and the bounds 20 and 10 as in verl.
+"Corrected" is ``corrected_kl``, which has the right mean on data of any mu. Without it the table does not hold on old
+data: the mean of k3 over tokens of mu is not a divergence of pi. x at its bound has no gradient.
+Sources: Schulman 2020 ("Approximating KL divergence"); corrected, DeepSeek-V3.2 2512.02556; "+" and the bounds 20 and
+10 as in verl.
 """
 
 import math
@@ -40,10 +43,12 @@ class EntropyBonus:
         return self.coef if self.low else 0.0
 
     def after(self, entropy: float, *, target: float, delta: float, most: float) -> "EntropyBonus":
-        """Return the bonus after a step with this mean entropy per token, in nats as ``target``; the same for one that is not finite.
+        """Return the bonus after a step with this mean entropy per token, in nats as ``target``; the same for one that
+        is not finite.
 
-        The coefficient grows by ``delta``, up to ``most``, while the entropy is at most ``target``, and falls by ``delta`` to 0 at the
-        least while it is above. Source: He et al. 2025 (Skywork-OR1, 2505.22312), "adaptive entropy control".
+        The coefficient grows by ``delta``, up to ``most``, while the entropy is at most ``target``, and falls by
+        ``delta`` to 0 at the least while it is above. Source: He et al. 2025 (Skywork-OR1, 2505.22312), "adaptive
+        entropy control".
         """
         if not math.isfinite(entropy):
             return self
@@ -52,7 +57,9 @@ class EntropyBonus:
 
 
 LOW_VAR_BOUND = 10.0
-"""Largest value of ``low_var_kl`` (nats). k3 is never negative, so the lower bound of -10 in other implementations has no effect."""
+"""Largest value of ``low_var_kl`` (nats). k3 is never negative, so the lower bound of -10 in other implementations has
+no effect.
+"""
 ADAPTIVE_ERROR_BOUND = 0.2
 """Largest relative error that ``next_coefficient`` reacts to. Source: Ziegler et al. 2019."""
 
@@ -99,20 +106,25 @@ STRAIGHT_THROUGH = ("k1+", "k3+")
 def kl_T(log_probs_T: Tensor, reference_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
     """Return the estimated divergence from the reference at the sampled tokens, nats per token; exactly 0 where masked.
 
-    Values, means and gradients: table of this module. k1 may be negative, k2 and k3 never. Raises ValueError for an unknown estimator.
+    Values, means and gradients: table of this module. k1 may be negative, k2 and k3 never. Raises ValueError for an
+    unknown estimator.
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"estimator: want one of {', '.join(ESTIMATORS)}, got {estimator!r}")
     return ESTIMATORS[estimator](log_ratio(log_probs_T, reference_T.detach(), mask_T))
 
 
-def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, *, estimator: str) -> Tensor:
-    """Return ``pi_theta / mu * k`` for tokens sampled from mu (``behaviour_T``, log-probs), with gradient through the ratio; 0 if masked.
+def corrected_kl(
+    log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, mask_T: Tensor, *, estimator: str
+) -> Tensor:
+    """Return ``pi_theta / mu * k`` for tokens sampled from mu (``behaviour_T``, log-probs), with gradient through the
+    ratio; 0 if masked.
 
-    The means of value and gradient under mu are ``E_pi[k]`` and ``grad E_pi[k]``, token by token. A detached ratio would lose the score
-    term ``k grad log pi`` (for k1 that is the whole gradient; for k3 the gradient of the reverse divergence would remain). For "+" the
-    gradient of k2 *is* that term, so the ratio is detached, or the term would count twice. With ``behaviour_T = log_probs_T.detach()`` the
-    ratio is 1 and keeps the score term on policy. The ratio is bounded only by +-20 in its logarithm, so old data make it noisy.
+    The means of value and gradient under mu are ``E_pi[k]`` and ``grad E_pi[k]``, token by token. A detached ratio
+    would lose the score term ``k grad log pi`` (for k1 that is the whole gradient; for k3 the gradient of the reverse
+    divergence would remain). For "+" the gradient of k2 *is* that term, so the ratio is detached, or the term would
+    count twice. With ``behaviour_T = log_probs_T.detach()`` the ratio is 1 and keeps the score term on policy. The
+    ratio is bounded only by +-20 in its logarithm, so old data make it noisy.
     Source: unbiased KL estimate, DeepSeek-V3.2 2512.02556.
     """
     ratio_T = log_ratio(log_probs_T, behaviour_T.detach(), mask_T).exp()
@@ -122,15 +134,19 @@ def corrected_kl(log_probs_T: Tensor, reference_T: Tensor, behaviour_T: Tensor, 
 
 
 def counted_samples(num_samples: int, horizon: float) -> float:
-    """Return the samples of a step that ``next_coefficient`` takes: so many that the coefficient loses 99 % of itself at most."""
+    """Return the samples of a step that ``next_coefficient`` takes: so many that the coefficient loses 99 % of itself
+    at most.
+    """
     return min(float(num_samples), 0.99 * horizon / ADAPTIVE_ERROR_BOUND)
 
 
 def next_coefficient(coef: float, kl: float, *, target: float, horizon: float, num_samples: float) -> float:
-    """Return ``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``, which grows while the divergence is above its target.
+    """Return ``coef (1 + clip(kl / target - 1, -0.2, 0.2) num_samples / horizon)``, which grows while the divergence is
+    above its target.
 
-    ``kl`` and ``target`` are in the same unit, nats per token or per sample; ``horizon`` in samples. Returns ``coef`` unchanged for a
-    ``kl`` that is not finite. Raises ValueError if one step could change the sign of the coefficient. Source: Ziegler et al. 2019.
+    ``kl`` and ``target`` are in the same unit, nats per token or per sample; ``horizon`` in samples. Returns ``coef``
+    unchanged for a ``kl`` that is not finite. Raises ValueError if one step could change the sign of the coefficient.
+    Source: Ziegler et al. 2019.
     """
     if target <= 0:
         raise ValueError(f"target: want > 0, got {target}")

@@ -1,11 +1,13 @@
-"""The objective that the trainer minimises, composed of the functions of this package as an ``AlgorithmConfig`` describes.
+"""The objective that the trainer minimises, composed of the functions of this package as an ``AlgorithmConfig``
+describes.
 
     rewards -> advantages -+
     log-probs of mu, proximal, reference -> weights, rejections -+-> loss per token -> one number
     log-probs with gradient -------------------------------------+
 
-Nothing here knows a model, a rank or a batch. Values that depend on all tokens of an update (``coupled``) are computed from sums that the
-caller adds up over micro-batches and ranks, so the result does not depend on how the tokens are split.
+Nothing here knows a model, a rank or a batch. Values that depend on all tokens of an update (``coupled``) are computed
+from sums that the caller adds up over micro-batches and ranks, so the result does not depend on how the tokens are
+split.
 """
 
 import math
@@ -19,7 +21,15 @@ from torch import Tensor
 
 from tidemill.bus.system.functions import check_call, find_function
 from tidemill.learner.algorithms import policy_losses, rejection, token_returns
-from tidemill.learner.algorithms.advantages import ADVANTAGES, gdpo, masked_moments, over_baselines, pass_at_k, roles_of, whitened
+from tidemill.learner.algorithms.advantages import (
+    ADVANTAGES,
+    gdpo,
+    masked_moments,
+    over_baselines,
+    pass_at_k,
+    roles_of,
+    whitened,
+)
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, TokenLoss, aggregate
 from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -91,7 +101,9 @@ class Tokens:
 
     @property
     def by_sequence(self) -> tuple[Tensor, int]:
-        """(sequence of each token, M): the unit of ratios. The tokens of a sequence are neighbours in one row, unlike those of a sample."""
+        """(sequence of each token, M): the unit of ratios. The tokens of a sequence are neighbours in one row, unlike
+        those of a sample.
+        """
         return (self.sample_T, self.num_samples) if self.sequence_T is None else (self.sequence_T, self.num_sequences)
 
 
@@ -115,9 +127,12 @@ class RewardParts:
 
 
 LossFunction = Callable[[Tensor, Tensor, Tokens, AlgorithmConfig], PolicyLoss]
-"""``(log_probs_T, anchor_T, tokens, config)``: signature of a policy loss by import path. It must be 0 with 0 gradient where masked."""
+"""``(log_probs_T, anchor_T, tokens, config)``: signature of a policy loss by import path. It must be 0 with 0 gradient
+where masked.
+"""
 AdvantageFunction = Callable[..., Tensor]
-"""``(rewards_N, groups_N, *, ...) -> advantages_N``: signature of an estimator by import path, with those of ``OFFERED`` that it names:
+"""``(rewards_N, groups_N, *, ...) -> advantages_N``: signature of an estimator by import path, with those of
+``OFFERED`` that it names:
 
     lengths_N    tokens of each response
     truncated_N  bool; True where the response ran into its length limit
@@ -142,7 +157,12 @@ def _shaped(name: str) -> LossFunction:
         elif name == "sapo":
             settings = {"tau_positive": config.sapo_tau_positive, "tau_negative": config.sapo_tau_negative}
         elif name in ("dppo_tv", "dppo_kl", "ipo"):
-            settings = {"low": config.clip_low, "high": config.clip_high, "penalty": config.dppo_penalty, "cap": config.dppo_ratio_cap}
+            settings = {
+                "low": config.clip_low,
+                "high": config.clip_high,
+                "penalty": config.dppo_penalty,
+                "cap": config.dppo_ratio_cap,
+            }
         elif name == "gmpo":
             settings = {"low": config.clip_low, "high": config.clip_high}
         elif name == "dro":
@@ -187,17 +207,25 @@ class Objective:
     """The functions that a config chooses, bound to its settings."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Raises ValueError for a function by import path that cannot be imported, and for an estimator that cannot be called."""
+        """Raises ValueError for a function by import path that cannot be imported, and for an estimator that cannot be
+        called.
+        """
         self.config = config
         assert config.loss is not None and config.weight is not None and config.aggregation is not None
         self._level: str | WeightFunction = _own(config.weight, "weight") if ":" in config.weight else config.weight
-        self.mode: str | Reducer = _own(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        self.mode: str | Reducer = (
+            _own(config.aggregation, "aggregation") if ":" in config.aggregation else config.aggregation
+        )
         """The aggregation: a name, or a function of one's own."""
-        self._own_rejects: dict[str, rejection.RejectFunction] = {path: _own(path, "reject") for path in config.own_rejects}
+        self._own_rejects: dict[str, rejection.RejectFunction] = {
+            path: _own(path, "reject") for path in config.own_rejects
+        }
         self._loss = LOSS_FUNCTIONS.get(config.loss) or _own(config.loss, "loss")
         self._estimator = ADVANTAGES.get(config.advantage)
         self.asks: frozenset[str] = frozenset()
-        """Arguments of ``OFFERED`` that the estimator gets: those that one by import path asks for; the metadata, if it has rae's roles."""
+        """Arguments of ``OFFERED`` that the estimator gets: those that one by import path asks for; the metadata, if it
+        has rae's roles.
+        """
         if self._estimator:
             self._advantages: AdvantageFunction = self._estimator.function
         elif config.advantage in RUNNING:  # ``over_running_baselines`` makes the advantages
@@ -210,14 +238,24 @@ class Objective:
             self._advantages = partial(pass_at_k, k=config.pass_k)
         self._whiten = config.whiten if config.whiten is not None else bool(self._estimator and self._estimator.whiten)
         self.by_token = config.kl.reward_by == "token" or (config.gamma < 1 and not config.by_critic)
-        """True: the advantages of samples are discounted, charged for the divergence and whitened by ``with_token_returns``."""
+        """True: the advantages of samples are discounted, charged for the divergence and whitened by
+        ``with_token_returns``.
+        """
 
     # ---- advantages, [N]
 
     def shaped_rewards(
-        self, rewards_N: Tensor, lengths_N: Tensor, *, max_tokens: int, kl_N: Tensor | None = None, kl_scale: float = 1.0
+        self,
+        rewards_N: Tensor,
+        lengths_N: Tensor,
+        *,
+        max_tokens: int,
+        kl_N: Tensor | None = None,
+        kl_scale: float = 1.0,
     ) -> Tensor:
-        """Return the rewards less the config's penalties: for overlong responses, and for ``kl_N``, each sample's summed KL (nats)."""
+        """Return the rewards less the config's penalties: for overlong responses, and for ``kl_N``, each sample's
+        summed KL (nats).
+        """
         if self.config.overlong_buffer:
             rewards_N = rewards_N + self.config.overlong_penalty * overlong_penalty(
                 lengths_N, max_tokens=max_tokens, buffer=self.config.overlong_buffer
@@ -251,7 +289,8 @@ class Objective:
     ) -> Tensor:
         """Return one advantage per sample, whitened over the trainable tokens of the step if the config whitens.
 
-        ``parts``: None or without names = the rewards have no parts. ``truncated_N``, ``metadata``: for an estimator that asks for them.
+        ``parts``: None or without names = the rewards have no parts. ``truncated_N``, ``metadata``: for an estimator
+        that asks for them.
         Raises ValueError if no sample has a part that the config weighs, and for a result of another shape.
         """
         if self.config.advantage == "gdpo" and (self.config.gdpo_weights or (parts and parts.names)):
@@ -265,11 +304,17 @@ class Objective:
             advantages_N = self._advantages(rewards_N, groups_N, **{name: offered[name] for name in sorted(self.asks)})
             if not isinstance(advantages_N, Tensor) or advantages_N.shape != rewards_N.shape:
                 got = [*advantages_N.shape] if isinstance(advantages_N, Tensor) else type(advantages_N).__name__
-                raise ValueError(f"advantage {self.config.advantage}: want a tensor of shape {[*rewards_N.shape]}, got {got}")
+                raise ValueError(
+                    f"advantage {self.config.advantage}: want a tensor of shape {[*rewards_N.shape]}, got {got}"
+                )
         return self._whitened(advantages_N, trainable_N)
 
     def over_running_baselines(
-        self, rewards_N: Tensor, trainable_N: Tensor, metadata: Sequence[Mapping[str, object]], baselines: Mapping[str, float]
+        self,
+        rewards_N: Tensor,
+        trainable_N: Tensor,
+        metadata: Sequence[Mapping[str, object]],
+        baselines: Mapping[str, float],
     ) -> tuple[Tensor, dict[str, float]]:
         """Return (one advantage per sample, whitened if the config whitens; the baselines after the step). For ``rae``.
 
@@ -290,40 +335,55 @@ class Objective:
         found = [name for name in names if name in weights]
         if parts is None or not found:
             raise ValueError(
-                f"algorithm.gdpo_weights: want parts of the reward, got {sorted(weights)}; the samples of the step have {names}"
+                f"algorithm.gdpo_weights: want parts of the reward, got {sorted(weights)}; the samples of the "
+                f"step have {names}"
             )
         values_NK = parts.values_NK[:, [names.index(name) for name in found]]
         return gdpo(values_NK, groups_N, torch.tensor([float(weights[name]) for name in found], dtype=values_NK.dtype))
 
-    def with_token_returns(self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tokens]:
-        """Return the rows with each token's own advantage: the sample's, discounted, less the divergence to the end; then whitened.
+    def with_token_returns(
+        self, rows: Sequence[Tokens], *, kl_scale: float, summed: Callable[[Tensor], Tensor]
+    ) -> list[Tokens]:
+        """Return the rows with each token's own advantage: the sample's, discounted, less the divergence to the end;
+        then whitened.
 
-        ``rows``: all rows of this rank in the step, with the advantages of the samples, and with ``old_T`` and ``reference_T`` where the
-        divergence is in the reward of tokens. Collective.
+        ``rows``: all rows of this rank in the step, with the advantages of the samples, and with ``old_T`` and
+        ``reference_T`` where the divergence is in the reward of tokens. Collective.
         """
         gaps = [self._gap(row) for row in rows]
         returns = self._returns if self.config.gamma == 1 else self._discounted
         values = returns(rows, gaps, scale=kl_scale * self.config.kl.reward_coef, summed=summed)
         if self._whiten:
-            moments = summed(torch.stack([masked_moments(v_T, row.mask_T) for v_T, row in zip(values, rows, strict=True)]).sum(0))
+            moments = summed(
+                torch.stack([masked_moments(v_T, row.mask_T) for v_T, row in zip(values, rows, strict=True)]).sum(0)
+            )
             values = [whitened(value_T, row.mask_T, moments) for value_T, row in zip(values, rows, strict=True)]
-        return [replace(row, advantages_T=value_T.to(row.advantages_T.dtype)) for value_T, row in zip(values, rows, strict=True)]
+        return [
+            replace(row, advantages_T=value_T.to(row.advantages_T.dtype))
+            for value_T, row in zip(values, rows, strict=True)
+        ]
 
     def _gap(self, row: Tokens) -> Tensor:
-        """Return the divergence that each token is charged for, nats; 0 where masked, and if it is not in the reward of tokens."""
+        """Return the divergence that each token is charged for, nats; 0 where masked, and if it is not in the reward of
+        tokens.
+        """
         if self.config.kl.reward_by != "token":
             return torch.zeros_like(row.advantages_T)
         return torch.where(row.mask_T, _old(row) - _reference(row), 0.0)
 
     @staticmethod
-    def _returns(rows: Sequence[Tokens], gaps: Sequence[Tensor], *, scale: float, summed: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    def _returns(
+        rows: Sequence[Tokens], gaps: Sequence[Tensor], *, scale: float, summed: Callable[[Tensor], Tensor]
+    ) -> list[Tensor]:
         parts = [
-            token_returns.sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence) for gap_T, row in zip(gaps, rows, strict=True)
+            token_returns.sums_and_owners(gap_T, row.mask_T, row.sample_T, *row.by_sequence)
+            for gap_T, row in zip(gaps, rows, strict=True)
         ]
         sums_M, owners_M = summed(torch.stack(parts).sum(0)).unbind()
         later_M = token_returns.later_sums(sums_M, owners_M)
         return [
-            row.advantages_T.double() - scale * token_returns.divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
+            row.advantages_T.double()
+            - scale * token_returns.divergences_to_go(gap_T, row.mask_T, row.by_sequence[0], sums_M, later_M)
             for gap_T, row in zip(gaps, rows, strict=True)
         ]
 
@@ -337,7 +397,9 @@ class Objective:
         ]
         ahead = token_returns.discounted(summed(torch.stack(parts).sum(0)), gamma=gamma)
         for gap_T, row in zip(gaps, rows, strict=True):
-            factor_T, charge_T = token_returns.discounted_to_go(gap_T, row.mask_T, row.by_sequence[0], ahead, gamma=gamma)
+            factor_T, charge_T = token_returns.discounted_to_go(
+                gap_T, row.mask_T, row.by_sequence[0], ahead, gamma=gamma
+            )
             values.append(factor_T * row.advantages_T.double() - scale * charge_T)
         return values
 
@@ -349,24 +411,35 @@ class Objective:
 
     # ---- correction
 
-    def coupled(self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]) -> Coupled:
-        """Return the coupled values of one update, from the ``old_T`` of ``rows``, this rank's rows. Collective through the callables.
+    def coupled(
+        self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]
+    ) -> Coupled:
+        """Return the coupled values of one update, from the ``old_T`` of ``rows``, this rank's rows. Collective through
+        the callables.
 
-        ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors, concatenated.
+        ``summed(x)``: the sum of a float64 tensor over the ranks. ``gathered(x_M)``: the ranks' 1-D float64 tensors,
+        concatenated.
         """
         config, sums, cut, floor, covariance = self.config, None, math.inf, -math.inf, None
         by_covariance = config.loss in BY_COVARIANCE
         rows = [self.advised(row, _old(row)) for row in rows] if config.m2_limit or by_covariance else rows
         if config.self_normalise:
             level = str(config.weight)
-            parts = [weight_sums(self._weights(row, _old(row)), row.mask_T, *row.by_sequence, level=level) for row in rows]
+            parts = [
+                weight_sums(self._weights(row, _old(row)), row.mask_T, *row.by_sequence, level=level) for row in rows
+            ]
             sums = summed(torch.stack(parts).sum(0))
         if config.m2_limit:
-            counted = [(self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T) for row in rows]
+            counted = [
+                (self._m2_counted(row, delta_T := log_ratio(_old(row), row.rollout_T, row.mask_T)), delta_T)
+                for row in rows
+            ]
             squares = [delta_T[counted_T].double().square() for counted_T, delta_T in counted]
             cut = rejection.second_moment_cut(gathered(torch.cat(squares)), config.m2_limit)
         if config.top_entropy < 1:
-            floor = policy_losses.top_cut(gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy)
+            floor = policy_losses.top_cut(
+                gathered(torch.cat([_old_entropy(row)[row.mask_T].double() for row in rows])), config.top_entropy
+            )
         if by_covariance:
             covariance = self._covariance_cut(rows, summed=summed, gathered=gathered)
         return Coupled(weight_sums=sums, m2_cut=cut, entropy_floor=floor, covariance=covariance)
@@ -374,7 +447,9 @@ class Objective:
     def _covariance_cut(
         self, rows: Sequence[Tokens], *, summed: Callable[[Tensor], Tensor], gathered: Callable[[Tensor], Tensor]
     ) -> policy_losses.CovarianceCut:
-        """Return the choice of kl_cov (the largest covariances) or of clip_cov (a draw from those within its bounds). Collective."""
+        """Return the choice of kl_cov (the largest covariances) or of clip_cov (a draw from those within its bounds).
+        Collective.
+        """
         config = self.config
         parts = [policy_losses.covariance_sums(_old(row), row.advantages_T, row.mask_T) for row in rows]
         sums = summed(torch.stack(parts).sum(0))
@@ -384,9 +459,16 @@ class Objective:
             lowest = policy_losses.top_cut(
                 gathered(torch.cat([v_T[row.mask_T] for v_T, row in zip(values, rows, strict=True)])), config.cov_share
             )
-            return policy_losses.CovarianceCut(means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf)
-        cut = policy_losses.CovarianceCut(means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf)
-        drawn = [_draws(row)[policy_losses.chosen(v_T, _draws(row), row.mask_T, cut)] for v_T, row in zip(values, rows, strict=True)]
+            return policy_losses.CovarianceCut(
+                means=means, low=math.nextafter(lowest, -math.inf), high=math.inf, last_draw=math.inf
+            )
+        cut = policy_losses.CovarianceCut(
+            means=means, low=config.clip_cov_low, high=config.clip_cov_high, last_draw=math.inf
+        )
+        drawn = [
+            _draws(row)[policy_losses.chosen(v_T, _draws(row), row.mask_T, cut)]
+            for v_T, row in zip(values, rows, strict=True)
+        ]
         last = policy_losses.last_draw(gathered(torch.cat(drawn)), max(1, int(config.cov_share * float(sums[0]))))
         return replace(cut, last_draw=last)
 
@@ -397,23 +479,31 @@ class Objective:
         return rejection.harmful(delta_T, tokens.advantages_T, tokens.mask_T)
 
     def _weights(self, tokens: Tokens, compared_T: Tensor) -> Weights:
-        """Return the bounded weights of ``compared_T`` (no gradient) against mu; with gmpo their geometric mean over a response."""
+        """Return the bounded weights of ``compared_T`` (no gradient) against mu; with gmpo their geometric mean over a
+        response.
+        """
         config, mask_T = self.config, tokens.mask_T
         assert config.weight_low is not None and config.weight_action is not None
         delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
         raw_T = raw_weights(delta_T, mask_T, *tokens.by_sequence, level=self._level)
-        weights = bounded(raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action)
+        weights = bounded(
+            raw_T, mask_T, low=config.weight_low, high=config.weight_high or math.inf, action=config.weight_action
+        )
         return geometric_means(weights, mask_T, *tokens.by_sequence) if config.loss == "gmpo" else weights
 
     def _rejected(self, tokens: Tokens, theta_T: Tensor, compared_T: Tensor, coupled: Coupled) -> dict[str, Tensor]:
-        """Return the tokens that each rule rejects, by the name of the rule. ``theta_T``: log-probs of the trained policy, detached."""
+        """Return the tokens that each rule rejects, by the name of the rule. ``theta_T``: log-probs of the trained
+        policy, detached.
+        """
         config, mask_T = self.config, tokens.mask_T
         place = (mask_T, *tokens.by_sequence)
         rejected: dict[str, Tensor] = {}
         if config.reject or config.veto:
             delta_T = log_ratio(compared_T, tokens.rollout_T, mask_T)
             for rule in config.rejects:
-                rejected[rule.name] = rejection.outside(delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high)
+                rejected[rule.name] = rejection.outside(
+                    delta_T, *place, metric=rule.metric, span=rule.span, low=rule.low, high=rule.high
+                )
             for path, function in self._own_rejects.items():
                 name = path.partition(":")[2]
                 found_T = _chosen_by(path, function(delta_T, *place), mask_T)
@@ -421,13 +511,19 @@ class Objective:
             if config.veto:
                 rejected["veto"] = rejection.vetoed(delta_T, *place, threshold=config.veto)
         if config.binary_kl_limit:
-            rejected["binary_kl"] = rejection.binary_kl_outside(compared_T, tokens.rollout_T, mask_T, limit=config.binary_kl_limit)
+            rejected["binary_kl"] = rejection.binary_kl_outside(
+                compared_T, tokens.rollout_T, mask_T, limit=config.binary_kl_limit
+            )
         if config.opsm_threshold:
-            rejected["opsm"] = rejection.opsm(theta_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold)
+            rejected["opsm"] = rejection.opsm(
+                theta_T, tokens.rollout_T, tokens.advantages_T, *place, threshold=config.opsm_threshold
+            )
         if config.m2_limit:
             assert config.m2_keep_low is not None and config.m2_keep_high is not None
             start_T = log_ratio(_old(tokens), tokens.rollout_T, mask_T)
-            may_T = rejection.outside_band(start_T, self._m2_counted(tokens, start_T), low=config.m2_keep_low, high=config.m2_keep_high)
+            may_T = rejection.outside_band(
+                start_T, self._m2_counted(tokens, start_T), low=config.m2_keep_low, high=config.m2_keep_high
+            )
             rejected["m2"] = rejection.beyond(start_T, may_T, coupled.m2_cut)
         return rejected
 
@@ -439,12 +535,19 @@ class Objective:
         compared_T = self._compared(log_probs_T, tokens, start_T)
         anchor_T = tokens.rollout_T if self.config.anchor == "rollout" else compared_T
         if coupled.covariance is not None:
-            value_T = policy_losses.covariances(_old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means)
-            tokens = replace(tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance))
+            value_T = policy_losses.covariances(
+                _old(tokens), tokens.advantages_T, tokens.mask_T, coupled.covariance.means
+            )
+            tokens = replace(
+                tokens, chosen_T=policy_losses.chosen(value_T, _draws(tokens), tokens.mask_T, coupled.covariance)
+            )
         made = self._loss(log_probs_T, anchor_T, tokens, self.config)
         for name, value_T in made.metrics.items():
             if value_T.shape != log_probs_T.shape:
-                raise ValueError(f"loss {self.config.loss}: metrics.{name}: want shape {[*log_probs_T.shape]}, got {[*value_T.shape]}")
+                raise ValueError(
+                    f"loss {self.config.loss}: metrics.{name}: want shape {[*log_probs_T.shape]}, got "
+                    f"{[*value_T.shape]}"
+                )
         loss_T, weights = made.loss_T, None
         if self.config.weight != "none":
             weights = self._weights(tokens, compared_T)
@@ -457,12 +560,19 @@ class Objective:
             left_out_T = policy_losses.low_entropy(_old_entropy(tokens), tokens.mask_T, coupled.entropy_floor)
             loss_T = torch.where(left_out_T, 0.0, loss_T)
         loss = TokenLoss(
-            loss_T=loss_T, clipped_T=made.clipped_T, weights=weights, rejected=rejected, left_out_T=left_out_T, metrics=made.metrics
+            loss_T=loss_T,
+            clipped_T=made.clipped_T,
+            weights=weights,
+            rejected=rejected,
+            left_out_T=left_out_T,
+            metrics=made.metrics,
         )
         return replace(loss, loss_T=torch.where(tokens.mask_T & ~loss.rejected_T, loss_T, 0.0))
 
     def _compared(self, log_probs_T: Tensor, tokens: Tokens, start_T: Tensor) -> Tensor:
-        """Return log-probs of the policy in the numerator of the weight: proximal if the loss is anchored there, else the trained one."""
+        """Return log-probs of the policy in the numerator of the weight: proximal if the loss is anchored there, else
+        the trained one.
+        """
         if self.config.anchor != "proximal":
             return log_probs_T.detach()
         if self.config.proximal == "loglinear":
@@ -481,10 +591,12 @@ class Objective:
         entropy_coef: float | None = None,
         listed_TK: Tensor | None = None,
     ) -> tuple[Tensor, TokenLoss, Tensor | None]:
-        """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or None).
+        """Return (the minimised scalar, the policy loss of every token, every token's divergence from the reference or
+        None).
 
-        The scalar is ``loss + kl.coef KL - entropy_coef H``, and ``+ distill_coef KL`` of the tokens that a teacher listed (``listed_TK``:
-        their log-probs under the trained policy), each aggregated in the same way: this row's part of the update's number.
+        The scalar is ``loss + kl.coef KL - entropy_coef H``, and ``+ distill_coef KL`` of the tokens that a teacher
+        listed (``listed_TK``: their log-probs under the trained policy), each aggregated in the same way: this row's
+        part of the update's number.
 
         ``entropy_coef``: the present one, which adapts; None = that of the settings.
         """
@@ -495,17 +607,22 @@ class Objective:
         total = aggregate(loss.loss_T, *place, mode=mode)
         divergence_T: Tensor | None = None
         if tokens.reference_T is not None:
-            # For the metric and the adaptive coefficient: k3 whatever the loss uses, because it is never negative and has no gradient here.
+            # For the metric and the adaptive coefficient: k3 whatever the loss uses, because it is never negative and
+            # has no gradient here.
             divergence_T = kl_T(log_probs_T.detach(), tokens.reference_T, tokens.mask_T, estimator="k3")
         if config.kl.coef:
             assert tokens.reference_T is not None
             if config.kl.corrected:
-                penalty_T = corrected_kl(log_probs_T, tokens.reference_T, tokens.rollout_T, tokens.mask_T, estimator=config.kl.estimator)
+                penalty_T = corrected_kl(
+                    log_probs_T, tokens.reference_T, tokens.rollout_T, tokens.mask_T, estimator=config.kl.estimator
+                )
             else:
                 penalty_T = kl_T(log_probs_T, tokens.reference_T, tokens.mask_T, estimator=config.kl.estimator)
             total = total + kl_scale * config.kl.coef * aggregate(penalty_T, *place, mode=mode)
         if self.by_listed:
-            total = total + config.distill_coef * aggregate(self.listed_divergence(tokens, listed_TK), *place, mode=mode)
+            total = total + config.distill_coef * aggregate(
+                self.listed_divergence(tokens, listed_TK), *place, mode=mode
+            )
         if entropy_coef is None:
             entropy_coef = config.entropy_coef
         if entropy_coef:
@@ -534,14 +651,18 @@ _GIVEN: Mapping[str, tuple[str, ...]] = {
 
 
 def _own(path: str, setting: str) -> Callable[..., Any]:
-    """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the setting."""
+    """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the
+    setting.
+    """
     function = find_function(path, setting)
     check_call(function, _GIVEN[setting], path=path, setting=setting)
     return function
 
 
 def sequence_weight_sums(log_probs_T: Tensor, tokens: Tokens) -> Tensor:
-    """Return ``(sum W, sum W^2, number of sequences)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is made of them."""
+    """Return ``(sum W, sum W^2, number of sequences)`` of the row's sequence ratios pi / mu, float64 [3]; ``ess_lr`` is
+    made of them.
+    """
     place = (tokens.mask_T, *tokens.by_sequence)
     delta_T = log_ratio(log_probs_T.detach(), tokens.rollout_T, tokens.mask_T).double()
     weights_N = sequence_sums(delta_T, *place).clamp(-20, 20).exp()

@@ -1,4 +1,6 @@
-"""Presets of ``learner.algorithm.correction``: fields of the objective and of the off-policy correction, by name, with their sources."""
+"""Presets of ``learner.algorithm.correction``: fields of the objective and of the off-policy correction, by name, with
+their sources.
+"""
 
 from collections.abc import Mapping
 
@@ -27,10 +29,14 @@ PRESETS: Mapping[str, Mapping[str, object]] = {
     "kpop": _PPO | _TIS | {"binary_kl_limit": 2.0},
     "opsm": _PPO | _TIS | {"opsm_threshold": 0.5},
     "m2po": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04},
-    "m2po_harmful": _PLAIN | _TIS | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
+    "m2po_harmful": _PLAIN
+    | _TIS
+    | {"weight_high": 0.0, "m2_limit": 0.04, "m2_tokens": "harmful", "m2_keep_low": 0.7, "m2_keep_high": 1.5},
     "cispo": _PPO | _NONE | {"loss": "cispo", "anchor": "rollout", "clip_low": 1.0, "clip_high": 4.0},
     "gspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
-    "gspo_token": _PPO | _TIS | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
+    "gspo_token": _PPO
+    | _TIS
+    | {"loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_mean"},
     "luspo": _PPO | _TIS | {"loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4, "aggregation": "seq_mean_token_sum"},
     "gmpo": _PPO | _TIS | {"loss": "gmpo", "clip_low": 0.4, "clip_high": 0.4, "aggregation": "seq_mean_token_mean"},
     "clip_cov": _PPO | _TIS | {"loss": "clip_cov"},

@@ -1,21 +1,25 @@
-"""Log-ratios per token, and sums over the sequences of a packed row. Pure functions; T = tokens of the row, N = samples of the step.
+"""Log-ratios per token, and sums over the sequences of a packed row. Pure functions; T = tokens of the row, N = samples
+of the step.
 
-Notation of the field: ``mu`` is the distribution the engine sampled from, ``pi_prox`` (also ``pi_old``) the policy that an update starts
-from, ``pi_theta`` the policy with gradient, ``delta = log pi - log mu``. ``sample_T`` is the index of a token's sample in the step,
-0..N-1, and -1 in padding; the tokens of a sample are neighbours and all in one row.
+Notation of the field: ``mu`` is the distribution the engine sampled from, ``pi_prox`` (also ``pi_old``) the policy that
+an update starts from, ``pi_theta`` the policy with gradient, ``delta = log pi - log mu``. ``sample_T`` is the index of
+a token's sample in the step, 0..N-1, and -1 in padding; the tokens of a sample are neighbours and all in one row.
 """
 
 import torch
 from torch import Tensor
 
 DELTA_BOUND = 20.0
-"""Log-ratios are clamped to +-20 before exp: e^20 is far outside every clip and finite. Source: the SAFETY_BOUND of verl."""
+"""Log-ratios are clamped to +-20 before exp: e^20 is far outside every clip and finite. Source: the SAFETY_BOUND of
+verl.
+"""
 
 
 def log_ratio(numerator_T: Tensor, denominator_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return ``log p - log q`` clamped to +-20; exactly 0, with exactly 0 gradient, where the mask is False.
 
-    Both inputs are masked *before* they are subtracted: NaN or infinity behind the mask reaches neither value nor gradient.
+    Both inputs are masked *before* they are subtracted: NaN or infinity behind the mask reaches neither value nor
+    gradient.
     """
     numerator_T = torch.where(mask_T, numerator_T, 0.0)
     denominator_T = torch.where(mask_T, denominator_T, 0.0)
@@ -39,7 +43,8 @@ def sequence_means(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_sampl
 def running_sums(values_T: Tensor) -> Tensor:
     """Return ``values.cumsum(0)``, by doubling: log T additions of shifted tensors.
 
-    torch.cumsum of floating-point numbers has no deterministic kernel on CUDA, so it raises in the learner's deterministic mode.
+    torch.cumsum of floating-point numbers has no deterministic kernel on CUDA, so it raises in the learner's
+    deterministic mode.
     Sources: Hillis, Steele 1986 (the scan); the documentation of ``torch.use_deterministic_algorithms``.
     """
     step = 1
@@ -62,4 +67,6 @@ def prefix_sums(values_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples:
 
 def spread(values_N: Tensor, sample_T: Tensor) -> Tensor:
     """Return the value of each token's sample, [T]; 0 in padding."""
-    return torch.where(sample_T >= 0, values_N[sample_T.clamp(min=0)], torch.zeros((), dtype=values_N.dtype, device=values_N.device))
+    return torch.where(
+        sample_T >= 0, values_N[sample_T.clamp(min=0)], torch.zeros((), dtype=values_N.dtype, device=values_N.device)
+    )

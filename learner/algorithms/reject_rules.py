@@ -27,19 +27,28 @@ def by_path(text: str) -> bool:
 
 
 def reject_rule(text: str) -> RejectRule:
-    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper bound).
+    """Return the rule in ``"k3 seq_mean 0.01"`` (metric, span, upper bound) or ``"k1 token 0.5 2"`` (lower and upper
+    bound).
 
-    Raises ValueError for any other text, for bounds in the wrong order or not finite, and for bounds of k1 without 1 between them.
+    Raises ValueError for any other text, for bounds in the wrong order or not finite, and for bounds of k1 without 1
+    between them.
     """
     parts = text.split()
-    form = "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or module:function"
+    form = (
+        "'METRIC SPAN HIGH' or 'k1 SPAN LOW HIGH' with k1 | k2 | k3 and token | seq_sum | seq_mean | seq_max, or "
+        "module:function"
+    )
     try:
         metric, span, *bounds = parts
         numbers = [float(bound) for bound in bounds]
         low, high = numbers if len(numbers) == 2 else (0.0, *numbers)
     except ValueError:
         raise ValueError(f"reject: want {form}, got {text!r}") from None
-    if metric not in ("k1", "k2", "k3") or span not in ("token", "seq_sum", "seq_mean", "seq_max") or (low and metric != "k1"):
+    if (
+        metric not in ("k1", "k2", "k3")
+        or span not in ("token", "seq_sum", "seq_mean", "seq_max")
+        or (low and metric != "k1")
+    ):
         raise ValueError(f"reject: want {form}, got {text!r}")
     if not 0 <= low < high < math.inf:
         raise ValueError(f"reject: want 0 <= low < high, finite, got {text!r}")

@@ -1,9 +1,10 @@
 """Rejection rules: tokens that are left out of an update because pi and mu disagree too much about them.
 
-Pure functions; every rule returns ``rejected_T`` (bool, False where masked). A rejected token's loss is 0 and the denominators do not
-change: the update shrinks, it is not amplified. Rules over whole sequences reject all tokens of a sample or none. Rejection that depends
-on the outcome is biased, and rules over sequences reject long responses first: watch the rejected share.
-T = tokens of a packed row, N = samples of the step; ``delta_T = log pi - log mu``.
+Pure functions; every rule returns ``rejected_T`` (bool, False where masked). A rejected token's loss is 0 and the
+denominators do not
+change: the update shrinks, it is not amplified. Rules over whole sequences reject all tokens of a sample or none.
+Rejection that depends on the outcome is biased, and rules over sequences reject long responses first: watch the
+rejected share. T = tokens of a packed row, N = samples of the step; ``delta_T = log pi - log mu``.
 """
 
 import math
@@ -15,8 +16,9 @@ from torch import Tensor
 from tidemill.learner.algorithms.ratios import running_sums, sequence_means, sequence_sums, spread
 
 RejectFunction = Callable[[Tensor, Tensor, Tensor, int], Tensor]
-"""``(delta_T, mask_T, sequence_T, num_sequences) -> rejected_T``, bool: signature of a rule by import path. Masked tokens are never
-rejected, whatever it returns for them."""
+"""``(delta_T, mask_T, sequence_T, num_sequences) -> rejected_T``, bool: signature of a rule by import path. Masked
+tokens are never rejected, whatever it returns for them.
+"""
 METRICS = ("k1", "k2", "k3")
 SPANS = ("token", "seq_sum", "seq_mean", "seq_max")
 PROBABILITY_BOUND = 1e-8
@@ -24,12 +26,22 @@ PROBABILITY_BOUND = 1e-8
 
 
 def outside(
-    delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, metric: str, span: str, low: float = 0.0, high: float
+    delta_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    metric: str,
+    span: str,
+    low: float = 0.0,
+    high: float,
 ) -> Tensor:
-    """Reject tokens at which a mismatch metric is outside its bounds; the metric is per token or the sum, mean or maximum over a sample.
+    """Reject tokens at which a mismatch metric is outside its bounds; the metric is per token or the sum, mean or
+    maximum over a sample.
 
-    ``k1``: ``low < e^delta < high`` is kept, of the ratio pi / mu (the geometric mean for ``seq_mean``). ``k2 = delta^2 / 2`` and
-    ``k3 = e^delta - 1 - delta``: below ``high`` is kept, ``low`` is ignored. verl applies the bounds of k1 to mu / pi instead.
+    ``k1``: ``low < e^delta < high`` is kept, of the ratio pi / mu (the geometric mean for ``seq_mean``). ``k2 = delta^2
+    / 2`` and ``k3 = e^delta - 1 - delta``: below ``high`` is kept, ``low`` is ignored. verl applies the bounds of k1 to
+    mu / pi instead.
     Raises ValueError for an unknown metric or span. Source: verl's rollout correction, Li et al. 2025 (``rollout_rs``).
     """
     if metric == "k1":
@@ -45,7 +57,9 @@ def outside(
     elif span == "seq_mean":
         value_T = spread(sequence_means(value_T, mask_T, sample_T, num_samples), sample_T)
     elif span == "seq_max":
-        value_T = spread(_sequence_max(value_T.abs() if metric == "k1" else value_T, mask_T, sample_T, num_samples), sample_T)
+        value_T = spread(
+            _sequence_max(value_T.abs() if metric == "k1" else value_T, mask_T, sample_T, num_samples), sample_T
+        )
     elif span != "token":
         raise ValueError(f"span: want one of {', '.join(SPANS)}, got {span!r}")
     # k1 is compared in logarithms, because e^x of the sum over a long sample may overflow.
@@ -58,20 +72,29 @@ def outside(
 def vetoed(delta_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, threshold: float) -> Tensor:
     """Reject a whole sample when any of its tokens has a ratio pi / mu below the threshold (typically 1e-4 .. 1e-6).
 
-    It catches tokens that the engine sampled and that are nearly impossible under the learner's policy: wrong tokenisation, mixed-up
-    weights. Long responses are rejected more often. Source: Liu, Li et al. 2025.
+    It catches tokens that the engine sampled and that are nearly impossible under the learner's policy: wrong
+    tokenisation, mixed-up weights. Long responses are rejected more often. Source: Liu, Li et al. 2025.
     """
     impossible_T = mask_T & (delta_T < math.log(threshold))
     return mask_T & spread(_any(impossible_T, sample_T, num_samples), sample_T)
 
 
 def opsm(
-    log_probs_T: Tensor, rollout_T: Tensor, advantages_T: Tensor, mask_T: Tensor, sample_T: Tensor, num_samples: int, *, threshold: float
+    log_probs_T: Tensor,
+    rollout_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    sample_T: Tensor,
+    num_samples: int,
+    *,
+    threshold: float,
 ) -> Tensor:
-    """Reject a sample of negative advantage when ``mean(log mu - log pi_theta) > threshold``: off-policy sequence masking.
+    """Reject a sample of negative advantage when ``mean(log mu - log pi_theta) > threshold``: off-policy sequence
+    masking.
 
-    ``log_probs_T``: of the policy as it is now, so a sample may be rejected from a later minibatch on. Samples with an advantage >= 0 and
-    on-policy samples are never rejected. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the sampling probabilities).
+    ``log_probs_T``: of the policy as it is now, so a sample may be rejected from a later minibatch on. Samples with an
+    advantage >= 0 and on-policy samples are never rejected. Source: DeepSeek-V3.2 2512.02556, equation 9 (of the
+    sampling probabilities).
     """
     gap_T = torch.where(mask_T, rollout_T - log_probs_T, 0.0)
     far_T = spread(sequence_means(gap_T, mask_T, sample_T, num_samples) > threshold, sample_T)
@@ -79,9 +102,11 @@ def opsm(
 
 
 def second_moment_cut(squares_M: Tensor, limit: float) -> float:
-    """Return the smallest ``delta^2`` to reject so that the mean of the others is below ``limit``; infinity if it is already.
+    """Return the smallest ``delta^2`` to reject so that the mean of the others is below ``limit``; infinity if it is
+    already.
 
-    ``squares_M``: those of all trainable tokens of the update on all ranks. The largest are rejected first, equal ones together.
+    ``squares_M``: those of all trainable tokens of the update on all ranks. The largest are rejected first, equal ones
+    together.
     Source: M2PO 2510.01161 (second-moment trust region; 0.04 there).
     """
     if not len(squares_M) or bool(squares_M.double().mean() < limit):
@@ -100,7 +125,8 @@ def beyond(delta_T: Tensor, mask_T: Tensor, cut: float) -> Tensor:
 def harmful(delta_T: Tensor, advantages_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return a mask of the tokens that the update moves further from mu: ``A delta > 0``.
 
-    The others are pulled back towards mu, or have no gradient. Source: the M2PO authors' code, which counts and clips these alone.
+    The others are pulled back towards mu, or have no gradient. Source: the M2PO authors' code, which counts and clips
+    these alone.
     """
     return mask_T & (torch.where(mask_T, advantages_T * delta_T, 0.0) > 0)
 
@@ -114,9 +140,11 @@ def outside_band(delta_T: Tensor, mask_T: Tensor, *, low: float, high: float) ->
 
 
 def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *, limit: float) -> Tensor:
-    """Reject tokens where the KL divergence between "this token or another" under pi and under mu exceeds the limit in either direction.
+    """Reject tokens where the KL divergence between "this token or another" under pi and under mu exceeds the limit in
+    either direction.
 
-    ``KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Unlike a bound on the ratio it takes the token's probability into account.
+    ``KL(p, q) = p log(p / q) + (1 - p) log((1 - p) / (1 - q))``. Unlike a bound on the ratio it takes the token's
+    probability into account.
     Source: KPop (Ring team, 2026), in AReaL with limit 2.
     """
     bounds = PROBABILITY_BOUND, 1 - PROBABILITY_BOUND
@@ -131,7 +159,8 @@ def binary_kl_outside(log_probs_T: Tensor, rollout_T: Tensor, mask_T: Tensor, *,
 def total_variation_outside(
     log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float
 ) -> Tensor:
-    """Reject tokens whose probability the update has moved far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q < -low``.
+    """Reject tokens whose probability the update has moved far enough: ``A > 0, p - q > high`` or ``A <= 0, p - q <
+    -low``.
 
     This is a trust region in probability, not in ratio: 1e-4 -> 1e-3 is inside, .7 -> .95 is outside. Source: DPPO 2602.04879.
     """
@@ -139,8 +168,11 @@ def total_variation_outside(
     return mask_T & torch.where(advantages_T > 0, moved_T > high, moved_T < -low)
 
 
-def binary_kl_moved(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float) -> Tensor:
-    """Reject tokens that the update has moved far enough: ``KL(q, p) > high`` with A > 0 and p > q, or ``> low`` with A <= 0 and p < q.
+def binary_kl_moved(
+    log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor, mask_T: Tensor, *, low: float, high: float
+) -> Tensor:
+    """Reject tokens that the update has moved far enough: ``KL(q, p) > high`` with A > 0 and p > q, or ``> low`` with A
+    <= 0 and p < q.
 
     KL of "this token or another", q of the anchor, in nats. Source: DPPO 2602.04879, the binary KL variant.
     """
@@ -153,7 +185,9 @@ def binary_kl_moved(log_probs_T: Tensor, anchor_T: Tensor, advantages_T: Tensor,
 
 
 def _any(flag_T: Tensor, sample_T: Tensor, num_samples: int) -> Tensor:
-    counts_N = torch.zeros(num_samples, dtype=torch.int64, device=flag_T.device).index_add(0, sample_T.clamp(min=0), flag_T.long())
+    counts_N = torch.zeros(num_samples, dtype=torch.int64, device=flag_T.device).index_add(
+        0, sample_T.clamp(min=0), flag_T.long()
+    )
     return counts_N > 0
 
 

@@ -3,9 +3,10 @@
     rewards of samples, divergence of tokens -> rewards of tokens -+
     values before the step ----------------------------------------+-> GAE or V-trace -> whitening -> advantages, returns
 
-Pure functions; T = tokens of a packed row, N = samples (episodes) of the step. The unit is a token sequence: each sequence of an episode
-ends with the episode's reward, at its last trainable token, and the value behind it is 0. That holds for a truncated response as well:
-it was scored as it is, and no later token will ever be sampled. slime, verl and TRL do the same.
+Pure functions; T = tokens of a packed row, N = samples (episodes) of the step. The unit is a token sequence: each
+sequence of an episode ends with the episode's reward, at its last trainable token, and the value behind it is 0. That
+holds for a truncated response as well: it was scored as it is, and no later token will ever be sampled. slime, verl and
+TRL do the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,18 +26,27 @@ Estimate = tuple[Tensor, Tensor]
 
 
 def with_token_advantages(
-    rows: Sequence[Tokens], rewards_N: Tensor, config: AlgorithmConfig, *, kl_scale: float, summed: Callable[[Tensor], Tensor]
+    rows: Sequence[Tokens],
+    rewards_N: Tensor,
+    config: AlgorithmConfig,
+    *,
+    kl_scale: float,
+    summed: Callable[[Tensor], Tensor],
 ) -> list[Tokens]:
     """Return the rows with ``advantages_T`` and ``returns_T``, from their ``values_T``. Collective through ``summed``.
 
-    ``rows``: all rows of this rank in the step. ``rewards_N``: shaped rewards, on the CPU. Advantages are whitened over the trainable
-    tokens of the step on all ranks if the config whitens (``gae`` by default); the targets never are.
+    ``rows``: all rows of this rank in the step. ``rewards_N``: shaped rewards, on the CPU. Advantages are whitened over
+    the trainable tokens of the step on all ranks if the config whitens (``gae`` by default); the targets never are.
     """
     coef = kl_scale * config.kl.reward_coef if config.kl.reward_by == "token" else 0.0
     estimates = [_estimate(row, token_rewards(row, rewards_N, coef=coef), config) for row in rows]
     advantages = [advantages_T for advantages_T, _ in estimates]
     if config.advantage == "gae" if config.whiten is None else config.whiten:
-        moments = summed(torch.stack([masked_moments(each_T, row.mask_T) for each_T, row in zip(advantages, rows, strict=True)]).sum(0))
+        moments = summed(
+            torch.stack([masked_moments(each_T, row.mask_T) for each_T, row in zip(advantages, rows, strict=True)]).sum(
+                0
+            )
+        )
         advantages = [whitened(each_T, row.mask_T, moments) for each_T, row in zip(advantages, rows, strict=True)]
     kind = rows[0].advantages_T.dtype
     return [
@@ -51,7 +61,9 @@ def token_rewards(row: Tokens, rewards_N: Tensor, *, coef: float = 0.0) -> Tenso
     With ``coef`` every token pays ``coef (log pi_proximal - log pi_reference)``. 0 where masked.
     """
     place_T, number = row.by_sequence
-    ends_T = terminal_rewards(torch.ones(number, dtype=torch.float64, device=row.mask_T.device), row.mask_T, place_T) > 0
+    ends_T = (
+        terminal_rewards(torch.ones(number, dtype=torch.float64, device=row.mask_T.device), row.mask_T, place_T) > 0
+    )
     rewards_N = rewards_N.to(row.mask_T.device).double()
     rewards_T = torch.where(ends_T, rewards_N[row.sample_T.clamp(min=0)], 0.0)
     if coef:

@@ -1,10 +1,11 @@
-"""Returns by token without a critic: REINFORCE++, and estimators with a group baseline whose divergence is in the reward of tokens; the
-credit of turns.
+"""Returns by token without a critic: REINFORCE++, and estimators with a group baseline whose divergence is in the
+reward of tokens; the credit of turns.
 
-Pure functions; T = tokens of a packed row, N = samples (episodes) of the step, M = their token sequences. A token's reward is
-``-coef (log pi - log pi_ref)``, and the outcome comes at the last trainable token of the episode. A token gets the outcome and is charged
-for the divergence from it to the end of its episode, over the sequence's own later tokens and the later sequences, both discounted by gamma
-per trainable token between. The rows of an episode may be on different ranks.
+Pure functions; T = tokens of a packed row, N = samples (episodes) of the step, M = their token sequences. A token's
+reward is ``-coef (log pi - log pi_ref)``, and the outcome comes at the last trainable token of the episode. A token
+gets the outcome and is charged for the divergence from it to the end of its episode, over the sequence's own later
+tokens and the later sequences, both discounted by gamma per trainable token between. The rows of an episode may be on
+different ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,10 +20,11 @@ from tidemill.learner.algorithms.ratios import prefix_sums, running_sums, sequen
 
 
 def turn_returns(rewards_N: Tensor, turn_rewards_C: Tensor, turn_samples_C: Tensor, *, gamma: float) -> Tensor:
-    """Return ``G_c = r_c + gamma G_(c+1)`` of every turn, [N, O]; a sample with fewer turns repeats its last return to the end of its row.
+    """Return ``G_c = r_c + gamma G_(c+1)`` of every turn, [N, O]; a sample with fewer turns repeats its last return to
+    the end of its row.
 
-    The part of a sample's reward beyond the sum of its turn rewards is added to its last turn, so with gamma = 1 and without turn rewards
-    every return is the reward. A row of a sample without turns is its reward.
+    The part of a sample's reward beyond the sum of its turn rewards is added to its last turn, so with gamma = 1 and
+    without turn rewards every return is the reward. A row of a sample without turns is its reward.
     """
     num_samples = len(rewards_N)
     counts_N = torch.bincount(turn_samples_C, minlength=num_samples)
@@ -73,8 +75,10 @@ BY_TURN: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rloo": _rloo,
     "grpo_no_std": _grpo_no_std,
 }
-"""Estimators by the name in ``AlgorithmConfig.advantage``. The baseline of a turn is the mean of the members' returns at the same ordinal,
-or at the last one of a member that has fewer turns: it does not depend on the turn's own action, so it is unbiased for ``rloo``."""
+"""Estimators by the name in ``AlgorithmConfig.advantage``. The baseline of a turn is the mean of the members' returns
+at the same ordinal, or at the last one of a member that has fewer turns: it does not depend on the turn's own action,
+so it is unbiased for ``rloo``.
+"""
 
 
 def turn_advantages(
@@ -88,14 +92,20 @@ def turn_advantages(
 
 
 def sums_and_owners(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    """Return (sum of the gaps, sample) of each sequence in this row, 0 for the others, float64 [2, M]; add them over rows and ranks."""
+    """Return (sum of the gaps, sample) of each sequence in this row, 0 for the others, float64 [2, M]; add them over
+    rows and ranks.
+    """
     sums_M = sequence_sums(gap_T.double(), mask_T, sequence_T, num_sequences)
-    owners_M = torch.zeros_like(sums_M).scatter_reduce(0, sequence_T.clamp(min=0), sample_T.clamp(min=0).double(), "amax")
+    owners_M = torch.zeros_like(sums_M).scatter_reduce(
+        0, sequence_T.clamp(min=0), sample_T.clamp(min=0).double(), "amax"
+    )
     return torch.stack([sums_M, owners_M])
 
 
 def later_sums(sums_M: Tensor, owners_M: Tensor) -> Tensor:
-    """Return the sum over the later sequences of the same sample, [M]; the sequences of a sample are neighbours, in order."""
+    """Return the sum over the later sequences of the same sample, [M]; the sequences of a sample are neighbours, in
+    order.
+    """
     if not len(sums_M):
         return sums_M
     owners_M = owners_M.long()
@@ -106,7 +116,8 @@ def later_sums(sums_M: Tensor, owners_M: Tensor) -> Tensor:
 
 
 def divergences_to_go(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor, sums_M: Tensor, later_M: Tensor) -> Tensor:
-    """Return the sum of the gaps from each token, itself included, to the end of its episode, float64 [T]; 0 where masked.
+    """Return the sum of the gaps from each token, itself included, to the end of its episode, float64 [T]; 0 where
+    masked.
 
     Source: REINFORCE++, Hu et al. 2025 (2501.03262), with the token-level KL penalty of section 3; compared with verl's
     ``reinforce_plus_plus`` under ``use_kl_in_reward`` and gamma 1.
@@ -128,8 +139,11 @@ class Ahead:
     """Discounted sum of the gaps of the later sequences, at the first trainable token of the first of them."""
 
 
-def discounted_sums(gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int, *, gamma: float) -> Tensor:
-    """Return (sum of gamma^j gap_j, sample, trainable tokens) of each sequence in this row, 0 for the others, float64 [3, M].
+def discounted_sums(
+    gap_T: Tensor, mask_T: Tensor, sample_T: Tensor, sequence_T: Tensor, num_sequences: int, *, gamma: float
+) -> Tensor:
+    """Return (sum of gamma^j gap_j, sample, trainable tokens) of each sequence in this row, 0 for the others, float64
+    [3, M].
 
     j counts the trainable tokens of the sequence from 0. Add them over rows and ranks, then call ``discounted``.
     """
@@ -151,11 +165,15 @@ def discounted(sums_3M: Tensor, *, gamma: float) -> Ahead:
     )
 
 
-def discounted_to_go(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor, ahead: Ahead, *, gamma: float) -> tuple[Tensor, Tensor]:
-    """Return (the factor of the outcome, the discounted sum of the gaps from each token on, itself included), float64 [T]; 0 where masked.
+def discounted_to_go(
+    gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor, ahead: Ahead, *, gamma: float
+) -> tuple[Tensor, Tensor]:
+    """Return (the factor of the outcome, the discounted sum of the gaps from each token on, itself included), float64
+    [T]; 0 where masked.
 
-    The factor is gamma to the number of trainable tokens after this one in the episode. Masked tokens (of tools, of environments, or older
-    than the gate allows) are skipped without discount, as in ``gae``; at gamma 1 the pair is (1, ``divergences_to_go``).
+    The factor is gamma to the number of trainable tokens after this one in the episode. Masked tokens (of tools, of
+    environments, or older than the gate allows) are skipped without discount, as in ``gae``; at gamma 1 the pair is (1,
+    ``divergences_to_go``).
     Source: REINFORCE++, Hu et al. 2025 (2501.03262), with the discount of OpenRLHF's and verl's implementations of it.
     """
     place_T = sequence_T.clamp(min=0)

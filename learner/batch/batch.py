@@ -1,9 +1,10 @@
 """Training batch of one step for one data-parallel rank: a StepBatch and its packed rows.
 
-Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the logits at t).
-Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N = samples (episodes) of the step on all
-ranks, M = their token sequences, C = their turns, K = tokens that a teacher listed at each position. Knows numpy, no torch, no bus.
-``batching.py`` makes batches of samples, ``frames.py`` encodes them.
+Everything per token is *target-aligned*: index t of a row describes the token at t + 1 (its log-prob comes from the
+logits at t). Shape letters: T = tokens of a packed micro-batch (padding included), S = sequences packed in it, N =
+samples (episodes) of the step on all ranks, M = their token sequences, C = their turns, K = tokens that a teacher
+listed at each position. Knows numpy, no torch, no bus. ``batching.py`` makes batches of samples, ``frames.py`` encodes
+them.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,9 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MicroBatch:
-    """Token sequences packed into one row. One without any is a single masked sequence, so that all ranks run the same number of rows."""
+    """Token sequences packed into one row. One without any is a single masked sequence, so that all ranks run the same
+    number of rows.
+    """
 
     tokens_T: NDArray[np.int64]
     targets_T: NDArray[np.int64]
@@ -33,7 +36,8 @@ class MicroBatch:
     sample_T: NDArray[np.int32]
     """Index of the token's sample in the step, 0..N-1; -1 in padding."""
     sequence_T: NDArray[np.int32]
-    """Index of the token's sequence in the step, 0..M-1; -1 in padding. Equal to ``sample_T`` if every sample has one."""
+    """Index of the token's sequence in the step, 0..M-1; -1 in padding. Equal to ``sample_T`` if every sample has one.
+    """
     turn_T: NDArray[np.int32]
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
     loss_mask_T: NDArray[np.bool_]
@@ -43,14 +47,17 @@ class MicroBatch:
     lag_T: NDArray[np.int32]
     """Step of the weights being trained less step of the version that made the target; -1 where not trainable."""
     teacher_log_probs_T: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """Log-prob (nats) of the target under the sample's teacher; 0 where not trainable. Empty = the step's samples have no teacher."""
+    """Log-prob (nats) of the target under the sample's teacher; 0 where not trainable. Empty = the step's samples have
+    no teacher.
+    """
     teacher_top_ids_TK: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     """Token ids that the teacher listed as the next token, [T x K] in one dimension; empty = it listed none (K = 0)."""
     teacher_top_log_probs_TK: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Their log-probs (nats) under the teacher, [T x K] in one dimension."""
     experts: NDArray[np.int16] = field(default_factory=lambda: np.zeros(0, np.int16))
-    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not known. Empty where a
-    step replays none."""
+    """Experts that the engine has chosen for each token, [T x layers with experts x top_k] in one dimension; -1 = not
+    known. Empty where a step replays none.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +68,9 @@ class StepBatch:
     """Step from 1; it trains the weights of step - 1."""
     dp_rank: int
     recorded: bool
-    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after the last."""
+    """True for a plan of an earlier start that is executed again: no version is published for it, except head + 1 after
+    the last.
+    """
     micro_batches: tuple[MicroBatch, ...]
     """Rows of this rank, as many as on every other."""
     num_tokens: int
@@ -69,7 +78,9 @@ class StepBatch:
     num_minibatches: int
     """Optimizer steps; each takes the same number of micro-batches, in order."""
     max_new_tokens: int
-    """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else ``max_new_tokens``."""
+    """Largest number of tokens that one of the samples may have sampled: ``budget.tokens`` of an episode, else
+    ``max_new_tokens``.
+    """
     num_sequences: int
     """M."""
     temperatures_N: NDArray[np.float64]
@@ -82,7 +93,9 @@ class StepBatch:
     """Sampled tokens of each sample, before the gate."""
     truncated_N: NDArray[np.bool_]
     unended_N: NDArray[np.bool_]
-    """True for a completed sample that does not end with an end token: the end token is lost (never True with stop strings)."""
+    """True for a completed sample that does not end with an end token: the end token is lost (never True with stop
+    strings).
+    """
     trainable_N: NDArray[np.int32]
     """Trainable tokens of each sample after the gate; the loss is normalised by them."""
     minibatches_N: NDArray[np.int32]
@@ -90,7 +103,9 @@ class StepBatch:
     demonstration_N: NDArray[np.bool_]
     """True for a demonstration, which only the cross-entropy trains: its log-probs are not known."""
     turn_samples_C: NDArray[np.int32]
-    """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns is one turn."""
+    """Sample of each turn; the turns of a sample are neighbours, in order of delivery. A sample that reports no turns
+    is one turn.
+    """
     turn_rewards_C: NDArray[np.float32]
     """Reward of each turn's own; 0 = none."""
     turn_tokens_C: NDArray[np.int32]
@@ -112,7 +127,9 @@ class StepBatch:
 
     @property
     def scored_N(self) -> NDArray[np.bool_]:
-        """True for the samples that count in reported rewards and lengths: samples of policies, or all in a step of demonstrations."""
+        """True for the samples that count in reported rewards and lengths: samples of policies, or all in a step of
+        demonstrations.
+        """
         return np.ones_like(self.demonstration_N) if self.demonstration_N.all() else ~self.demonstration_N
 
     @property
@@ -124,12 +141,23 @@ class StepBatch:
     def engine_log_probs(self) -> NDArray[np.float32]:
         """Log-probs that the engines reported for this rank's trainable tokens; demonstrations have none."""
         rows = self.micro_batches
-        return np.concatenate([row.rollout_log_probs_T[row.loss_mask_T & ~self.demonstration_N[row.sample_T]] for row in rows])
+        return np.concatenate(
+            [row.rollout_log_probs_T[row.loss_mask_T & ~self.demonstration_N[row.sample_T]] for row in rows]
+        )
 
 
 STEP_ARRAYS = (
     "temperatures_N",
-    *("rewards_N", "groups_N", "response_lengths_N", "sampled_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N"),
+    *(
+        "rewards_N",
+        "groups_N",
+        "response_lengths_N",
+        "sampled_N",
+        "truncated_N",
+        "unended_N",
+        "trainable_N",
+        "minibatches_N",
+    ),
     "demonstration_N",
     *("turn_samples_C", "turn_rewards_C", "turn_tokens_C", "parts_NK"),
 )
@@ -179,8 +207,16 @@ def without_truncated(batch: StepBatch) -> StepBatch:
     """
     trainable_N = np.where(batch.truncated_N, 0, batch.trainable_N).astype(batch.trainable_N.dtype)
     rows = tuple(_masked(row, batch) for row in batch.micro_batches)
-    turn_tokens_C = np.where(batch.truncated_N[batch.turn_samples_C], 0, batch.turn_tokens_C).astype(batch.turn_tokens_C.dtype)
-    return replace(batch, micro_batches=rows, trainable_N=trainable_N, turn_tokens_C=turn_tokens_C, num_tokens=int(trainable_N.sum()))
+    turn_tokens_C = np.where(batch.truncated_N[batch.turn_samples_C], 0, batch.turn_tokens_C).astype(
+        batch.turn_tokens_C.dtype
+    )
+    return replace(
+        batch,
+        micro_batches=rows,
+        trainable_N=trainable_N,
+        turn_tokens_C=turn_tokens_C,
+        num_tokens=int(trainable_N.sum()),
+    )
 
 
 def _masked(row: MicroBatch, batch: StepBatch) -> MicroBatch:
@@ -199,8 +235,15 @@ def _taught(row: MicroBatch, kept_T: NDArray[np.bool_], top_k: int) -> dict[str,
     """Return the teacher's scores of a row where its tokens are kept, 0 elsewhere; nothing for a row without scores."""
     if not len(row.teacher_log_probs_T):
         return {}
-    listed = {name: getattr(row, name).reshape(-1, top_k) for name in ("teacher_top_ids_TK", "teacher_top_log_probs_TK") if top_k}
+    listed = {
+        name: getattr(row, name).reshape(-1, top_k)
+        for name in ("teacher_top_ids_TK", "teacher_top_log_probs_TK")
+        if top_k
+    }
     return {
         "teacher_log_probs_T": np.where(kept_T, row.teacher_log_probs_T, np.float32(0)),
-        **{name: np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel() for name, value_TK in listed.items()},
+        **{
+            name: np.where(kept_T[:, None], value_TK, value_TK.dtype.type(0)).ravel()
+            for name, value_TK in listed.items()
+        },
     }

@@ -1,4 +1,5 @@
-"""The training batches of a step, made from a plan and its samples: token sequences are aligned, packed into rows and divided over ranks.
+"""The training batches of a step, made from a plan and its samples: token sequences are aligned, packed into rows and
+divided over ranks.
 
 Shape letters: as in ``batch.py``; L = tokens of one sample, R = tokens of its response. Knows numpy, no torch, no bus.
 """
@@ -27,10 +28,11 @@ def build_batches(
 ) -> tuple[StepBatch, ...]:
     """Return the batch of every data-parallel rank for a plan and its samples (in the order of ``plan.seqs``).
 
-    ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal parts).
-    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that an episode of a
-    task may have, by task; a task that is not in it has ``max_new_tokens``. ``routed``: sizes of the model's routing, if the experts in the
-    samples are replayed; else None.
+    ``pad_to``: every row's length becomes a multiple of it (sequence and context parallelism divide rows into equal
+    parts).
+    ``eos_ids``: tokens that end a response, for ``unended_N``; empty = not known. ``token_limits``: sampled tokens that
+    an episode of a task may have, by task; a task that is not in it has ``max_new_tokens``. ``routed``: sizes of the
+    model's routing, if the experts in the samples are replayed; else None.
     """
     _check_samples(plan, samples)
     turns = [_turns(sample) for sample in samples]
@@ -66,7 +68,9 @@ def build_batches(
 
 def _rows(plan: Plan, samples: Sequence[Sample], eos_ids: frozenset[int]) -> dict[str, Array]:
     """Return the columns that hold a value for each sample."""
-    with np.errstate(over="ignore"):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
+    with np.errstate(
+        over="ignore"
+    ):  # rewards of old recorded plans are not bounded; the ranks skip a step with infinity
         rewards_N = np.array([sample.score for sample in samples], np.float32)
     return {
         "temperatures_N": np.array([sample.sampling.temperature for sample in samples], np.float64),
@@ -94,16 +98,23 @@ def _unended(sample: Sample, eos_ids: frozenset[int]) -> bool:
     return int(sample.tokens[-1]) not in eos_ids and int(sample.tokens[-1]) not in sample.sampling.stop_token_ids
 
 
-def trainable_lags(sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None) -> NDArray[np.int32]:
-    """Return the lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's mask excludes it."""
+def trainable_lags(
+    sample: Sample, version_steps: Mapping[int, int], step: int, oldest_step: int | None
+) -> NDArray[np.int32]:
+    """Return the lag of every response token when step ``step`` trains it, [R]; -1 where the sample's or the gate's
+    mask excludes it.
+    """
     steps_R = np.repeat(
-        np.array([version_steps[span.version] for span in sample.spans], np.int64), [span.num_tokens for span in sample.spans]
+        np.array([version_steps[span.version] for span in sample.spans], np.int64),
+        [span.num_tokens for span in sample.spans],
     )
     trainable_R = sample.loss_mask.astype(np.bool_)
     if oldest_step is not None:
         trainable_R &= steps_R >= oldest_step
     lags_R = step - 1 - steps_R
-    assert not (trainable_R & (lags_R < 0)).any(), f"step {step}: task {sample.task} index {sample.index} has tokens of a later step"
+    assert not (trainable_R & (lags_R < 0)).any(), (
+        f"step {step}: task {sample.task} index {sample.index} has tokens of a later step"
+    )
     return np.where(trainable_R, lags_R, -1).astype(np.int32)
 
 
@@ -160,7 +171,9 @@ def _aligned(plan: Plan, samples: Sequence[Sample], turns: Sequence[_SampleTurns
 
 
 def _teacher_top_k(samples: Sequence[Sample]) -> int:
-    """Return K if a teacher has scored every sample of a policy, listing K tokens at each position; -1 = not every one was scored so."""
+    """Return K if a teacher has scored every sample of a policy, listing K tokens at each position; -1 = not every one
+    was scored so.
+    """
     scored = [sample for sample in samples if not sample.demonstration]
     if not scored or any(sample.teacher_log_probs is None for sample in scored):
         return -1
@@ -169,7 +182,9 @@ def _teacher_top_k(samples: Sequence[Sample]) -> int:
 
 
 def _taught(sample: Sample, region: slice, mask_T: NDArray[np.bool_], top_k: int) -> dict[str, Array]:
-    """Return the teacher's scores of a sequence, target-aligned; 0 where its targets are not trainable. ``region``: its response in R."""
+    """Return the teacher's scores of a sequence, target-aligned; 0 where its targets are not trainable. ``region``: its
+    response in R.
+    """
     start, length = len(mask_T) - (region.stop - region.start) - 1, len(mask_T)
     taught_T, ids_TK = np.zeros(length, np.float32), np.zeros((length, top_k), np.int32)
     log_probs_TK = np.zeros((length, top_k), np.float32)
@@ -237,7 +252,9 @@ def _align(
     )
 
 
-def _trained(plan: Plan, samples: Sequence[Sample], aligned: Sequence[MicroBatch], turns: Sequence[_SampleTurns]) -> dict[str, Array]:
+def _trained(
+    plan: Plan, samples: Sequence[Sample], aligned: Sequence[MicroBatch], turns: Sequence[_SampleTurns]
+) -> dict[str, Array]:
     """Return the columns of the trainable tokens, of the minibatches and of the turns."""
     counts = np.array([len(sample.sizes) for sample in samples])
     first_M = np.cumsum(counts) - counts  # a sample's sequences are in one minibatch, because whole groups are
@@ -274,17 +291,23 @@ def _pack_rank(plan: Plan, aligned: Sequence[MicroBatch], rank: int, pad_to: int
     bins: list[list[MicroBatch]] = [[] for _ in range(plan.num_micro_batches)]
     for row in np.flatnonzero(plan.ranks == rank):
         bins[int(plan.micro_batches[row])].append(aligned[int(row)])
-    top_k = len(aligned[0].teacher_top_ids_TK) // len(aligned[0].tokens_T) if len(aligned[0].teacher_log_probs_T) else -1
+    top_k = (
+        len(aligned[0].teacher_top_ids_TK) // len(aligned[0].tokens_T) if len(aligned[0].teacher_log_probs_T) else -1
+    )
     experts = len(aligned[0].experts) // len(aligned[0].tokens_T)
     return tuple(_concatenate(parts, pad_to, top_k, experts) for parts in bins)
 
 
 def _concatenate(parts: Sequence[MicroBatch], pad_to: int, top_k: int, experts: int) -> MicroBatch:
-    """Return sequences as one row. ``top_k``: tokens that a teacher listed, -1 = no teacher; ``experts``: of each token, 0 = none."""
+    """Return sequences as one row. ``top_k``: tokens that a teacher listed, -1 = no teacher; ``experts``: of each
+    token, 0 = none.
+    """
     length = sum(len(part.tokens_T) for part in parts)
     # An empty micro-batch gets a row of padding, because all ranks take part in the collectives of every micro-batch.
     missing = -length % pad_to if parts else pad_to
     padded = [*parts, _padding(missing, top_k, experts)] if missing else list(parts)
-    arrays = {name: np.concatenate([getattr(part, name) for part in padded]) for name in TOKEN_ARRAYS if name != "cu_seqlens"}
+    arrays = {
+        name: np.concatenate([getattr(part, name) for part in padded]) for name in TOKEN_ARRAYS if name != "cu_seqlens"
+    }
     lengths = [len(part.tokens_T) for part in padded]
     return MicroBatch(cu_seqlens=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), **arrays)

@@ -19,7 +19,9 @@ Frame = bytes | memoryview | Array
 
 
 def encode(batch: StepBatch) -> list[Frame]:
-    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then the arrays of each micro-batch, as raw bytes."""
+    """Return the ZMQ frames: a msgpack header, the state, the arrays of the step, then the arrays of each micro-batch,
+    as raw bytes.
+    """
     header = {
         "type": "batch",
         "step": batch.step,
@@ -50,7 +52,8 @@ def encode_metadata(samples: Sequence[Sample]) -> bytes:
 def decode(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool = False) -> StepBatch:
     """Return the batch from its unpacked header and the frames after it; arrays are views of the frames where aligned.
 
-    ``with_metadata``: the last frame has the metadata of the samples. Raises FeedError when frames are missing or truncated.
+    ``with_metadata``: the last frame has the metadata of the samples. Raises FeedError when frames are missing or
+    truncated.
     """
     wanted = 1 + len(STEP_ARRAYS) + header["num_micro_batches"] * len(TOKEN_ARRAYS) + with_metadata
     if len(frames) != wanted:
@@ -59,7 +62,9 @@ def decode(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool 
     packed = rest.pop() if with_metadata else None
     rows = {name: _array(name, rest.pop(0)) for name in STEP_ARRAYS}
     if len(rows["parts_NK"]) != len(rows["rewards_N"]) * len(header["part_names"]):
-        raise FeedError(f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"]))
+        raise FeedError(
+            f"batch {header['step']}", f"{len(header['part_names'])} parts of each reward", len(rows["parts_NK"])
+        )
     layers, top_k = header["routing"]
     groups = [rest[at : at + len(TOKEN_ARRAYS)] for at in range(0, len(rest), len(TOKEN_ARRAYS))]
     return StepBatch(
@@ -74,7 +79,9 @@ def decode(header: JsonMapping, frames: Sequence[Frame], *, with_metadata: bool 
         part_names=tuple(header["part_names"]),
         routing=(layers, top_k),
         routing_known=header["routing_known"],
-        micro_batches=tuple(_micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups),
+        micro_batches=tuple(
+            _micro_batch(header["step"], group, header["teacher_top_k"], layers * top_k) for group in groups
+        ),
         metadata=() if packed is None else _metadata(header["step"], packed, len(rows["rewards_N"])),
         state=state,
         **rows,
@@ -101,19 +108,30 @@ def _array(name: str, frame: Any) -> Array:
     view = memoryview(frame)
     if view.nbytes % dtype.itemsize:
         raise FeedError(f"batch frame {name}", f"a multiple of {dtype.itemsize} bytes", view.nbytes)
-    # torch warns about arrays that it may not write. A frame of ZMQ is copied only if its buffer is read-only or not aligned.
+    # torch warns about arrays that it may not write. A frame of ZMQ is copied only if its buffer is read-only or not
+    # aligned.
     return np.require(np.frombuffer(view, dtype), requirements=["ALIGNED", "WRITEABLE"])
 
 
 def _micro_batch(step: int, frames: Sequence[Frame], top_k: int, experts: int) -> MicroBatch:
     micro_batch = MicroBatch(**{name: _array(name, frame) for name, frame in zip(TOKEN_ARRAYS, frames, strict=True)})
-    lengths = {name: len(getattr(micro_batch, name)) for name in TOKEN_ARRAYS if name not in ("cu_seqlens", "experts", *TEACHER_ARRAYS)}
+    lengths = {
+        name: len(getattr(micro_batch, name))
+        for name in TOKEN_ARRAYS
+        if name not in ("cu_seqlens", "experts", *TEACHER_ARRAYS)
+    }
     taught = len(micro_batch.teacher_log_probs_T)
     wanted = (taught, taught * top_k, taught * top_k)
-    if taught not in (0, lengths["tokens_T"]) or wanted != tuple(len(getattr(micro_batch, name)) for name in TEACHER_ARRAYS):
-        raise FeedError(f"batch {step}", f"scores of a teacher for {lengths['tokens_T']} tokens, {top_k} listed at each", wanted)
+    if taught not in (0, lengths["tokens_T"]) or wanted != tuple(
+        len(getattr(micro_batch, name)) for name in TEACHER_ARRAYS
+    ):
+        raise FeedError(
+            f"batch {step}", f"scores of a teacher for {lengths['tokens_T']} tokens, {top_k} listed at each", wanted
+        )
     if len(micro_batch.experts) != lengths["tokens_T"] * experts:
-        raise FeedError(f"batch {step}", f"{experts} experts of each of {lengths['tokens_T']} tokens", len(micro_batch.experts))
+        raise FeedError(
+            f"batch {step}", f"{experts} experts of each of {lengths['tokens_T']} tokens", len(micro_batch.experts)
+        )
     if len(set(lengths.values())) != 1 or micro_batch.cu_seqlens[-1] != lengths["tokens_T"]:
         raise FeedError(f"batch {step}", f"arrays of {micro_batch.cu_seqlens[-1]} tokens", lengths)
     return micro_batch

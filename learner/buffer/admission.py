@@ -87,7 +87,9 @@ class Admission:
 
     @property
     def exhausted(self) -> bool:
-        """Return whether no prompt is left to issue: all passes of ``rules.num_epochs`` are issued, and no reissue is pending."""
+        """Return whether no prompt is left to issue: all passes of ``rules.num_epochs`` are issued, and no reissue is
+        pending.
+        """
         return self._passes_done and not self._pending_reissues
 
     def passed(self, epoch: int) -> None:
@@ -99,7 +101,8 @@ class Admission:
         if task.reissues:
             self._pending_reissues = [again for again in self._pending_reissues if not again.answers(task)]
         else:
-            # max, because the tasks of a restart are read again, and some may lie before the position of the checkpoint.
+            # max, because the tasks of a restart are read again, and some may lie before the position of the
+            # checkpoint.
             self._position = max(self._position, (task.prompt_epoch, task.offset + 1))
 
     def schedule_reissue(self, task: Task, open_tasks: list[Task]) -> bool:
@@ -141,7 +144,9 @@ class Admission:
         }
 
     def load(self, data: JsonMapping) -> None:
-        """Replace the state by one that ``dump`` has returned. The head is not part of it: the caller registers it again."""
+        """Replace the state by one that ``dump`` has returned. The head is not part of it: the caller registers it
+        again.
+        """
         self._position = (data["position"][0], data["position"][1])
         self._pending_reissues = [Reissue(**again) for again in data["owed"]]
         self._unpublished = {step: count for step, count in data["unpublished"]}
@@ -181,9 +186,13 @@ class Requeues:
         )
 
     def apply(self, record: Requeue) -> Reissue:
-        """Return the prompt of a record, which is to be issued again. Raises ReplayMismatch unless its task is settled as dead."""
+        """Return the prompt of a record, which is to be issued again. Raises ReplayMismatch unless its task is settled
+        as dead.
+        """
         if record.task not in self._decided:
-            raise ReplayMismatch(f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none")
+            raise ReplayMismatch(
+                f"requeue of task {record.task}", "a task settled as dead, and not requeued since", "none"
+            )
         self._decided.remove(record.task)
         return Reissue(root=record.root, count=record.count, prompt_epoch=record.prompt_epoch, offset=record.offset)
 

@@ -1,4 +1,6 @@
-"""Arrivals: the classification of a sample that is read, samples before their task, known versions, and open evaluation tasks."""
+"""Arrivals: the classification of a sample that is read, samples before their task, known versions, and open evaluation
+tasks.
+"""
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -38,7 +40,9 @@ class EarlySample:
 
 
 class EarlyArrivals:
-    """Training samples, and ids of dead tasks, that were read before the issue of their task. Its caller bounds their number."""
+    """Training samples, and ids of dead tasks, that were read before the issue of their task. Its caller bounds their
+    number.
+    """
 
     def __init__(self) -> None:
         self._samples: dict[int, list[EarlySample]] = {}
@@ -62,7 +66,9 @@ class EarlyArrivals:
         self._dead.add(task_id)
 
     def take(self, issued: int) -> Iterator[tuple[int, EarlySample]]:
-        """Remove and yield the samples of the task that was ``issued``, and of smaller ids, each with its id. Ids are issued in order."""
+        """Remove and yield the samples of the task that was ``issued``, and of smaller ids, each with its id. Ids are
+        issued in order.
+        """
         for task_id in [task_id for task_id in self._samples if task_id <= issued]:
             for early in self._samples.pop(task_id):
                 yield task_id, early
@@ -94,7 +100,9 @@ class SampleStore:
 
 
 class EvalTasks:
-    """Sizes of open evaluation tasks, and the indices of the samples that were read, which may come before their task is issued."""
+    """Sizes of open evaluation tasks, and the indices of the samples that were read, which may come before their task
+    is issued.
+    """
 
     def __init__(self) -> None:
         self._seen: dict[int, set[int]] = {}
@@ -164,5 +172,7 @@ class KnownVersions:
         return {span.version for span in sample.spans if span.version not in self._after}
 
     def made(self, sample: Sample, seq: int) -> bool:
-        """Return whether these versions can have made a sample at ``seq``: all are known, and none is newer than the sample."""
+        """Return whether these versions can have made a sample at ``seq``: all are known, and none is newer than the
+        sample.
+        """
         return all(span.version in self.steps and seq > self._after.get(span.version, 0) for span in sample.spans)

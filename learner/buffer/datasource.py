@@ -1,8 +1,9 @@
 """Sample buffer: decides which tasks to issue and which groups form the next step, and accounts for every sample.
 
-A pure state machine: no input or output, no clock (``now`` is an argument, monotonic seconds). Only a *record* (a Plan, Settle or
-Requeue) settles tasks and samples: ``plan`` proposes one, the caller writes it to the log, and ``apply`` changes the state. A restart
-reads the same records and samples and calls the same ``apply``, so live and replayed histories cannot differ.
+A pure state machine: no input or output, no clock (``now`` is an argument, monotonic seconds). Only a *record* (a Plan,
+Settle or Requeue) settles tasks and samples: ``plan`` proposes one, the caller writes it to the log, and ``apply``
+changes the state. A restart reads the same records and samples and calls the same ``apply``, so live and replayed
+histories cannot differ.
 
 Step k (1-based) trains the weights of step k - 1. Lag of a token = k - 1 - step of the version that made it.
 """
@@ -40,14 +41,19 @@ REISSUED = frozenset({"stale", "lost"})
 """Reasons to settle a task that are not caused by its prompt, which is issued again."""
 
 EARLY_IDS = 64
-"""A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no task."""
+"""A sample may be read before the issue of its task is confirmed. An id that is farther ahead than this belongs to no
+task.
+"""
 EARLY_SAMPLES = 1024
-"""Largest number of samples that are kept for tasks that are not confirmed as issued yet; further ones are invalid. Samples of invented
-tasks are bounded in number by it, not in bytes."""
+"""Largest number of samples that are kept for tasks that are not confirmed as issued yet; further ones are invalid.
+Samples of invented tasks are bounded in number by it, not in bytes.
+"""
 
 
 class DataSource:
-    """State of tasks, groups and samples (see the module). Methods raise ReplayMismatch when records and samples contradict each other."""
+    """State of tasks, groups and samples (see the module). Methods raise ReplayMismatch when records and samples
+    contradict each other.
+    """
 
     def __init__(self, rules: DataRules, *, epoch: int = 0, created: str = "", floor: int = 0) -> None:
         """``created`` identifies the stream SAMPLES; reading begins after sequence ``floor``."""
@@ -60,14 +66,21 @@ class DataSource:
         self.changes = 0
         """Counter that increases whenever the result of ``plan`` or ``settlement`` may have changed."""
         self.max_record_bytes = 0
-        """Bytes that a record of the log PLAN may have; 0 = any number. A step that would need more is planned with fewer groups."""
+        """Bytes that a record of the log PLAN may have; 0 = any number. A step that would need more is planned with
+        fewer groups.
+        """
         self.left_out = 0
         """Groups that were left out of the last plan that ``plan`` returned, because of ``max_record_bytes``."""
         self._created = created
         self._admission, self._counter = Admission(rules), SampleCounter()
         self._samples, self._tasks = SettledIds(floor), SettledIds()
         self._groups: dict[int, SampleGroup] = {}
-        self._early, self._evals, self._requeues, self._versions = EarlyArrivals(), EvalTasks(), Requeues(), KnownVersions()
+        self._early, self._evals, self._requeues, self._versions = (
+            EarlyArrivals(),
+            EvalTasks(),
+            Requeues(),
+            KnownVersions(),
+        )
         self.complete = 0
         """Groups that have had all their samples, since this start."""
         self._filtered = 0
@@ -87,7 +100,9 @@ class DataSource:
 
     @property
     def exhausted(self) -> bool:
-        """True once all prompts of ``rules.num_epochs`` passes are issued and settled, and no dead one is to be requeued."""
+        """True once all prompts of ``rules.num_epochs`` passes are issued and settled, and no dead one is to be
+        requeued.
+        """
         return self._admission.exhausted and not self._groups and self.settlement() is None
 
     def issued(self, task: Task, now: float) -> None:
@@ -108,7 +123,9 @@ class DataSource:
         self._place_early(task, now)
 
     def _place_early(self, issued: Task, now: float) -> None:
-        """Place the samples that came before the issue of this task. Samples of smaller ids name no task: ids are issued in order."""
+        """Place the samples that came before the issue of this task. Samples of smaller ids name no task: ids are
+        issued in order.
+        """
         for task_id, early in self._early.take(issued.id):
             if task_id == issued.id and issued.kind is Kind.TRAIN:
                 self._place(early.seq, early.sample, now, early.actor)
@@ -123,15 +140,18 @@ class DataSource:
         want = (self.rules.top_p, self.rules.top_k)  # log-probs are at the temperature of each sample
         got = (task.sampling.top_p, task.sampling.top_k)
         if want != got:
-            raise ConfigRefused("sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want)
+            raise ConfigRefused(
+                "sampling", f"{got}, as in task {task.id} of this run (another one needs another run)", want
+            )
 
     # ---- receive
 
     def add(self, seq: int, sample: Sample | WireError, now: float, actor: str = "") -> Arrival:
-        """Classify a message of SAMPLES, and return the classification; call it in stream order. ``actor``: as in the subject.
+        """Classify a message of SAMPLES, and return the classification; call it in stream order. ``actor``: as in the
+        subject.
 
-        The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and the sample is
-        invalid.
+        The caller looks up the ``unread_versions`` of the sample first: a version that is still unknown has no row, and
+        the sample is invalid.
         """
         if not self._samples.see(seq):
             return Arrival(Disposition.SEEN)
@@ -151,8 +171,8 @@ class DataSource:
             return self._invalid(seq, "demonstration", actor)
         if self.rules.teacher and not sample.demonstration and not self._taught(sample):
             return self._invalid(seq, "teacher_log_probs", actor)
-        # Before the task, because a sample that comes before its task is placed later without this check. The answer is the same at
-        # every reading of the stream (docs/decisions/016).
+        # Before the task, because a sample that comes before its task is placed later without this check. The answer is
+        # the same at every reading of the stream (docs/decisions/016).
         if not self._versions.made(sample, seq):
             return self._invalid(seq, "version", actor)
         if self._tasks.knows(sample.task):
@@ -163,8 +183,14 @@ class DataSource:
         return Arrival(Disposition.BUFFERED)
 
     def _taught(self, sample: Sample) -> bool:
-        """Return whether a sample has the scores of a teacher that the loss needs; one without tokens needs none listed."""
-        listed = sample.teacher_top_k == self.rules.teacher_top_k or not self.rules.teacher_top_k or not sample.response_length
+        """Return whether a sample has the scores of a teacher that the loss needs; one without tokens needs none
+        listed.
+        """
+        listed = (
+            sample.teacher_top_k == self.rules.teacher_top_k
+            or not self.rules.teacher_top_k
+            or not sample.response_length
+        )
         return sample.teacher_log_probs is not None and listed
 
     def _place(self, seq: int, sample: Sample, now: float, actor: str) -> Arrival:
@@ -186,8 +212,13 @@ class DataSource:
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED):  # its task is tried again, or dead
             return self._settled(seq, Arrival(Disposition.EVAL))
         size = self._evals.size(sample.task)
-        # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only counted.
-        if sample.index < size if size is not None else not self._tasks.knows(sample.task) and self._may_come_early(sample):
+        # An open evaluation task has a size; one without may be just being issued. Samples of other tasks are only
+        # counted.
+        if (
+            sample.index < size
+            if size is not None
+            else not self._tasks.knows(sample.task) and self._may_come_early(sample)
+        ):
             self._evals.add(sample)
             self._settle_eval(sample.task)
         return self._settled(seq, Arrival(Disposition.EVAL))
@@ -199,7 +230,9 @@ class DataSource:
         return self._evals.num_early + len(self._early) < EARLY_SAMPLES
 
     def _settle_eval(self, task_id: int, *, dead: bool = False) -> None:
-        """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as issued."""
+        """Settle an evaluation task once all its samples are read. Such tasks are part of no step and do not count as
+        issued.
+        """
         if self._evals.close(task_id, dead=dead):
             self._tasks.settle(task_id)
 
@@ -216,7 +249,8 @@ class DataSource:
         return arrival
 
     def dead(self, task_id: int) -> bool:
-        """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is confirmed.
+        """Mark a task as dead: the next records settle it. It may be given up by its actor before its issue is
+        confirmed.
 
         Returns whether an open group cannot be trained for it.
         """
@@ -225,7 +259,9 @@ class DataSource:
         return self._abandon(task_id, "dead") and not self._complete(self._groups[task_id])
 
     def lost(self, task_id: int) -> None:
-        """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued again."""
+        """Mark a task as acknowledged without all its samples: the next records settle it, and its prompt is issued
+        again.
+        """
         self._abandon(task_id, "lost")
 
     def requeue(self, dead: Dead) -> None:
@@ -255,7 +291,8 @@ class DataSource:
         return [(group.task, group.seqs) for group in groups]
 
     def judged(self, task_id: int, verdict: Verdict, seqs: Sequence[int] | None = None) -> None:
-        """Register the filters' decision on a complete group of these samples, as ``unjudged`` returned them; None = those it has.
+        """Register the filters' decision on a complete group of these samples, as ``unjudged`` returned them; None =
+        those it has.
 
         Without effect for one that is settled or has another sample meanwhile.
         """
@@ -267,8 +304,9 @@ class DataSource:
     def unchosen(self) -> list[tuple[Task, list[int], float]]:
         """Return the groups to decide on with ``chosen``: (task, sequences of its samples, priority so far).
 
-        All that the filters of single groups keep, once they are enough for the next step, and those with a decision for it are not.
-        While the step waits for a group that would be too old for the next one, they are decided on again with each that comes.
+        All that the filters of single groups keep, once they are enough for the next step, and those with a decision
+        for it are not. While the step waits for a group that would be too old for the next one, they are decided on
+        again with each that comes.
         """
         if not self.rules.buffer_filters:
             return []
@@ -279,9 +317,11 @@ class DataSource:
         return [(group.task, group.seqs, group.verdict.priority) for group in kept if group.verdict is not None]
 
     def chosen(self, step: int, choices: Sequence[tuple[int, Sequence[int], Verdict]]) -> None:
-        """Register the buffer filters' decisions for ``step`` on groups: (task, its sequences as ``unchosen`` returned them, decision).
+        """Register the buffer filters' decisions for ``step`` on groups: (task, its sequences as ``unchosen`` returned
+        them, decision).
 
-        Without effect if it is not the next step any more, and for groups that are settled or have another sample meanwhile.
+        Without effect if it is not the next step any more, and for groups that are settled or have another sample
+        meanwhile.
         """
         for task_id, seqs, choice in choices if step == self.step + 1 else ():
             group = self._groups.get(task_id)
@@ -292,11 +332,15 @@ class DataSource:
     # ---- versions
 
     def version(self, version: int, step: int, after: int = 0) -> None:
-        """Register the row of ``version``: it has the weights of ``step``, and no sample up to sequence ``after`` was made by it."""
+        """Register the row of ``version``: it has the weights of ``step``, and no sample up to sequence ``after`` was
+        made by it.
+        """
         self._versions.read_row(version, step, after)
 
     def published(self, version: int, step: int) -> None:
-        """Register ``version`` as the head: places of tasks trained up to its step are free again, and new tasks require it."""
+        """Register ``version`` as the head: places of tasks trained up to its step are free again, and new tasks
+        require it.
+        """
         self._versions.note(version, step)
         self._admission.published(version, step)
         self.changes += 1
@@ -318,7 +362,9 @@ class DataSource:
     # ---- decide
 
     def settlement(self) -> Settle | Requeue | None:
-        """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None without any."""
+        """Return the record to write before any plan: tasks given up, one reason at a time, then requeued prompts. None
+        without any.
+        """
         by_reason: dict[str, list[SampleGroup]] = {}
         for group in self._groups.values():
             reason = "" if self._complete(group) else group.abandoned
@@ -333,7 +379,9 @@ class DataSource:
         return make_settle(settled_at_once(groups, self.max_record_bytes), reason, epoch=self.epoch, step=self.step + 1)
 
     def plan(self, now: float) -> Plan | Settle | Requeue | Waits:
-        """Return the next record to write (a Settle first, if there is one), or a description of what the next step waits for."""
+        """Return the next record to write (a Settle first, if there is one), or a description of what the next step
+        waits for.
+        """
         if settle := self.settlement():
             return settle
         ready = [group for group in self._groups.values() if self._ready(group)]
@@ -348,14 +396,17 @@ class DataSource:
                 return waits_for_old(old, step=self.step + 1, now=now, left_s=left)
         fitting = that_fit(chosen, self.max_record_bytes)
         self.left_out = len(chosen) - len(fitting)
-        return make_plan(fitting, self._versions.steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain)
+        return make_plan(
+            fitting, self._versions.steps, self.rules, epoch=self.epoch, step=self.step + 1, chain=self.chain
+        )
 
     def _wanted_groups(self) -> int:
         """Return the number of complete groups with which the next step is planned."""
         # So many groups had equal rewards that waiting for a full step might never end: a single group is enough then.
         if self.refilled_enough:
             return 1
-        # Of the last prompts there may be fewer than a step has: no others come, so the step takes them once all are complete.
+        # Of the last prompts there may be fewer than a step has: no others come, so the step takes them once all are
+        # complete.
         left = max(1, len(self._groups)) if self._admission.exhausted else self.rules.groups_per_step
         return min(left, self.rules.groups_per_step)
 
@@ -371,7 +422,9 @@ class DataSource:
 
     def _ready(self, group: SampleGroup) -> bool:
         """Return whether the next step may take a group."""
-        return self._judged(group) and (group.choice is not None or not self.rules.buffer_filters or group.demonstrations)
+        return self._judged(group) and (
+            group.choice is not None or not self.rules.buffer_filters or group.demonstrations
+        )
 
     def _judged(self, group: SampleGroup) -> bool:
         """Return whether a group is complete, and the filters of single groups have decided on it."""
@@ -393,22 +446,33 @@ class DataSource:
         in_flight = [group for group in self._groups.values() if not (group.full or self._complete(group))]
         judging = sum(self._complete(group) and not self._ready(group) for group in self._groups.values())
         head = self.head is not None
-        return waits_for_groups(in_flight, missing, step=self.step + 1, now=now, since=since, judging=judging, head=head)
+        return waits_for_groups(
+            in_flight, missing, step=self.step + 1, now=now, since=since, judging=judging, head=head
+        )
 
     # ---- settle
 
     def lacks(self, record: PlanRecord) -> list[int]:
-        """Return the sequences of a record that have not been read yet. Raises ReplayMismatch if some were read and are not usable."""
+        """Return the sequences of a record that have not been read yet. Raises ReplayMismatch if some were read and are
+        not usable.
+        """
         if not isinstance(record, Plan | Settle):
             return []
-        buffered = {sample.seq for task in record.tasks if int(task) in self._groups for sample in self._groups[int(task)].samples.values()}
+        buffered = {
+            sample.seq
+            for task in record.tasks
+            if int(task) in self._groups
+            for sample in self._groups[int(task)].samples.values()
+        }
         missing = [int(seq) for seq in record.seqs if int(seq) not in buffered]
         if read := [seq for seq in missing if self._samples.knows(seq)]:
             raise ReplayMismatch(_label(record), "its samples in the stream", f"sequences {read[:5]} cannot be used")
         return missing
 
     def apply(self, record: PlanRecord, seq: int) -> None:
-        """Apply a record that is in the log PLAN at ``seq``. Raises ReplayMismatch if it does not continue the state."""
+        """Apply a record that is in the log PLAN at ``seq``. Raises ReplayMismatch if it does not continue the
+        state.
+        """
         if isinstance(record, Plan):
             self._apply_plan(record)
         elif isinstance(record, Settle):
@@ -470,19 +534,27 @@ class DataSource:
         return [self._groups[int(task)] for task in record.tasks]
 
     def scored(self, record: PlanRecord) -> list[tuple[Task, list[float]]]:
-        """Return the groups that a record settles with scores, trained or filtered, and their scores. Call it before ``apply``."""
+        """Return the groups that a record settles with scores, trained or filtered, and their scores. Call it before
+        ``apply``.
+        """
         if not isinstance(record, Plan) and not (isinstance(record, Settle) and is_filtered(record.reason)):
             return []
         named = set(record.seqs.tolist())
-        return [(group.task, [sample.score for sample in group.rows if sample.seq in named]) for group in self._open(record)]
+        return [
+            (group.task, [sample.score for sample in group.rows if sample.seq in named]) for group in self._open(record)
+        ]
 
     def token_limits(self, plan: Plan) -> dict[int, int]:
-        """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before ``apply``."""
+        """Return the bound of sampled tokens of every open task of a plan that has a budget of them. Call it before
+        ``apply``.
+        """
         tasks = [group.task for task_id in plan.tasks if (group := self._groups.get(int(task_id))) is not None]
         return {task.id: task.budget.tokens for task in tasks if task.budget is not None and task.budget.tokens}
 
     def _close(self, groups: list[SampleGroup], seqs: list[int], reason: str) -> None:
-        """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as duplicates."""
+        """Settle groups: samples in ``seqs`` for ``reason``, others, which were read after the record was made, as
+        duplicates.
+        """
         named = set(seqs)
         for group in groups:
             del self._groups[group.task.id]
@@ -517,7 +589,10 @@ class DataSource:
     def lack(self, task_id: int) -> str:
         """Return a description of the samples that an open task lacks. Raises KeyError for another task."""
         group = self._groups[task_id]
-        return f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing or invalid"
+        return (
+            f"{group.task.group_size - len(group.samples)} of its {group.task.group_size} samples are missing "
+            "or invalid"
+        )
 
     def cursor(self) -> Cursor:
         """Return the position in SAMPLES at which a restart from this state continues reading."""
@@ -529,16 +604,19 @@ class DataSource:
         return self._tasks.floor
 
     def accounting(self) -> SampleAccounting:
-        """Return the counts as of now: settled ones since the start of the run, and the open tasks and buffered samples."""
+        """Return the counts as of now: settled ones since the start of the run, and the open tasks and buffered
+        samples.
+        """
         return self._counter.accounting(buffered=len(self.buffered()), open_tasks=len(self._groups))
 
     # ---- persist
 
     def snapshot(self, evaluation: JsonObject | None = None, **more: object) -> bytes:
-        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart reads them again.
+        """Return the state after the last applied plan as msgpack, without open tasks and buffered samples: a restart
+        reads them again.
 
-        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES. ``more``: other states
-        that belong to it, by name.
+        ``evaluation``: state of the evaluation beside training, which belongs to the same position in SAMPLES.
+        ``more``: other states that belong to it, by name.
         """
         cursor = self.cursor()
         return msgpack.packb(
@@ -564,8 +642,9 @@ class DataSource:
     def restore(cls, rules: DataRules, data: bytes, *, epoch: int = 0) -> "DataSource":
         """Return a DataSource with the state of a snapshot.
 
-        The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from ``cursor()``, and
-        applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run differs, ReplayMismatch for another schema.
+        The caller then registers the tasks after ``task_floor``, dead tasks, versions and head, adds the samples from
+        ``cursor()``, and applies the records after ``plan_seq``. Raises ConfigRefused if the identity of the run
+        differs, ReplayMismatch for another schema.
         """
         state = read_state(data)
         refuse_other_identity(state, rules)
@@ -582,5 +661,7 @@ class DataSource:
 
 def _label(record: Plan | Settle) -> str:
     return (
-        f"recorded plan {record.step}" if isinstance(record, Plan) else f"recorded settlement ({record.reason}) before step {record.step}"
+        f"recorded plan {record.step}"
+        if isinstance(record, Plan)
+        else f"recorded settlement ({record.reason}) before step {record.step}"
     )

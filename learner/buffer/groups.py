@@ -65,7 +65,9 @@ class SampleGroup:
     samples: dict[int, BufferedSample] = field(default_factory=dict)
     """Samples by index."""
     abandoned: str = ""
-    """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty = none."""
+    """Reason to settle the task without training it, unless it is dead and has enough samples (``DataRules``); empty =
+    none.
+    """
     verdict: Verdict | None = None
     """None = not judged, and without filters always."""
     choice: Verdict | None = None
@@ -111,7 +113,9 @@ class SampleGroup:
 
     @property
     def demonstrations(self) -> bool:
-        """True if all its samples are demonstrations: filters do not judge them, because nothing is learnt from their rewards."""
+        """True if all its samples are demonstrations: filters do not judge them, because nothing is learnt from their
+        rewards.
+        """
         return all(sample.demonstration for sample in self.samples.values())
 
     @property

@@ -25,7 +25,9 @@ def field_of(error: WireError) -> str:
 
 
 class SettledIds:
-    """Settled ids of a stream. An id that was seen is open or settled; ids below the last one that were never seen count as settled."""
+    """Settled ids of a stream. An id that was seen is open or settled; ids below the last one that were never seen
+    count as settled.
+    """
 
     def __init__(self, floor: int = 0, settled: Iterable[int] = ()) -> None:
         self.seen_to = floor
@@ -34,7 +36,9 @@ class SettledIds:
         self._pass_earlier()
 
     def see(self, number: int) -> bool:
-        """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled before."""
+        """Open the id of a message that was read; call it in order. Returns False if the id was seen or settled
+        before.
+        """
         if number <= self.seen_to or number in self._earlier:
             return False
         self.seen_to = number
@@ -43,7 +47,8 @@ class SettledIds:
         return True
 
     def _pass_earlier(self) -> None:
-        # Ids that an earlier start has settled count as seen once all before them are seen, or the floor would stay below them.
+        # Ids that an earlier start has settled count as seen once all before them are seen, or the floor would stay
+        # below them.
         while self.seen_to + 1 in self._earlier:
             self.seen_to += 1
 
@@ -89,7 +94,9 @@ class SampleAccounting:
     settled: dict[str, int]
     """Tasks by reason: trained, stale, filtered, filtered:NAME, empty, dead, lost."""
     tokens: dict[str, int]
-    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older than max_lag)."""
+    """Tokens by treatment: trained, masked (by the gate), filtered (by a filter of samples), too_old (trained, older
+    than max_lag).
+    """
     given_up: int
     """Prompts that were dropped after max_reissues further issues."""
     eval: int
@@ -98,7 +105,9 @@ class SampleAccounting:
     @property
     def balanced(self) -> bool:
         """True if every sample has exactly one disposition and every issued task is open or settled."""
-        accounted = self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
+        accounted = (
+            self.trained + sum(self.dropped.values()) + self.duplicate + sum(self.invalid.values()) + self.buffered
+        )
         return self.published == accounted and self.issued == self.open + sum(self.settled.values())
 
 
@@ -131,9 +140,14 @@ class SampleCounter:
         count_of(self.invalid_of, actor)
 
     def dump(self, *, buffered: int, open_tasks: int) -> dict[str, object]:
-        """Return the counts for a snapshot, without open tasks and buffered samples: a restart reads and counts them again."""
+        """Return the counts for a snapshot, without open tasks and buffered samples: a restart reads and counts them
+        again.
+        """
         numbers = {name: getattr(self, name) for name in ("eval", "trained", "duplicate", "given_up")}
-        maps = {name: dict(sorted(getattr(self, name).items())) for name in ("dropped", "invalid", "invalid_of", "settled", "tokens")}
+        maps = {
+            name: dict(sorted(getattr(self, name).items()))
+            for name in ("dropped", "invalid", "invalid_of", "settled", "tokens")
+        }
         return {"published": self.published - buffered, "issued": self.issued - open_tasks, **numbers, **maps}
 
     @classmethod

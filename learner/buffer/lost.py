@@ -1,11 +1,12 @@
-"""Detection of lost tasks: acknowledged, but still incomplete after all samples that were stored before the ack have been read.
+"""Detection of lost tasks: acknowledged, but still incomplete after all samples that were stored before the ack have
+been read.
 
     acks of TASKS --+
                     +--> read SAMPLES to its current end --> still incomplete, and not dead --> lost(): the prompt is issued again
     ack floor ------+
 
-An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task is not delivered
-again, and would count against the admission limit until the end of the run.
+An actor acknowledges a task when all its samples are stored. If some of them are invalid, or were never sent, the task
+is not delivered again, and would count against the admission limit until the end of the run.
 """
 
 import asyncio
@@ -23,11 +24,15 @@ log = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 """Interval of reading the ack floor, which also covers acks that were missed while the connection was down."""
 GRACE_S = 0.05
-"""Grace period between an ack and the check: nearly always the samples are read by then. It also limits requests to the server."""
+"""Grace period between an ack and the check: nearly always the samples are read by then. It also limits requests to the
+server.
+"""
 
 
 class LostTasks:
-    """Finds lost tasks for a DataSource. Consumes acks; produces ``DataSource.lost``; waits for the reader of SAMPLES and for the bus."""
+    """Finds lost tasks for a DataSource. Consumes acks; produces ``DataSource.lost``; waits for the reader of SAMPLES
+    and for the bus.
+    """
 
     def __init__(self, bus: Bus, source: DataSource, on_lost: Callable[[], None]) -> None:
         self._bus, self._source, self._on_lost = bus, source, on_lost
@@ -63,8 +68,9 @@ class LostTasks:
                 by_rollout.setdefault(self._source.rollout_of(task_id), []).append(task_id)
             for rollout, ids in by_rollout.items():
                 floor = await self._bus.retry(partial(self._bus.tasks.acked_to, rollout))
-                # All tasks of a queue up to its floor are acknowledged, so it finds the acks that were missed. It is not enough alone: one
-                # task that is leased for long holds it back (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
+                # All tasks of a queue up to its floor are acknowledged, so it finds the acks that were missed. It is
+                # not enough alone: one task that is leased for long holds it back
+                # (docs/decisions/015-an-acknowledged-task-without-its-samples-is-lost.md).
                 self._acked.update(task_id for task_id in ids if task_id <= floor)
             self._looked_s = time.monotonic()
         acked, self._acked = sorted(task_id for task_id in self._acked if self._source.lacks_samples(task_id)), set()
@@ -74,7 +80,9 @@ class LostTasks:
             await self._check(task_id)
 
     async def _read_everything(self) -> None:
-        """Wait until the reader has passed the current end of SAMPLES, which includes everything that was stored before these acks."""
+        """Wait until the reader has passed the current end of SAMPLES, which includes everything that was stored before
+        these acks.
+        """
         self._wanted = (await self._bus.retry(self._bus.samples.info)).last_seq
         while self._read_to < self._wanted:
             await self._read_on.wait(LOOK_EVERY_S)
@@ -84,6 +92,8 @@ class LostTasks:
         dead = await self._bus.retry(partial(self._bus.dead.of, task_id))
         if dead is not None or not self._source.lacks_samples(task_id):
             return
-        log.warning("task lost, its prompt is issued again task=%d: acknowledged, and %s", task_id, self._source.lack(task_id))
+        log.warning(
+            "task lost, its prompt is issued again task=%d: acknowledged, and %s", task_id, self._source.lack(task_id)
+        )
         self._source.lost(task_id)
         self._on_lost()

@@ -1,7 +1,7 @@
 """Plans as a whole: their chain of digests, their size, and the assignment of samples to ranks and micro-batches.
 
-The chain is a digest of everything trained so far, by which two histories can be compared. The assignment is balanced by tokens and
-deterministic, with as many micro-batches on every rank.
+The chain is a digest of everything trained so far, by which two histories can be compared. The assignment is balanced
+by tokens and deterministic, with as many micro-batches on every rank.
 """
 
 import hashlib
@@ -24,7 +24,9 @@ _VERSION_BYTES = 18
 
 
 def plan_bytes(*, groups: int, samples: int, sequences: int, versions: int = 1, masked: int = 0) -> int:
-    """Return an upper bound of the bytes of a plan as it is stored, which exceeds them by less than 1 kB and 17 bytes a version."""
+    """Return an upper bound of the bytes of a plan as it is stored, which exceeds them by less than 1 kB and 17 bytes a
+    version.
+    """
     rows = 4 * samples if sequences > samples else 0
     return _RECORD_BYTES + 12 * groups + 8 * samples + rows + 8 * sequences + _VERSION_BYTES * versions + 8 * masked
 
@@ -56,7 +58,13 @@ def _columns(plan: Plan) -> list[bytes]:
         plan.num_minibatches,
         plan.config_digest,
     )
-    columns = [(plan.tasks, "<i8"), (plan.seqs, "<i8"), (plan.group_sizes, "<i4"), (plan.ranks, "<i4"), (plan.micro_batches, "<i4")]
+    columns = [
+        (plan.tasks, "<i8"),
+        (plan.seqs, "<i8"),
+        (plan.group_sizes, "<i4"),
+        (plan.ranks, "<i4"),
+        (plan.micro_batches, "<i4"),
+    ]
     # Only where a sample has several sequences, so that chains of runs without such samples are as in earlier releases.
     if plan.rows is not None and (plan.rows != 1).any():
         columns.append((plan.rows, "<i4"))
@@ -77,18 +85,28 @@ class Assignment:
     num_micro_batches: int
     """Micro-batches on every rank; some may be empty."""
     num_minibatches: int
-    """Number of minibatches. Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches / num_minibatches."""
+    """Number of minibatches. Minibatch k has micro-batches k c .. (k + 1) c - 1, with c = num_micro_batches /
+    num_minibatches.
+    """
 
 
 def assign(
-    lengths: Sequence[int], *, data_parallel: int, max_tokens: int, minibatches: int = 1, group_sizes: Sequence[int] | None = None
+    lengths: Sequence[int],
+    *,
+    data_parallel: int,
+    max_tokens: int,
+    minibatches: int = 1,
+    group_sizes: Sequence[int] | None = None,
 ) -> Assignment:
-    """Return an assignment of sequences of these token counts to ranks, minibatches and micro-batches of at most ``max_tokens`` tokens.
+    """Return an assignment of sequences of these token counts to ranks, minibatches and micro-batches of at most
+    ``max_tokens`` tokens.
 
-    A sample is one sequence, or several. Whole groups (``group_sizes``: their sequences, in order; None = every sequence is one) go to the
-    ``minibatches`` in turn, so that each has old and young ones; there are no more minibatches than groups, so that none is empty. A
-    sequence longer than ``max_tokens`` has a micro-batch to itself. The result depends only on the arguments.
-    Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing, Johnson 1973 (count).
+    A sample is one sequence, or several. Whole groups (``group_sizes``: their sequences, in order; None = every
+    sequence is one) go to the ``minibatches`` in turn, so that each has old and young ones; there are no more
+    minibatches than groups, so that none is empty. A sequence longer than ``max_tokens`` has a micro-batch to itself.
+    The result depends only on the arguments.
+    Source: longest processing time first, Graham 1969 (ranks, and levelling inside a rank); first-fit decreasing,
+    Johnson 1973 (count).
     """
     sizes = [1] * len(lengths) if group_sizes is None else list(group_sizes)
     assert sum(sizes) == len(lengths), f"groups of {sum(sizes)} samples, lengths of {len(lengths)}"
@@ -100,10 +118,14 @@ def assign(
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     for number, (mine, (its_ranks, its_micro_batches, _)) in enumerate(zip(rows, parts, strict=True)):
         ranks[mine], micro_batches[mine] = its_ranks, its_micro_batches + number * count
-    return Assignment(ranks=ranks, micro_batches=micro_batches, num_micro_batches=count * minibatches, num_minibatches=minibatches)
+    return Assignment(
+        ranks=ranks, micro_batches=micro_batches, num_micro_batches=count * minibatches, num_minibatches=minibatches
+    )
 
 
-def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+def _assign(
+    lengths: Sequence[int], data_parallel: int, max_tokens: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
     """Return (ranks, micro-batches) of the samples of one minibatch, and the number of micro-batches."""
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
     by_rank = _level(order, lengths, data_parallel)
@@ -111,8 +133,8 @@ def _assign(lengths: Sequence[int], data_parallel: int, max_tokens: int) -> tupl
     count = max(1, *(len(bins) for bins in packed))
     ranks, micro_batches = np.zeros(len(lengths), np.int32), np.zeros(len(lengths), np.int32)
     for rank, (rows, bins) in enumerate(zip(by_rank, packed, strict=True)):
-        # First fit gives the number of micro-batches, but fills the first ones and leaves little for the last. The same number of
-        # levelled ones has a smaller largest one, and so a lower peak of memory; it may fail to fit.
+        # First fit gives the number of micro-batches, but fills the first ones and leaves little for the last. The same
+        # number of levelled ones has a smaller largest one, and so a lower peak of memory; it may fail to fit.
         levelled = _level(rows, lengths, count)
         chosen = levelled if _fits(levelled, lengths, max_tokens) else bins
         for number, members in enumerate(chosen):

@@ -11,13 +11,17 @@ from tidemill.learner.errors import ConfigRefused
 def refuse_rare_pushes(push_every: int, *, max_lag: int) -> None:
     """Raise ConfigRefused for versions so far apart that a step between two of them gets only data that is too old."""
     if push_every - 1 > max_lag:
-        want = f"<= staleness.max_lag + 1 = {max_lag + 1} (the steps between two versions would wait for samples that are too old for them)"
+        want = (
+            f"<= staleness.max_lag + 1 = {max_lag + 1} (the steps between two versions would wait for samples "
+            "that are too old for them)"
+        )
         raise ConfigRefused("weights.push_every", want, push_every)
 
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
-"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second every token is equally
-probable."""
+"""Below the first a float32 softmax has nearly one token, and SGLang samples greedily below 1e-6; above the second
+every token is equally probable.
+"""
 
 
 def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
@@ -29,14 +33,24 @@ def refuse_sampling(temperature: float, top_p: float, top_k: int) -> None:
         raise ConfigRefused("sampling.temperature", f"<= {HIGHEST_TEMPERATURE:g}", temperature)
     if top_p != 1.0 or top_k not in (-1, 0):
         want = (
-            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance weights of a truncated one "
+            "top_p 1 and top_k -1 (the learner computes log-probs of the whole distribution, so importance "
+            "weights of a truncated one "
             "would be wrong)"
         )
         raise ConfigRefused("sampling", want, (top_p, top_k))
 
 
 _LATER = frozenset(
-    {"num_epochs", "filters", "buffer_filters", "over_sampling", "demonstrations", "teacher", "teacher_top_k", "min_group_size"}
+    {
+        "num_epochs",
+        "filters",
+        "buffer_filters",
+        "over_sampling",
+        "demonstrations",
+        "teacher",
+        "teacher_top_k",
+        "min_group_size",
+    }
 )
 """Rules that came after the first release."""
 
@@ -58,7 +72,9 @@ class DataRules:
     order_deadline_s: float = 30.0
     filter_zero_variance: bool = False
     filters: str = ""
-    """Description of the filters (``filter_settings.identity_of``); with one, complete groups wait for ``DataSource.judged``."""
+    """Description of the filters (``filter_settings.identity_of``); with one, complete groups wait for
+    ``DataSource.judged``.
+    """
     buffer_filters: bool = False
     """True: groups that the filters keep wait for ``DataSource.chosen``, too."""
     over_sampling: float = 0.0
@@ -102,7 +118,9 @@ class DataRules:
 
     @property
     def identity(self) -> dict[str, object]:
-        """Settings that may not change during a run, because samples do not record under which values they were made."""
+        """Settings that may not change during a run, because samples do not record under which values they were
+        made.
+        """
         names = ("run", "seed", "prompts_digest", "model", "temperature", "top_p", "top_k")
         return {name: getattr(self, name) for name in names}
 

@@ -29,7 +29,8 @@ def waits_for_groups(
 ) -> Waits:
     """Return the wait for ``missing`` groups of ``step``, which began at ``since``; 0 = for the buffer filters alone.
 
-    ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a version is published.
+    ``in_flight``: open groups that are not complete. ``judging``: number of groups that filters have. ``head``: a
+    version is published.
     """
     wanted = f"{missing} more group{'s' * (missing > 1)}" if missing else "the buffer filters"
     parts = [f"{wanted} for step {step}, for {now - since:.0f} s"]
@@ -46,10 +47,13 @@ def waits_for_groups(
 
 
 def waits_for_old(old: Sequence[SampleGroup], *, step: int, now: float, left_s: float) -> Waits:
-    """Return the wait for groups in flight that ``step`` could train and the next one could not; it ends in ``left_s``."""
+    """Return the wait for groups in flight that ``step`` could train and the next one could not; it ends in
+    ``left_s``.
+    """
     silent_s = now - min(group.touched_s for group in old)
     text = (
-        f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent_s:.0f} s) that would be "
+        f"{len(old)} group{'s' * (len(old) > 1)} in flight (task {old[0].task.id}, silent for {silent_s:.0f} "
+        "s) that would be "
         f"too old for step {step + 1}; step {step} goes without in {left_s:.0f} s"
     )
     return Waits(text=text, missing=len(old), wake_in_s=left_s)
@@ -86,12 +90,16 @@ def drop_reason(group: SampleGroup, steps: Mapping[int, int], rules: DataRules, 
 
 
 def age(group: SampleGroup, steps: Mapping[int, int]) -> tuple[int, int]:
-    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task id."""
+    """Return the sort key of consumption: the oldest step that made one of the group's trainable tokens, then the task
+    id.
+    """
     return min(group.tokens_by_step(steps)), group.task.id
 
 
 def in_order(ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int) -> list[SampleGroup]:
-    """Return complete groups in the order in which they are trained: those that are too old afterwards, then by priority, then by age."""
+    """Return complete groups in the order in which they are trained: those that are too old afterwards, then by
+    priority, then by age.
+    """
     oldest = oldest_step(rules, step)
 
     def key(group: SampleGroup) -> tuple[bool, float, tuple[int, int]]:
@@ -103,14 +111,22 @@ def in_order(ready: Iterable[SampleGroup], steps: Mapping[int, int], rules: Data
 
 
 def urgent(
-    in_flight: Iterable[SampleGroup], chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, step: int
+    in_flight: Iterable[SampleGroup],
+    chosen: Sequence[SampleGroup],
+    steps: Mapping[int, int],
+    rules: DataRules,
+    step: int,
 ) -> list[SampleGroup]:
     """Return the groups in flight that would be too old for step + 1, and would be chosen now if they were complete."""
     if step >= rules.steps:
         return []
     oldest = oldest_step(rules, step)
     last = max(age(group, steps) for group in chosen) if len(chosen) >= rules.groups_per_step else None
-    return [group for group in in_flight if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)]
+    return [
+        group
+        for group in in_flight
+        if group.task.issue_step == oldest and (last is None or (oldest, group.task.id) < last)
+    ]
 
 
 def that_fit(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
@@ -127,7 +143,9 @@ def that_fit(chosen: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGr
 
 
 def settled_at_once(groups: Sequence[SampleGroup], max_bytes: int) -> Sequence[SampleGroup]:
-    """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at least."""
+    """Return the first groups of these that one Settle of at most ``max_bytes`` can name, 0 = any number; one at
+    least.
+    """
     samples = 0
     for count, group in enumerate(groups):
         samples += len(group.samples)
@@ -147,7 +165,9 @@ def make_settle(groups: Sequence[SampleGroup], reason: str, *, epoch: int, step:
     )
 
 
-def make_plan(chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str) -> Plan:
+def make_plan(
+    chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: DataRules, *, epoch: int, step: int, chain: str
+) -> Plan:
     """Return the plan of ``step`` over these groups, packed and chained to the plan before. Raises ReplayMismatch."""
     samples = [sample for group in chosen for sample in group.rows]
     lengths = [length for sample in samples for length in sample.lengths]
@@ -161,10 +181,14 @@ def make_plan(chosen: Sequence[SampleGroup], steps: Mapping[int, int], rules: Da
         group_sizes=[sum(len(sample.lengths) for sample in group.rows) for group in chosen],
     )
     masked = [sample.seq for group in chosen for sample in group.rows if sample.seq in group.masked]
-    version_steps = {version: steps[version] for version in sorted({version for group in chosen for version in group.versions})}
+    version_steps = {
+        version: steps[version] for version in sorted({version for group in chosen for version in group.versions})
+    }
     # Tokens of weights that this step has yet to make: the registry and the plans belong to different histories.
     if max(version_steps.values()) >= step:
-        raise ReplayMismatch(f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}")
+        raise ReplayMismatch(
+            f"samples for step {step}", "versions of earlier steps only", f"steps of versions: {version_steps}"
+        )
     plan = Plan(
         epoch=epoch,
         step=step,

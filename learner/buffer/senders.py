@@ -1,8 +1,9 @@
 """Refusal of actors that send only invalid samples.
 
-An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the log and in the
-feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` requests it to end. Whether a sample is trained depends on the
-sample alone, so a refusal changes no plan, and one usable sample revokes it. While no usable sample arrives, tasks are issued slowly.
+An actor that sends ``INVALID_IN_A_ROW`` invalid samples and no usable one between them is *refused*: it is named in the
+log and in the feeder's live row, and its row ``refused.<actor>`` in the bucket ``run`` requests it to end. Whether a
+sample is trained depends on the sample alone, so a refusal changes no plan, and one usable sample revokes it. While no
+usable sample arrives, tasks are issued slowly.
 """
 
 import logging
@@ -21,7 +22,9 @@ from tidemill.learner.buffer.ledger import count_of
 log = logging.getLogger(__name__)
 
 INVALID_IN_A_ROW = 64
-"""Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are larger than this."""
+"""Invalid samples in a row after which an actor is refused. One bad prompt causes one bad group, and few groups are
+larger than this.
+"""
 MAX_ACTORS = 256
 """Maximum number of actors with a counter; a new actor replaces the one with the shortest run of invalid samples."""
 MAX_WORDS = 300
@@ -44,7 +47,9 @@ class Refusal:
 
 
 class Senders:
-    """Counts invalid samples by actor, and refuses actors. It is not part of the data's state: a restart starts with empty counters."""
+    """Counts invalid samples by actor, and refuses actors. It is not part of the data's state: a restart starts with
+    empty counters.
+    """
 
     def __init__(self, earlier: tuple[str, ...] = ()) -> None:
         """``earlier``: actors that an earlier start has refused."""
@@ -78,7 +83,9 @@ class Senders:
         total = count_of(self._totals, actor)
         if total & (total - 1) == 0:  # at 1, 2, 4, 8 ... samples, so that a flood of them does not fill the log
             log.warning("sample invalid actor=%s so_far=%d error=%s", actor, total, reason)
-        if count % INVALID_IN_A_ROW == 0 and (actor in self.refused or len(self.refused) < MAX_ACTORS):  # a known one updates its row
+        if count % INVALID_IN_A_ROW == 0 and (
+            actor in self.refused or len(self.refused) < MAX_ACTORS
+        ):  # a known one updates its row
             log.error("actor refused: it sends only invalid samples actor=%s in_a_row=%d last=%s", actor, count, reason)
             self.refused.add(actor)
             self._schedule(actor, Refusal(actor=actor, invalid=count, reason=reason))
@@ -88,7 +95,9 @@ class Senders:
         self._woken.wake()
 
     async def publish(self, bus: Bus) -> None:
-        """Write and delete the rows of refused actors until cancelled. Each further ``INVALID_IN_A_ROW`` samples update the row."""
+        """Write and delete the rows of refused actors until cancelled. Each further ``INVALID_IN_A_ROW`` samples update
+        the row.
+        """
         rows = bus.rows("run")
         while True:
             while self._news:
@@ -99,7 +108,9 @@ class Senders:
             await self._woken.wait(_IDLE_S)
 
     def load(self, by_reason: Mapping[str, int], by_actor: Mapping[str, int]) -> dict[str, int]:
-        """Return the counters for the live row that are not 0: ``invalid/<reason>``, ``invalid_of/<actor>``, ``refused/<actor>``."""
+        """Return the counters for the live row that are not 0: ``invalid/<reason>``, ``invalid_of/<actor>``,
+        ``refused/<actor>``.
+        """
         reasons = {f"invalid/{reason}": count for reason, count in by_reason.items()}
         actors = {f"invalid_of/{actor}": count for actor, count in by_actor.items()}
         return {**reasons, **actors, **{f"refused/{actor}": 1 for actor in sorted(self.refused)}}
@@ -111,9 +122,16 @@ def invalid_words(received: Received, reason: str) -> str:
     if isinstance(sample, WireError):
         why = str(sample)
     elif reason == "version":
-        why = f"spans: want versions that existed when it was stored, got {sorted({span.version for span in sample.spans})}"
+        why = (
+            "spans: want versions that existed when it was stored, got "
+            f"{sorted({span.version for span in sample.spans})}"
+        )
     elif reason == "teacher_log_probs":
-        listed = "no scores" if sample.teacher_log_probs is None else f"scores with {sample.teacher_top_k} tokens listed at each position"
+        listed = (
+            "no scores"
+            if sample.teacher_log_probs is None
+            else f"scores with {sample.teacher_top_k} tokens listed at each position"
+        )
         why = f"{reason}: want the scores of a teacher, as learner.algorithm.distill_loss needs them, got {listed}"
     else:
         why = f"{reason}: want what task {sample.task} has"

@@ -1,4 +1,6 @@
-"""Snapshot of a DataSource as a checkpoint has it: one msgpack map of schema 1, read with its schema and the run's identity checked."""
+"""Snapshot of a DataSource as a checkpoint has it: one msgpack map of schema 1, read with its schema and the run's
+identity checked.
+"""
 
 import msgpack
 
@@ -9,7 +11,9 @@ from tidemill.learner.errors import ConfigRefused, ReplayMismatch
 SCHEMA = 1
 """Version of the snapshot format."""
 ROWS = "rows"
-"""Key of the rows that were planned (``tidemill.learner.prompts.planned_rows``); snapshots of earlier releases lack them."""
+"""Key of the rows that were planned (``tidemill.learner.prompts.planned_rows``); snapshots of earlier releases lack
+them.
+"""
 
 
 def read_state(data: bytes) -> JsonObject:
@@ -21,7 +25,9 @@ def read_state(data: bytes) -> JsonObject:
 
 
 def refuse_other_identity(state: JsonObject, rules: DataRules) -> None:
-    """Raise ConfigRefused if a snapshot is one of a run with another identity. Prompts are compared by their rows, where it has them."""
+    """Raise ConfigRefused if a snapshot is one of a run with another identity. Prompts are compared by their rows,
+    where it has them.
+    """
     for name, value in rules.identity.items():
         if name == "prompts_digest" and ROWS in state:
             continue

@@ -1,11 +1,13 @@
-"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and no torch.
+"""Checkpoint directories: written aside, made durable, renamed into place, verified before use. Knows files, no bus and
+no torch.
 
-``<root>/step-<k>-epoch-<e>/`` holds the files that the ranks of this node wrote, ``state.msgpack`` (the DataSource as of plan k) and
-``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was complete when it was renamed; ``.tmp``
-is being written, ``.corrupt`` failed verification and was set aside. A row on the bus names the *latest* one.
+``<root>/step-<k>-epoch-<e>/`` holds the files that the ranks of this node wrote, ``state.msgpack`` (the DataSource as
+of plan k) and ``manifest.json`` (size and SHA-256 of every file, and of itself). A directory without a suffix was
+complete when it was renamed; ``.tmp`` is being written, ``.corrupt`` failed verification and was set aside. A row on
+the bus names the *latest* one.
 
-On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest; ``held`` names the
-files that are here, and ``verify`` wants all of them.
+On several nodes without a shared directory, each node has the files of its own ranks, the metadata and the manifest;
+``held`` names the files that are here, and ``verify`` wants all of them.
 """
 
 import errno
@@ -32,7 +34,9 @@ log = logging.getLogger(__name__)
 NO_WEIGHTS = "no_weights"
 """File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
-"""Files of every checkpoint with weights, which are in Megatron's format torch_dist; those of Megatron's own training have them, too."""
+"""Files of every checkpoint with weights, which are in Megatron's format torch_dist; those of Megatron's own training
+have them, too.
+"""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 
 
@@ -45,7 +49,9 @@ class Checkpoint:
     path: Path
 
     def is_newer(self, latest: "Checkpoint") -> bool:
-        """Return whether it was written after the latest one: a start that fell back to an older checkpoint has a newer epoch."""
+        """Return whether it was written after the latest one: a start that fell back to an older checkpoint has a newer
+        epoch.
+        """
         return self.epoch > latest.epoch or (self.epoch == latest.epoch and self.step > latest.step)
 
     def is_before(self, latest: "Checkpoint") -> bool:
@@ -54,7 +60,9 @@ class Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its content."""
+    """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its
+    content.
+    """
     return all((directory / name).is_file() for name in TORCH_DIST)
 
 
@@ -69,11 +77,15 @@ def staging(root: Path, *, step: int, epoch: int) -> Path:
 def commit(tmp: Path, state: bytes, *, extra: Mapping[str, object] | None = None) -> Path:
     """Add state and manifest, fsync every file, and rename the directory into place. Returns its path.
 
-    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the disk refuses.
+    ``extra`` goes into the manifest (values of JSON). Raises FileExistsError when the name is taken, OSError when the
+    disk refuses.
     """
     (tmp / STATE).write_bytes(state)
     entries = digest(tmp, sorted(_files(tmp)))
-    write_manifest(tmp, Manifest(files={name: one.written_by((0,)) for name, one in entries.items()}, extra=dict(extra or {})).encode())
+    write_manifest(
+        tmp,
+        Manifest(files={name: one.written_by((0,)) for name, one in entries.items()}, extra=dict(extra or {})).encode(),
+    )
     return publish(tmp)
 
 
@@ -101,8 +113,8 @@ def publish(tmp: Path) -> Path:
     path = tmp.with_suffix("")
     if path.exists():
         raise FileExistsError(f"{path}: want a new checkpoint name, got an existing directory")
-    # All content and all names are on the disk before the rename, and the rename before this returns: a directory with its final
-    # name is complete, also after a loss of power.
+    # All content and all names are on the disk before the rename, and the rename before this returns: a directory with
+    # its final name is complete, also after a loss of power.
     for directory in sorted({tmp, *((tmp / name).parent for name in _files(tmp))}, reverse=True):
         sync(directory)
     try:
@@ -116,13 +128,17 @@ def publish(tmp: Path) -> Path:
 
 
 def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObject:
-    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file that differs.
+    """Read every file and compare it with the manifest. Returns ``extra``. Raises CheckpointCorrupt for the first file
+    that differs.
 
-    ``partly``: files that other nodes have written may be missing. ``stored``: all but the metadata may, which the store has.
+    ``partly``: files that other nodes have written may be missing. ``stored``: all but the metadata may, which the
+    store has.
     """
     manifest = manifests.read(path)
     wanted = sorted(
-        (name, one) for name, one in manifest.files.items() if not ((partly or stored) and _is_elsewhere(path, name, one, stored=stored))
+        (name, one)
+        for name, one in manifest.files.items()
+        if not ((partly or stored) and _is_elsewhere(path, name, one, stored=stored))
     )
     if more := sorted(set(_files(path)) - set(manifest.files) - {MANIFEST}):
         raise CheckpointCorrupt(str(path), more[0], "no file that is not in the manifest", "one")
@@ -134,7 +150,9 @@ def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObj
 
 
 def damaged(path: Path) -> list[CheckpointCorrupt]:
-    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a manifest."""
+    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a
+    manifest.
+    """
     files = manifests.read(path).files
     here = sorted((name, entry) for name, entry in files.items() if (path / name).is_file())
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -142,7 +160,9 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of the manifest with a file here of the right size; the content is not read. Raises CheckpointCorrupt."""
+    """Return the entries of the manifest with a file here of the right size; the content is not read. Raises
+    CheckpointCorrupt.
+    """
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
 
 
@@ -175,7 +195,9 @@ def verified_state(path: Path) -> bytes:
 def listed(root: Path) -> list[Checkpoint]:
     """Return the complete checkpoints under ``root``, newest (step, then epoch) first, without verifying them."""
     found = [(match, path) for path in root.glob("step-*") if (match := _NAME.fullmatch(path.name)) and path.is_dir()]
-    return sorted((Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True)
+    return sorted(
+        (Checkpoint(step=int(match[1]), epoch=int(match[2]), path=path) for match, path in found), reverse=True
+    )
 
 
 def unfinished(root: Path) -> set[int]:
@@ -184,7 +206,9 @@ def unfinished(root: Path) -> set[int]:
 
 
 def is_spread(path: Path) -> bool:
-    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable manifest."""
+    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable
+    manifest.
+    """
     try:
         return any(one.holders not in ((), (0,)) for one in manifests.read(path).files.values())
     except CheckpointCorrupt:
@@ -194,7 +218,9 @@ def is_spread(path: Path) -> bool:
 def latest_valid(
     candidates: Iterable[Path], *, partly: bool = False, stored: bool = False
 ) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
-    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also logged."""
+    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also
+    logged.
+    """
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
@@ -225,8 +251,9 @@ def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] 
     """Remove all but ``latest`` and the ``keep - 1`` newest before it. Returns these, newest first.
 
     ``spared``: names of further ones before it that are not removed; the streams are not kept for them.
-    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never committed to the run and
-    are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch, are kept.
+    Checkpoints of earlier epochs with a later step than ``latest``, and unfinished ones (``.tmp``), were never
+    committed to the run and are removed too. Checkpoints that its epoch has written since ``latest``, or a newer epoch,
+    are kept.
     """
     before = [one for one in listed(root) if one.is_before(latest)]
     kept = [latest, *before[: keep - 1]]
@@ -243,14 +270,18 @@ def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] 
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory at once, also while another process writes into it: the agent of this node may be copying files there."""
+    """Remove a directory at once, also while another process writes into it: the agent of this node may be copying
+    files there.
+    """
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def named(path: Path) -> Checkpoint:
-    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not a checkpoint."""
+    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not
+    a checkpoint.
+    """
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: want a name like step-20-epoch-1")

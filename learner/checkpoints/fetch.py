@@ -1,4 +1,6 @@
-"""Copies files of a checkpoint from other nodes or the store to this disk: verified, durable, in place only when whole. Blocking."""
+"""Copies files of a checkpoint from other nodes or the store to this disk: verified, durable, in place only when whole.
+Blocking.
+"""
 
 import json
 import logging
@@ -31,8 +33,9 @@ def metadata(files: Mapping[str, FileEntry]) -> Collection[str]:
 def complete(directory: Path, client: PeerClient, wanted: Wanted = metadata, *, sha256: str = "") -> list[str]:
     """Get the selected files of a checkpoint that this node lacks. Returns their names.
 
-    ``sha256``: digest of the manifest, if it is known (Megatron's index is a pickle, and is only as trustworthy as the manifest); empty =
-    any sealed one. Raises CheckpointCorrupt when no node has a file intact, OSError when it cannot be written here.
+    ``sha256``: digest of the manifest, if it is known (Megatron's index is a pickle, and is only as trustworthy as the
+    manifest); empty = any sealed one. Raises CheckpointCorrupt when no node has a file intact, OSError when it cannot
+    be written here.
     """
     data = manifest_bytes(directory, client, sha256=sha256)
     files = Manifest.parse(str(directory), data).files
@@ -74,7 +77,9 @@ def manifest_bytes(directory: Path, client: PeerClient, *, sha256: str = "") -> 
             if not sha256 or manifests.digest_of(data) == sha256:
                 return data
             failures.append(f"{where} has another one")
-    raise CheckpointCorrupt(str(directory), MANIFEST, f"a manifest with sha256 {sha256}" if sha256 else "a manifest", "; ".join(failures))
+    raise CheckpointCorrupt(
+        str(directory), MANIFEST, f"a manifest with sha256 {sha256}" if sha256 else "a manifest", "; ".join(failures)
+    )
 
 
 def held_by(client: PeerClient, peer: Peer) -> dict[str, list[str]]:

@@ -1,9 +1,11 @@
-"""Keeper of a node's checkpoints, in the node's agent: serves them over HTTP, copies the checkpoints of its neighbours, removes old ones.
+"""Keeper of a node's checkpoints, in the node's agent: serves them over HTTP, copies the checkpoints of its neighbours,
+removes old ones.
 
     row run/holder.<R>   {"node", "host", "url", "held": {checkpoint: [file, ...]}, "trouble"}, written when it changes
 
-Consumes the directories that ranks rename into place, and the rows of the other keepers. Waits for nothing but its interval; what fails
-(a neighbour that is away, a disk that is full) is in the row and tried again. It needs no rank, so it also serves between two attempts.
+Consumes the directories that ranks rename into place, and the rows of the other keepers. Waits for nothing but its
+interval; what fails (a neighbour that is away, a disk that is full) is in the row and tried again. It needs no rank, so
+it also serves between two attempts.
 """
 
 import asyncio
@@ -59,7 +61,9 @@ class CheckpointServer:
         name, file = request.match_info["name"], request.match_info["file"]
         path = await asyncio.to_thread(self._found, name, file)
         if path is None:
-            raise web.HTTPNotFound(text=f"want a file of a checkpoint that this node has, got {name[:80]}/{file[:80]}\n")
+            raise web.HTTPNotFound(
+                text=f"want a file of a checkpoint that this node has, got {name[:80]}/{file[:80]}\n"
+            )
         return web.FileResponse(path)
 
     def _found(self, name: str, file: str) -> Path | None:
@@ -101,7 +105,9 @@ log = logging.getLogger(__name__)
 ROWS = "holder"
 """Rows of the bucket ``run``, one for each node: ``holder.<R>``."""
 CHECKPOINT_KEY = "checkpoint"
-"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept", "manifests"}`` of the latest checkpoint."""
+"""Row of the bucket ``run``: ``{"directory", "step", "epoch", "chain", "manifest", "kept", "manifests"}`` of the latest
+checkpoint.
+"""
 INTERVAL_S = 1.0
 """Longest time between two looks at the directory and at the rows; a row that changes wakes the keeper."""
 
@@ -133,7 +139,9 @@ async def holders(bus: Bus) -> dict[int, Holder]:
     """Return the rows of all nodes that ever had one, by node. Raises BusUnavailable."""
     found = {}
     for row, _ in (await bus.rows("run").all(ROWS)).values():
-        one = Holder(node=row["node"], url=row["url"], host=row.get("host", ""), held=row["held"], trouble=row.get("trouble", ""))
+        one = Holder(
+            node=row["node"], url=row["url"], host=row.get("host", ""), held=row["held"], trouble=row.get("trouble", "")
+        )
         found[one.node] = one
     return found
 
@@ -155,7 +163,9 @@ class Keeper:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError, BusUnavailable."""
+        """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError,
+        BusUnavailable.
+        """
         await asyncio.to_thread(clean, self._root)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
@@ -163,7 +173,8 @@ class Keeper:
             await self._tell()
             if self._ring.copies == 1 and self._ring.num_nodes > 1 and self._ring.node == 0:
                 log.warning(
-                    "learner.checkpoint.copies: 1: a node lost with its disk loses the run's newest states; the last exported model remains"
+                    "learner.checkpoint.copies: 1: a node lost with its disk loses the run's newest states; "
+                    "the last exported model remains"
                 )
             yield
         finally:
@@ -177,12 +188,16 @@ class Keeper:
             while True:
                 try:
                     await self.look()
-                except BusError as error:  # it is away, or the row of the latest checkpoint or of the key cannot be read
+                except (
+                    BusError
+                ) as error:  # it is away, or the row of the latest checkpoint or of the key cannot be read
                     log.info("checkpoints of others are not copied now error=%s", error)
                 await changed.wait(INTERVAL_S)  # the ranks of this node wake no keeper, and a wake-up may be lost
 
     async def look(self) -> None:
-        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises BusError."""
+        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises
+        BusError.
+        """
         others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
         keys = await self._keys.known()
         peers = tuple(Peer(node=one.node, url=one.url, key=keys.bearer) for one in others.values() if one.url)
@@ -191,11 +206,15 @@ class Keeper:
             self._client = PeerClient(peers)
         row = await self._bus.rows("run").get(CHECKPOINT_KEY)
         latest, spared = (None, ()) if row is None else (latest_of(self._root, row[0]), tuple(row[0].get("kept", ())))
-        names = {name for one in others.values() for name in one.held} | {one.path.name for one in disk.listed(self._root)}
+        names = {name for one in others.values() for name in one.held} | {
+            one.path.name for one in disk.listed(self._root)
+        }
         self._trouble = ""
         for name in kept_names(names, latest, keep=self._ring.keep, spared=spared):
             await asyncio.to_thread(self._copy, name)
-        if latest is not None and self._ring.node != 0:  # the feeder does it on node 0, where it needs the oldest one's state
+        if (
+            latest is not None and self._ring.node != 0
+        ):  # the feeder does it on node 0, where it needs the oldest one's state
             await asyncio.to_thread(disk.prune, self._root, keep=self._ring.keep, latest=latest, spared=spared)
         await self._tell()
 
@@ -214,20 +233,32 @@ class Keeper:
         ring = self._ring
         if not ring.copies:
             return fetch.metadata(files)
-        copied = {name for name, one in files.items() if ring.node in targets(one, num_nodes=ring.num_nodes, copies=ring.copies)}
+        copied = {
+            name
+            for name, one in files.items()
+            if ring.node in targets(one, num_nodes=ring.num_nodes, copies=ring.copies)
+        }
         return copied | set(fetch.metadata(files))
 
     async def _tell(self) -> None:
         """Write the row, if anything in it has changed."""
         held = await asyncio.to_thread(held_below, self._root)
-        row = {"node": self._ring.node, "host": socket.gethostname(), "url": self.url, "held": held, "trouble": self._trouble[:500]}
+        row = {
+            "node": self._ring.node,
+            "host": socket.gethostname(),
+            "url": self.url,
+            "held": held,
+            "trouble": self._trouble[:500],
+        }
         if row != self._row:
             await self._bus.rows("run").put(self._key, row)
             self._row = row
 
 
 def clean(root: Path) -> None:
-    """Remove leftovers of an earlier process, and set damaged files aside: what is used afterwards was intact at this start."""
+    """Remove leftovers of an earlier process, and set damaged files aside: what is used afterwards was intact at this
+    start.
+    """
     root.mkdir(parents=True, exist_ok=True)
     fetch.remove_leftovers(root)
     for one in disk.listed(root):
@@ -242,8 +273,12 @@ def clean(root: Path) -> None:
             disk.set_aside_file(one.path, difference.file)
 
 
-def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()) -> list[str]:
-    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer ones."""
+def kept_names(
+    names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()
+) -> list[str]:
+    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer
+    ones.
+    """
     found = []
     for name in names:
         try:
@@ -261,7 +296,9 @@ def kept_names(names: Collection[str], latest: Checkpoint | None, *, keep: int, 
 
 
 def digests_in(row: JsonMapping) -> dict[str, str]:
-    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that are kept."""
+    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that
+    are kept.
+    """
     known: dict[str, str] = {**row.get("manifests", {})}
     if row.get("manifest"):
         known[Path(row["directory"]).name] = row["manifest"]

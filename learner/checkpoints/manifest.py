@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: size and digests of every file, and the nodes that wrote it. Sealed with a digest of its own.
+"""The manifest of a checkpoint: size and digests of every file, and the nodes that wrote it. Sealed with a digest of
+its own.
 
-A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of schema 2 are those
-of every release; ``blocks`` and ``holders`` are missing in manifests that were written before them.
+A file is digested as a whole, and in blocks, so that a reader can verify a range of it without the rest. The fields of
+schema 2 are those of every release; ``blocks`` and ``holders`` are missing in manifests that were written before them.
 """
 
 import hashlib
@@ -19,7 +20,9 @@ MANIFEST, STATE, SCHEMA = "manifest.json", "state.msgpack", 2
 BLOCK_BYTES = 1 << 22
 """Bytes of a block, which are read, hashed and transferred at a time; the last block of a file is shorter."""
 METADATA = frozenset({".metadata", "common.pt", "metadata.json", STATE})
-"""Files that every node needs to begin: Megatron's index and common part, and the DataSource's state. The manifest is one, too."""
+"""Files that every node needs to begin: Megatron's index and common part, and the DataSource's state. The manifest is
+one, too.
+"""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -58,18 +61,26 @@ class Manifest:
 
     @classmethod
     def parse(cls, where: str, data: bytes) -> "Manifest":
-        """Return the manifest in ``data``. ``where``: directory or URL, for the error. Raises CheckpointCorrupt for any other content."""
+        """Return the manifest in ``data``. ``where``: directory or URL, for the error. Raises CheckpointCorrupt for any
+        other content.
+        """
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise CheckpointCorrupt(where, MANIFEST, "a JSON map", str(error)) from error
-        if not isinstance(found, dict) or found.get("schema") != SCHEMA or not {"files", "extra", "sha256"} <= found.keys():
+        if (
+            not isinstance(found, dict)
+            or found.get("schema") != SCHEMA
+            or not {"files", "extra", "sha256"} <= found.keys()
+        ):
             raise CheckpointCorrupt(where, MANIFEST, f"files, extra and sha256 under schema {SCHEMA}", str(found)[:80])
         if (seal := found.pop("sha256")) != (got := _seal(found)):
             raise CheckpointCorrupt(where, MANIFEST, f"sha256 {seal}", got)
         if not isinstance(found["files"], dict) or not isinstance(found["extra"], dict):
             raise CheckpointCorrupt(where, MANIFEST, "files and extra as maps", str(found)[:80])
-        return cls(files={name: _entry(where, name, value) for name, value in found["files"].items()}, extra=found["extra"])
+        return cls(
+            files={name: _entry(where, name, value) for name, value in found["files"].items()}, extra=found["extra"]
+        )
 
 
 def read(directory: Path) -> Manifest:
@@ -109,10 +120,18 @@ def _entry(where: str, name: str, value: object) -> FileEntry:
     values: Mapping[str, object] = value if isinstance(value, dict) else {}
     size, sha256, blocks, holders = (values.get(key) for key in ("size", "sha256", "blocks", "holders"))
     blocks, holders = blocks or [], holders or []
-    if type(size) is not int or size < 0 or not _is_digest(sha256) or not isinstance(blocks, list) or not isinstance(holders, list):
+    if (
+        type(size) is not int
+        or size < 0
+        or not _is_digest(sha256)
+        or not isinstance(blocks, list)
+        or not isinstance(holders, list)
+    ):
         raise CheckpointCorrupt(where, MANIFEST, f"size, sha256, blocks and holders of {name}", str(value)[:80])
     if not all(map(_is_digest, blocks)) or (blocks and len(blocks) != -(-size // BLOCK_BYTES)):
-        raise CheckpointCorrupt(where, MANIFEST, f"a digest for each block of the {size} bytes of {name}", f"{len(blocks)} blocks")
+        raise CheckpointCorrupt(
+            where, MANIFEST, f"a digest for each block of the {size} bytes of {name}", f"{len(blocks)} blocks"
+        )
     if not all(type(node) is int and node >= 0 for node in holders):
         raise CheckpointCorrupt(where, MANIFEST, f"numbers of nodes as holders of {name}", str(holders)[:80])
     return FileEntry(size=size, sha256=str(sha256), blocks=tuple(blocks), holders=tuple(holders))

@@ -1,11 +1,12 @@
-"""Checkpoints in an object store, by a URL of fsspec. Blocking; knows names, files and ranges, no bus, no manifest and no torch.
+"""Checkpoints in an object store, by a URL of fsspec. Blocking; knows names, files and ranges, no bus, no manifest and
+no torch.
 
     URL/<run>/owner.json               the run whose checkpoints these are
     URL/<run>/<checkpoint>/<file>      as on a node's disk
     URL/<run>/<checkpoint>/manifest.json    uploaded last: a checkpoint without it does not count
 
-The protocol's package gets its credentials from the environment of the process, as it documents; none is in a setting. fsspec is imported
-when a store is used.
+The protocol's package gets its credentials from the environment of the process, as it documents; none is in a setting.
+fsspec is imported when a store is used.
 """
 
 import json
@@ -48,7 +49,9 @@ class ObjectStore:
     """The checkpoints of one run. Every method raises StoreFailed when the store cannot do it now."""
 
     def __init__(self, url: str, run: str) -> None:
-        """``url``: a place that is there. Directories are made below it alone: one that is not mounted is not an empty store."""
+        """``url``: a place that is there. Directories are made below it alone: one that is not mounted is not an empty
+        store.
+        """
         self.url = f"{url.rstrip('/')}/{run}"
         self._opened: tuple[_FileSystem, str] | None = None
 
@@ -99,7 +102,9 @@ class ObjectStore:
                 files.rm(f"{base}/{name}", recursive=True)
 
     def owner(self) -> str:
-        """Return the identity of the run whose checkpoints these are; empty = of none yet, "?" = of one that cannot be read."""
+        """Return the identity of the run whose checkpoints these are; empty = of none yet, "?" = of one that cannot be
+        read.
+        """
         try:
             found = json.loads(self._read(OWNER, 0, 1 << 16))
         except FileNotFoundError:
@@ -109,9 +114,11 @@ class ObjectStore:
         return str(found["run"]) if isinstance(found, dict) and found.get("run") else "?"
 
     def claim(self, identity: str) -> str:
-        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an unknown one.
+        """Name the run whose checkpoints these are, if none is named and there are none. Returns the owner, "?" for an
+        unknown one.
 
-        A name that cannot be read counts as none where there are no checkpoints: a process that was killed has written it in part.
+        A name that cannot be read counts as none where there are no checkpoints: a process that was killed has written
+        it in part.
         """
         if (owner := self.owner()) not in UNNAMED:
             return owner
@@ -155,7 +162,9 @@ class ObjectStore:
         return protocol_of(self.url) in _HAS_DIRECTORIES
 
     def _found(self, files: _FileSystem, base: str) -> Mapping[str, Mapping[str, object]]:
-        """Return all files below the run's place. In an object store, one that is not found is a bucket that is not there."""
+        """Return all files below the run's place. In an object store, one that is not found is a bucket that is not
+        there.
+        """
         try:
             return files.find(base, detail=True)
         except FileNotFoundError:
@@ -164,7 +173,9 @@ class ObjectStore:
             raise
 
     def _files(self) -> tuple[_FileSystem, str]:
-        """Return the file system, and the path of the run in it. Raises StoreFailed where the directory of the URL is not there."""
+        """Return the file system, and the path of the run in it. Raises StoreFailed where the directory of the URL is
+        not there.
+        """
         if self._opened is None:
             from fsspec.core import url_to_fs
 
@@ -177,12 +188,16 @@ class ObjectStore:
             try:
                 files.info(root)
             except FileNotFoundError:
-                raise StoreFailed(self.url, f"no such directory: {root}; is it mounted? Make it once, if it is new") from None
+                raise StoreFailed(
+                    self.url, f"no such directory: {root}; is it mounted? Make it once, if it is new"
+                ) from None
         return files, base
 
     @contextmanager
     def _edge(self, *, may_lack: bool = False) -> Iterator[None]:
-        """Raise StoreFailed for the errors of any protocol, without secrets; with ``may_lack``, FileNotFoundError as it is."""
+        """Raise StoreFailed for the errors of any protocol, without secrets; with ``may_lack``, FileNotFoundError as it
+        is.
+        """
         try:
             yield
         except StoreFailed:

@@ -1,7 +1,9 @@
-"""Files of a checkpoint from this node's disk, other nodes or the store, verified block by block. Blocking; knows HTTP, files, no torch.
+"""Files of a checkpoint from this node's disk, other nodes or the store, verified block by block. Blocking; knows HTTP,
+files, no torch.
 
-A block is taken from the local file if there is one, else from the first node that sends the right bytes: those that wrote the file
-first, then the others, then the store. A damaged or missing block is logged with file and node, and the next place is tried.
+A block is taken from the local file if there is one, else from the first node that sends the right bytes: those that
+wrote the file first, then the others, then the store. A damaged or missing block is logged with file and node, and the
+next place is tried.
 """
 
 import http.client
@@ -32,7 +34,9 @@ class Lack:
     """The places that have none of them."""
 
     def __str__(self) -> str:
-        named = [f"{name} (last seen on node {', '.join(map(str, nodes))})" for name, nodes in sorted(self.missing.items())]
+        named = [
+            f"{name} (last seen on node {', '.join(map(str, nodes))})" for name, nodes in sorted(self.missing.items())
+        ]
         more = f" and {len(named) - 4} more" if len(named) > 4 else ""
         return f"{self.checkpoint}: {self.places} has {', '.join(named[:4])}{more}"
 
@@ -46,20 +50,31 @@ class Choice:
 
 
 def choose(
-    order: Sequence[str], files: Mapping[str, Mapping[str, FileEntry]], held: Held, seen: Held, *, places: str = "no living node"
+    order: Sequence[str],
+    files: Mapping[str, Mapping[str, FileEntry]],
+    held: Held,
+    seen: Held,
+    *,
+    places: str = "no living node",
 ) -> Choice:
-    """Return the first checkpoint of ``order`` of which every file is in some place of ``held``: a living node, or the store.
+    """Return the first checkpoint of ``order`` of which every file is in some place of ``held``: a living node, or the
+    store.
 
     ``files``: the manifest's files by checkpoint; one without a manifest is passed over. ``seen``: by all nodes, when
-    they were last seen, for the message, which calls the places ``places``; the nodes that wrote a file are named where it was never seen.
+    they were last seen, for the message, which calls the places ``places``; the nodes that wrote a file are named where
+    it was never seen.
     """
     lacks = []
     for name in order:
         if name not in files:
-            lacks.append(Lack(checkpoint=name, missing={"manifest.json": _nodes(name, "manifest.json", seen)}, places=places))
+            lacks.append(
+                Lack(checkpoint=name, missing={"manifest.json": _nodes(name, "manifest.json", seen)}, places=places)
+            )
             continue
         there = {file for by_checkpoint in held.values() for file in by_checkpoint.get(name, ())}
-        missing = {file: _nodes(name, file, seen) or entry.holders for file, entry in files[name].items() if file not in there}
+        missing = {
+            file: _nodes(name, file, seen) or entry.holders for file, entry in files[name].items() if file not in there
+        }
         if not missing:
             return Choice(checkpoint=name, lacks=tuple(lacks))
         lacks.append(Lack(checkpoint=name, missing=missing, places=places))
@@ -69,7 +84,8 @@ def choose(
 def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
     """Return the nodes that should have a file: its writer and the ``copies - 1`` nodes behind it, in a ring.
 
-    A file written by no node of this layout is for the first ones, and one without holders (of an older release) for none.
+    A file written by no node of this layout is for the first ones, and one without holders (of an older release) for
+    none.
     """
     if not entry.holders:
         return frozenset()
@@ -78,8 +94,12 @@ def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
     return frozenset(ring | {node for node in entry.holders if node < num_nodes})
 
 
-def short_of_copies(files: Mapping[str, FileEntry], name: str, held: Held, *, num_nodes: int, copies: int) -> dict[str, int]:
-    """Return the files with fewer holders than ``copies`` (at most one copy a node), and the number of their holders."""
+def short_of_copies(
+    files: Mapping[str, FileEntry], name: str, held: Held, *, num_nodes: int, copies: int
+) -> dict[str, int]:
+    """Return the files with fewer holders than ``copies`` (at most one copy a node), and the number of their
+    holders.
+    """
     wanted = min(copies, num_nodes)
     counted = {file: sum(file in by_checkpoint.get(name, ()) for by_checkpoint in held.values()) for file in files}
     return {file: count for file, count in counted.items() if count < wanted}
@@ -97,7 +117,9 @@ _SILENCE_S = 30.0
 """Deadline for a connection, and for the next bytes of a node."""
 _BUFFER_BYTES = 1 << 16
 _KEPT_BLOCKS = 8
-"""Blocks kept in memory: items of a file lie one behind another, and a block holds the end of one and the beginning of the next."""
+"""Blocks kept in memory: items of a file lie one behind another, and a block holds the end of one and the beginning of
+the next.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +157,9 @@ class PeerClient:
         self._connections.clear()
 
     def get(self, peer: Peer, path: str, *, most_bytes: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also for a longer body."""
+        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also for a
+        longer body.
+        """
         headers = {"Authorization": f"Bearer {peer.key}"} if peer.key else {}
         if span is not None:
             headers["Range"] = f"bytes={span[0]}-{span[0] + span[1] - 1}"
@@ -186,13 +210,19 @@ class CheckpointFiles:
         """Bytes received from other nodes, and from the store."""
 
     def open(self, name: str) -> io.BufferedReader:
-        """Return a file for reading. Raises CheckpointCorrupt: at once for a name that the manifest lacks, else at a damaged block."""
+        """Return a file for reading. Raises CheckpointCorrupt: at once for a name that the manifest lacks, else at a
+        damaged block.
+        """
         if name not in self._files:
             raise CheckpointCorrupt(str(self._directory), name, "a file of the manifest", "another one")
-        return io.BufferedReader(CheckpointFile(self._files[name].size, lambda number: self.block(name, number)), _BUFFER_BYTES)
+        return io.BufferedReader(
+            CheckpointFile(self._files[name].size, lambda number: self.block(name, number)), _BUFFER_BYTES
+        )
 
     def block(self, name: str, number: int) -> bytes:
-        """Return block ``number`` of a file. Raises CheckpointCorrupt, which names every node that was asked and its defect."""
+        """Return block ``number`` of a file. Raises CheckpointCorrupt, which names every node that was asked and its
+        defect.
+        """
         kept = self._blocks.get((name, number))
         if kept is None:
             kept = self._blocks[name, number] = self._read(name, self._files[name], number)
@@ -219,11 +249,15 @@ class CheckpointFiles:
             if len(data) == length and (not wanted or manifests.digest_of(data) == wanted):
                 return data
             failures.append(f"{where} has a damaged block")
-            log.error("checkpoint file=%s bytes=%d+%d is DAMAGED on %s: want sha256 %s", name, start, length, where, wanted)
+            log.error(
+                "checkpoint file=%s bytes=%d+%d is DAMAGED on %s: want sha256 %s", name, start, length, where, wanted
+            )
         want = f"bytes {start} to {start + length} with sha256 {wanted or '(not known)'}"
         raise CheckpointCorrupt(str(self._directory), name, want, "; ".join(failures))
 
-    def _sources(self, name: str, entry: FileEntry, start: int, length: int) -> Iterator[tuple[str, Callable[[], bytes]]]:
+    def _sources(
+        self, name: str, entry: FileEntry, start: int, length: int
+    ) -> Iterator[tuple[str, Callable[[], bytes]]]:
         """Yield the places of a range, with a function that reads it."""
 
         def local() -> bytes:

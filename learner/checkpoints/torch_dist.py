@@ -1,4 +1,5 @@
-"""Checkpoints of Megatron's own training (``torch_dist``) as files: the iteration, the tensors in the index, missing bytes. No torch.
+"""Checkpoints of Megatron's own training (``torch_dist``) as files: the iteration, the tensors in the index, missing
+bytes. No torch.
 
     DIR/latest_checkpointed_iteration.txt    "10", or "release"
     DIR/iter_0000010/, or DIR/release/       metadata.json, common.pt, .metadata (the index, a pickle), *.distcp (the tensors)
@@ -20,7 +21,9 @@ from tidemill.learner.checkpoints.manifest import MANIFEST
 from tidemill.learner.errors import ConfigRefused
 
 TRACKER = "latest_checkpointed_iteration.txt"
-"""File beside the iterations that names the last complete one. Source: ``megatron/training/checkpointing.py`` of Megatron-LM."""
+"""File beside the iterations that names the last complete one. Source: ``megatron/training/checkpointing.py`` of
+Megatron-LM.
+"""
 SETTING = "model.megatron_checkpoint"
 WANTED = "a torch_dist checkpoint of Megatron"
 _LAYERS = re.compile(r"decoder\.layers\.(\d+\.)?")
@@ -39,14 +42,18 @@ class Index:
 
 
 def find(directory: Path) -> Path:
-    """Return the directory of one iteration: ``directory`` itself, or the one below it that ``TRACKER`` names. Raises ConfigRefused."""
+    """Return the directory of one iteration: ``directory`` itself, or the one below it that ``TRACKER`` names. Raises
+    ConfigRefused.
+    """
     if (directory / MANIFEST).is_file():
         raise ConfigRefused(SETTING, f"{WANTED}; give one of Tidemill as learner.from_checkpoint", str(directory))
     if any((directory / name).is_file() for name in TORCH_DIST):
         return directory
     if (directory / TRACKER).is_file():
         return directory / _named(directory / TRACKER)
-    raise ConfigRefused(SETTING, f"{WANTED}: DIR/iter_NNNNNNN, or DIR with {TRACKER}", f"{directory}: {_seen(directory)}")
+    raise ConfigRefused(
+        SETTING, f"{WANTED}: DIR/iter_NNNNNNN, or DIR with {TRACKER}", f"{directory}: {_seen(directory)}"
+    )
 
 
 def _named(tracker: Path) -> str:
@@ -56,7 +63,9 @@ def _named(tracker: Path) -> str:
     if not name:
         raise ConfigRefused(str(tracker), "the number of an iteration, or release", text)
     if not (tracker.parent / name).is_dir():
-        raise ConfigRefused(SETTING, f"{name}, the last iteration by {tracker}", f"no such directory in {tracker.parent}")
+        raise ConfigRefused(
+            SETTING, f"{name}, the last iteration by {tracker}", f"no such directory in {tracker.parent}"
+        )
     return name
 
 
@@ -68,20 +77,28 @@ def _seen(directory: Path) -> str:
         return "a model directory in Hugging Face format, which belongs in model.path"
     if any(directory.glob("mp_rank_*")):
         return "a checkpoint in Megatron's format torch; save it with --ckpt-format torch_dist"
-    iterations = sorted(path.name for path in directory.glob("iter_*")) + [path.name for path in directory.glob("release")]
+    iterations = sorted(path.name for path in directory.glob("iter_*")) + [
+        path.name for path in directory.glob("release")
+    ]
     return f"no {TRACKER} beside {', '.join(iterations[-3:])}; name one of these" if iterations else "none of its files"
 
 
 def read_index(iteration: Path) -> Index:
-    """Return the index of a complete checkpoint. Raises ConfigRefused for files that are missing, damaged or shorter than in the index."""
+    """Return the index of a complete checkpoint. Raises ConfigRefused for files that are missing, damaged or shorter
+    than in the index.
+    """
     if missing := [name for name in TORCH_DIST if not (iteration / name).is_file()]:
-        raise ConfigRefused(str(iteration), f"{WANTED} with {', '.join(TORCH_DIST)}", f"no {missing[0]}: it was not written completely")
+        raise ConfigRefused(
+            str(iteration), f"{WANTED} with {', '.join(TORCH_DIST)}", f"no {missing[0]}: it was not written completely"
+        )
     try:
         backend = json.loads((iteration / TORCH_DIST[0]).read_text(encoding="utf-8"))["sharded_backend"]
         with (iteration / ".metadata").open("rb") as file:
             found = _index(_Classless(file).load())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
-        raise ConfigRefused(str(iteration), f"{WANTED} with a readable index", f"{type(error).__name__}: {error}") from error
+        raise ConfigRefused(
+            str(iteration), f"{WANTED} with a readable index", f"{type(error).__name__}: {error}"
+        ) from error
     if backend != "torch_dist":
         raise ConfigRefused(str(iteration), WANTED, f"the format {backend}")
     for name, size in found.sizes.items():
@@ -93,7 +110,9 @@ def read_index(iteration: Path) -> Index:
 
 
 def described(iteration: Path) -> str:
-    """Return the name of an iteration with a digest of the index, the common part, and size and first bytes of every file of tensors."""
+    """Return the name of an iteration with a digest of the index, the common part, and size and first bytes of every
+    file of tensors.
+    """
     total = hashlib.sha256()
     for path in sorted(iteration.glob("*.distcp")):
         total.update(f"{path.name} {path.stat().st_size}".encode())
@@ -105,12 +124,16 @@ def described(iteration: Path) -> str:
 
 
 def layers_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one tensor for the same part of all layers."""
+    """Return whether each layer has tensors of its own (``decoder.layers.3.``), instead of one tensor for the same part
+    of all layers.
+    """
     return any(found[1] is not None for name in names if (found := _LAYERS.match(name)))
 
 
 def parts_apart(names: Mapping[str, object]) -> bool:
-    """Return whether each expert, and each half of a gated layer, has tensors of its own (Megatron's ``singleton_local_shards``)."""
+    """Return whether each expert, and each half of a gated layer, has tensors of its own (Megatron's
+    ``singleton_local_shards``).
+    """
     return any(name.endswith(("weight_w", "weight_v")) for name in names)
 
 
@@ -134,8 +157,14 @@ class _Classless(pickle.Unpickler):
 
 
 def _index(found: Any) -> Index:
-    """Return the parts of the index that are used. Source: ``torch/distributed/checkpoint/metadata.py``, ``filesystem.py``."""
-    shapes = {name: tuple(entry.size) for name, entry in found.state_dict_metadata.items() if type(entry).__name__.startswith("Tensor")}
+    """Return the parts of the index that are used. Source: ``torch/distributed/checkpoint/metadata.py``,
+    ``filesystem.py``.
+    """
+    shapes = {
+        name: tuple(entry.size)
+        for name, entry in found.state_dict_metadata.items()
+        if type(entry).__name__.startswith("Tensor")
+    }
     sizes: dict[str, int] = {}
     for place in found.storage_data.values():
         sizes[place.relative_path] = max(sizes.get(place.relative_path, 0), place.offset + place.length)

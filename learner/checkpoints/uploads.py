@@ -7,10 +7,11 @@
     node 0       files of all nodes in the store, by size --> manifest --> "whole"; removes the checkpoints that are not kept
                  files that the store has lost meanwhile --> "lacking": their nodes upload them again
 
-Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for the store. A store
-that fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the row and in the log. A request without an
-answer has no deadline (an upload may take hours); row and log have its age from ``SILENCE_S`` on. A process that ends does not wait for an
-upload; one that is cut short leaves files without a manifest, which do not count and are stored again.
+Consumes the directories that ranks rename into place, and the rows of the other nodes. Waits for its interval and for
+the store. A store that fails is asked again after a pause that doubles up to ``MOST_PAUSE_S``, with the reason in the
+row and in the log. A request without an answer has no deadline (an upload may take hours); row and log have its age
+from ``SILENCE_S`` on. A process that ends does not wait for an upload; one that is cut short leaves files without a
+manifest, which do not count and are stored again.
 """
 
 import asyncio
@@ -55,7 +56,9 @@ class Stored:
 
 
 def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
-    """Return the checkpoints with a manifest, and the names of those without: never completed, or damaged. Raises StoreFailed."""
+    """Return the checkpoints with a manifest, and the names of those without: never completed, or damaged. Raises
+    StoreFailed.
+    """
     found, rest = {}, set()
     for name, sizes in store.listing().items():
         if not _is_checkpoint(name):
@@ -74,7 +77,9 @@ def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
             held = tuple(file for file, entry in files.items() if sizes.get(file) == entry.size)
             found[name] = Stored(digest=manifests.digest_of(data), files=files, held=held)
             for file in sorted(files.keys() - set(held))[:1]:
-                defect = CheckpointCorrupt(f"{store.url}/{name}", file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} bytes")
+                defect = CheckpointCorrupt(
+                    f"{store.url}/{name}", file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} bytes"
+                )
                 log.error("checkpoint in the store is NOT WHOLE: %s", defect)
     return found, rest
 
@@ -137,15 +142,21 @@ async def uploaded(bus: Bus) -> dict[int, Uploaded]:
 
 
 async def identity_of(bus: Bus) -> str:
-    """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have. Raises BusUnavailable."""
+    """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have.
+    Raises BusUnavailable.
+    """
     return (await bus.samples.cursor()).created
 
 
 def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) -> None:
-    """Raise StoreFailed for a store without an owner that had checkpoints of this run: it is another one, or is not mounted."""
+    """Raise StoreFailed for a store without an owner that had checkpoints of this run: it is another one, or is not
+    mounted.
+    """
     home = rows.get(HOME)
     if owner in UNNAMED and home is not None and home.whole and home.store in ("", store.url):
-        raise StoreFailed(store.url, f"has lost its {OWNER}: the row {ROWS}.{HOME} names checkpoints in it; is it mounted?")
+        raise StoreFailed(
+            store.url, f"has lost its {OWNER}: the row {ROWS}.{HOME} names checkpoints in it; is it mounted?"
+        )
 
 
 async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
@@ -161,8 +172,12 @@ async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
 class Uploads:
     """The uploads of one node. Damaged files on its disk have been set aside before (``keeper.clean``)."""
 
-    def __init__(self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int, silence_s: float = SILENCE_S) -> None:
-        """``keep``: as ``learner.keep_checkpoints``. ``silence_s``: time without an answer of the store that is reported."""
+    def __init__(
+        self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int, silence_s: float = SILENCE_S
+    ) -> None:
+        """``keep``: as ``learner.keep_checkpoints``. ``silence_s``: time without an answer of the store that is
+        reported.
+        """
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
         self._client = PeerClient((), store)
         self._silence_s = silence_s
@@ -196,7 +211,9 @@ class Uploads:
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     async def look(self) -> None:
-        """Upload files that the store lacks, complete and remove checkpoints, and write the row if it has changed. Raises BusError."""
+        """Upload files that the store lacks, complete and remove checkpoints, and write the row if it has changed.
+        Raises BusError.
+        """
         trouble = ""
         try:
             if await self._is_ours():
@@ -212,7 +229,9 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another run."""
+        """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another
+        run.
+        """
         if self._stored is None:
             mine = await identity_of(self._bus)
             if self._node == HOME:
@@ -227,7 +246,9 @@ class Uploads:
         return self._stored is not None
 
     async def _asked(self, work: Callable[[], T], what: str = "") -> T:
-        """Return the store's answer, however long it takes: row and log have the time so far. ``what``: names the request there."""
+        """Return the store's answer, however long it takes: row and log have the time so far. ``what``: names the
+        request there.
+        """
 
         async def note(seconds: float) -> None:
             """Report the time so far."""
@@ -250,7 +271,8 @@ class Uploads:
         kept = {name: digest for name, digest in self._digests.items() if name in here}
         self._digests = kept | await asyncio.to_thread(disk.digests_of, self._root, here - kept.keys())
         there = self._whole() if self._node == HOME or HOME not in others else others[HOME].whole
-        # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier ones.
+        # Not by name alone: with a bus from a backup, epochs are used again, and checkpoints have the names of earlier
+        # ones.
         whole = {name for name, digest in there.items() if digest in (self._digests.get(name), named.get(name))}
         defects: list[Exception] = []
         names = kept_names(here | whole, latest, keep=self._keep, spared=spared)
@@ -265,7 +287,9 @@ class Uploads:
                 if name in whole or (self._root / name).is_dir():  # else it was removed meanwhile
                     defects.append(error)
         if self._node == HOME and latest is not None:
-            await self._remove(latest, {*names, *kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared)})
+            await self._remove(
+                latest, {*names, *kept_names({*whole, latest.path.name}, latest, keep=self._keep, spared=spared)}
+            )
         self._files = {name: files for name, files in self._files.items() if name in here}
         self._lacking = {name: files for name, files in self._lacking.items() if files and name in here}
         if defects:
@@ -285,30 +309,46 @@ class Uploads:
             del self._stored[name]
             self._rest.add(name)
         for file in (missing := sorted(self._own(files) - done)):
-            await self._asked(partial(self._put, name, file, files[file]), f" to the upload of {name}/{file}, {files[file].size} bytes")
+            await self._asked(
+                partial(self._put, name, file, files[file]),
+                f" to the upload of {name}/{file}, {files[file].size} bytes",
+            )
             done.add(file)
             await self._write_row()
-        if missing and (absent := await self._asked(partial(self._absent, name, {file: files[file] for file in missing}))):
+        if missing and (
+            absent := await self._asked(partial(self._absent, name, {file: files[file] for file in missing}))
+        ):
             raise absent[0]
         there = done.union(*(one.files.get(name, ()) for one in others.values()))
         if self._node == HOME and there >= files.keys():
             await self._asked(partial(self._complete, name, files))
-            log.info("checkpoint=%s uploaded to %s bytes=%d", name, self._store.url, sum(entry.size for entry in files.values()))
+            log.info(
+                "checkpoint=%s uploaded to %s bytes=%d",
+                name,
+                self._store.url,
+                sum(entry.size for entry in files.values()),
+            )
 
     def _own(self, files: Mapping[str, FileEntry]) -> set[str]:
         """Return the files that this node uploads."""
-        writers = {file: entry.holders[0] if entry.holders and file not in METADATA else HOME for file, entry in files.items()}
+        writers = {
+            file: entry.holders[0] if entry.holders and file not in METADATA else HOME for file, entry in files.items()
+        }
         return {file for file, writer in writers.items() if writer == self._node}
 
     def _put(self, name: str, file: str, entry: FileEntry) -> None:
         """Upload a file, after a comparison with its digest. Raises StoreFailed, CheckpointCorrupt, OSError."""
         path = self._root / name / file
         if manifests.digested(path).sha256 != entry.sha256:
-            raise CheckpointCorrupt(str(path.parent), file, f"sha256 {entry.sha256}", "another one, and it is not uploaded")
+            raise CheckpointCorrupt(
+                str(path.parent), file, f"sha256 {entry.sha256}", "another one, and it is not uploaded"
+            )
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, CheckpointCorrupt, OSError."""
+        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, CheckpointCorrupt,
+        OSError.
+        """
         absent = self._absent(name, files)
         self._lacking[name] = [one.file for one in absent]
         if absent:
@@ -316,18 +356,25 @@ class Uploads:
         data = (self._root / name / MANIFEST).read_bytes()
         self._store.complete(name, data)
         if self._store.manifest(name) != data:
-            raise CheckpointCorrupt(f"{self._store.url}/{name}", MANIFEST, "the manifest that was written", "another one")
+            raise CheckpointCorrupt(
+                f"{self._store.url}/{name}", MANIFEST, "the manifest that was written", "another one"
+            )
         assert self._stored is not None
         self._stored[name] = Stored(digest=manifests.digest_of(data), files=files, held=tuple(files))
         self._rest.discard(name)
 
     def _absent(self, name: str, files: Mapping[str, FileEntry]) -> list[CheckpointCorrupt]:
-        """Return the files that the store lists with another size, or not at all, and forget their uploads. Raises StoreFailed."""
+        """Return the files that the store lists with another size, or not at all, and forget their uploads. Raises
+        StoreFailed.
+        """
         sizes = self._store.listing().get(name, {})
         absent = sorted(file for file, entry in files.items() if sizes.get(file) != entry.size)
         self._files[name] -= set(absent)
         where = f"{self._store.url}/{name}"
-        return [CheckpointCorrupt(where, file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} after the upload") for file in absent]
+        return [
+            CheckpointCorrupt(where, file, f"{files[file].size} bytes", f"{sizes.get(file, 'no')} after the upload")
+            for file in absent
+        ]
 
     async def _remove(self, latest: Checkpoint, kept: Collection[str]) -> None:
         """Remove the checkpoints in the store that are before the latest and not kept. Raises StoreFailed."""
@@ -346,7 +393,13 @@ class Uploads:
     async def _write_row(self) -> None:
         """Write the row, if anything in it has changed."""
         files = {name: sorted(found) for name, found in self._files.items()}
-        row = {"node": self._node, "host": socket.gethostname(), "files": files, "trouble": self._trouble[:500], "store": self._store.url}
+        row = {
+            "node": self._node,
+            "host": socket.gethostname(),
+            "files": files,
+            "trouble": self._trouble[:500],
+            "store": self._store.url,
+        }
         if self._node == HOME and self._stored is not None:
             row["whole"] = self._whole()
         elif whole := self._row.get("whole") or await self._whole_before():
@@ -358,7 +411,9 @@ class Uploads:
             self._row = row
 
     async def _whole_before(self) -> Mapping[str, str]:
-        """Return the complete checkpoints in the row of this node's process before, which stand until the store has been read."""
+        """Return the complete checkpoints in the row of this node's process before, which stand until the store has
+        been read.
+        """
         mine = (await uploaded(self._bus)).get(self._node)
         return mine.whole if mine is not None and mine.store in ("", self._store.url) else {}
 
@@ -370,7 +425,9 @@ def foreign(owner: str) -> str:
 
 
 def _in_order(names: Collection[str]) -> list[str]:
-    """Return the newest epoch's checkpoints first, and of one epoch the oldest first: the feeder waits for them in this order."""
+    """Return the newest epoch's checkpoints first, and of one epoch the oldest first: the feeder waits for them in this
+    order.
+    """
     known = [disk.named(Path(name)) for name in names]
     return [one.path.name for one in sorted(known, key=lambda one: (-one.epoch, one.step))]
 

@@ -38,32 +38,43 @@ class DataConfig:
     """Where prompts come from."""
 
     path: Annotated[str, BASIC] = ""
-    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which returns rows;
-    ``path@[a:b]`` = its rows a to b - 1 (docs/data.md)."""
+    """A .jsonl or .parquet file, a directory of ``datasets`` (save_to_disk), or ``python:module:function``, which
+    returns rows; ``path@[a:b]`` = its rows a to b - 1 (docs/data.md).
+    """
     sources: ShortNamed[SourceConfig] = field(default_factory=ShortNamed)
-    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here (docs/data.md)."""
+    """Several sources by name, instead of ``path``: maps with path, weight, and keys that differ from those here
+    (docs/data.md).
+    """
     prompt_key: str = "prompt"
-    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that very name wins."""
+    """Column with the prompt: text, or chat messages. Dots lead into maps: ``extra_info.question``; a column of that
+    very name wins.
+    """
     label_key: Annotated[str, BASIC] = "label"
     """Column with the value that the reward compares with (``reward_model.ground_truth``); empty = none."""
     metadata_key: str = ""
     """Column with a map that travels with the sample and reaches the reward; empty = none."""
     reward: str = ""
-    """Name of the reward of all rows that name none: ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to it."""
+    """Name of the reward of all rows that name none: ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to it.
+    """
     reward_key: str = ""
     """Column with the name of a row's reward, or null; empty = none."""
     sampling_key: str = ""
-    """Column with a row's own temperature, max_new_tokens (at most ``sampling.max_new_tokens``), stop and stop_token_ids, or null; empty =
-    none."""
+    """Column with a row's own temperature, max_new_tokens (at most ``sampling.max_new_tokens``), stop and
+    stop_token_ids, or null; empty = none.
+    """
     tools_key: str = ""
-    """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none."""
+    """Column with a row's tools (a list, or JSON text of one), or null: the chat template renders them. Empty = none.
+    """
     rollout: str = ""
-    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or single_turn = single turns."""
+    """Name of the rollout, an entry of ``rollouts``, that makes the samples of rows that name none; empty or
+    single_turn = single turns.
+    """
     rollout_key: str = ""
     """Column with the name of a row's rollout, single_turn, or null; empty = none."""
     responses_key: str = ""
-    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the prompt column has chat
-    messages, and those of the assistant are the response."""
+    """Column with the recorded responses of a row, for a rollout with ``use: dataset`` (docs/sft.md); empty = the
+    prompt column has chat messages, and those of the assistant are the response.
+    """
     apply_chat_template: Annotated[bool, BASIC] = False
     """Turn chat messages (or text, as one user message) into text with the tokenizer's template."""
     template: str = ""
@@ -73,8 +84,10 @@ class DataConfig:
     chat_template_args: JsonObject = field(default_factory=dict)
     """Further variables of the tokenizer's chat template, such as ``{enable_thinking: false}``."""
     bad_rows: Annotated[str, OneOf(POLICIES)] = SKIP
-    """Rows that cannot be used (unreadable, a column missing, rejected by the chat template, too long): ``skip`` = leave them out, counted
-    and named; ``refuse`` = end with the first one, before the run begins. If no row can be used, the run ends with both."""
+    """Rows that cannot be used (unreadable, a column missing, rejected by the chat template, too long): ``skip`` =
+    leave them out, counted and named; ``refuse`` = end with the first one, before the run begins. If no row can be
+    used, the run ends with both.
+    """
     max_prompt_tokens: NotNegative = 0
     """Longer prompts are bad rows; 0 = the model's context less max_new_tokens."""
     shuffle: bool = True
@@ -95,9 +108,15 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.path and self.sources:
-            raise ValueError(f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, which sets path")
+            raise ValueError(
+                f"sources: want either this or path, got both (path: {self.path!r}); remove one, or prepare, "
+                "which sets path"
+            )
         if taken := OF_TEMPLATE & self.chat_template_args.keys():
-            raise ValueError(f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the program sets")
+            raise ValueError(
+                f"chat_template_args: want variables of the model's template, got {sorted(taken)}, which the "
+                "program sets"
+            )
         for source in self.chosen:
             Source.at(source.path)
         if self.skip_easy and self.skip_hard >= self.skip_easy:
@@ -105,7 +124,9 @@ class DataConfig:
 
     @property
     def chosen(self) -> tuple[SourceConfig, ...]:
-        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names the setting."""
+        """The entries of ``sources``, or ``path`` as the only one; empty without either. Raises ValueError that names
+        the setting.
+        """
         return tuple(self.sources.values()) or ((SourceConfig(path=self.path),) if self.path else ())
 
     @property
@@ -119,7 +140,9 @@ class DataConfig:
         return any(source.reward or source.reward_key for source in self.used)
 
     def rollouts(self, known: Collection[str]) -> set[str]:
-        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a column names them."""
+        """Return the rollouts that rows may have: those named here and by sources, and all that are ``known`` where a
+        column names them.
+        """
         named = {rollout_named(name) for name in (self.rollout, *(source.rollout for source in self.used))}
         columns = self.rollout_key or any(source.rollout_key for source in self.used)
         return (named | set(known) if columns else named) - {""}

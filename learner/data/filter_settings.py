@@ -51,7 +51,9 @@ class FilterConfig:
 
 
 Filters = ShortNamed[Annotated[FilterConfig, short("use", FilterConfig)]]
-"""The filters by name, in their order; one that is a text alone is what it uses. Names are parts of reasons, metrics and messages."""
+"""The filters by name, in their order; one that is a text alone is what it uses. Names are parts of reasons, metrics
+and messages.
+"""
 
 
 def identity_of(filters: Iterable[FilterConfig]) -> str:

@@ -28,7 +28,9 @@ class Source:
     weight: float = 1.0
     """Times that a pass has each row: 2 = every row twice, 0.5 = half of the rows, the other half in the next pass."""
     keys: tuple[str, str, str] = ("prompt", "label", "")
-    """Those of prompt, label and metadata, in the form of ``formats.value_at``; an empty label or metadata key is not read."""
+    """Those of prompt, label and metadata, in the form of ``formats.value_at``; an empty label or metadata key is not
+    read.
+    """
     template: str = ""
     system_prompt: str = ""
     reward: str = ""
@@ -48,7 +50,9 @@ class Source:
 
     @classmethod
     def at(cls, path: str, **values: typing.Any) -> "Source":
-        """Return the source for a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError for a wrong slice."""
+        """Return the source for a path that may end with a slice, ``train.jsonl@[0:1000]``. Raises PromptError for a
+        wrong slice.
+        """
         sliced = SLICE.fullmatch(path)
         if sliced is None:
             return cls(path=Path(path), **values)
@@ -112,5 +116,7 @@ def rollout_named(name: str) -> str:
 def _bound(path: str, text: str) -> int | None:
     bound = BOUND.fullmatch(text)
     if bound is None:
-        raise PromptError(path, "a slice path@[a:b] of whole numbers, either of which may be left out", f"{text!r} in it")
+        raise PromptError(
+            path, "a slice path@[a:b] of whole numbers, either of which may be left out", f"{text!r} in it"
+        )
     return None if bound[1] is None else int(bound[1])

@@ -2,8 +2,9 @@
 
     trainer, critic --- record, row, update ---> copies on the CPU --- end of the step: routing of the earlier stages ---> files
 
-Nothing of it goes through Megatron's logging dictionary: its entries stay on the device until the step ends. Tensors are detached and
-copied to pinned host memory without waiting; one synchronization at the end of the step comes before they are read.
+Nothing of it goes through Megatron's logging dictionary: its entries stay on the device until the step ends. Tensors
+are detached and copied to pinned host memory without waiting; one synchronization at the end of the step comes before
+they are read.
 """
 
 import logging
@@ -48,7 +49,9 @@ class _Pass:
 
 
 class Collector:
-    """The data of one step of one model at a time. A model without one has no cost. All methods are called on all ranks."""
+    """The data of one step of one model at a time. A model without one has no cost. All methods are called on all
+    ranks.
+    """
 
     def __init__(self, path: str, here: Parallel, *, role: str = ACTOR) -> None:
         """``path``: with ``{step}`` and ``{rank}``; the critic's file has another name beside it."""
@@ -56,13 +59,17 @@ class Collector:
         self._keeps = here.tp_rank == 0
         """False for a rank that has the same values as the first of its tensor-parallel group."""
         self.writes = self._keeps and is_last(here)
-        """True for a rank that has the results of the model, which are those of the last stage, and writes files of them."""
+        """True for a rank that has the results of the model, which are those of the last stage, and writes files of
+        them.
+        """
         self._batch: StepBatch | None = None
         self._record, self._open = _Pass(), _Pass()
         self._updates: list[_Pass] = []
 
     def begin(self, batch: StepBatch, first_pass: Sequence[Fields], routed: Sequence[Routed] = ()) -> None:
-        """Begin a step. ``first_pass``: fields of each micro-batch before the first optimizer step; ``routed``: as for ``update``."""
+        """Begin a step. ``first_pass``: fields of each micro-batch before the first optimizer step; ``routed``: as for
+        ``update``.
+        """
         self._batch, self._updates, self._open = batch, [], _Pass()
         rows = [_on_host(fields) for fields in first_pass] if self.writes else []
         self._record = _Pass(rows=rows, routed=routed if self._keeps else ())
@@ -78,14 +85,18 @@ class Collector:
             self._open.rows[-1] |= _on_host({"logits_sample": logits_KV, "logits_positions": at_K})
 
     def update(self, loss_dict: Mapping[str, float], grad_norm: float | None, routed: Sequence[Routed] = ()) -> None:
-        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: where this stage sent each row; empty without experts."""
+        """End an optimizer step. ``loss_dict``: of this rank's rows. ``routed``: where this stage sent each row; empty
+        without experts.
+        """
         self._open.loss_dict, self._open.grad_norm = loss_dict, grad_norm
         self._open.routed = routed if self._keeps else ()
         self._updates.append(self._open)
         self._open = _Pass()
 
     def end(self, metrics: Mapping[str, float]) -> None:
-        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks. Collective over the stages."""
+        """Write the files of the step, and forget it. ``metrics``: of the whole step, over all ranks. Collective over
+        the stages.
+        """
         batch, self._batch = self._batch, None
         assert batch is not None, "begin comes before end"
         if self._keeps:
@@ -142,17 +153,24 @@ class Collector:
                 "routing_layers": list(layers),
                 "metrics": {} if is_record else dict(metrics),
                 "steps": [
-                    {"step_id": number, "loss_dict": dict(one.loss_dict), "grad_norm": one.grad_norm} for number, one in enumerate(passes)
+                    {"step_id": number, "loss_dict": dict(one.loss_dict), "grad_norm": one.grad_norm}
+                    for number, one in enumerate(passes)
                 ],
             }
             columns = [_columns(batch, one.micro_batches, one.rows) for one in passes]
-            tensors = {f"steps.{number}.{name}": value for number, fields in enumerate(columns) for name, value in fields.items()}
+            tensors = {
+                f"steps.{number}.{name}": value
+                for number, fields in enumerate(columns)
+                for name, value in fields.items()
+            }
             train_file.write(train_file.record_path(path) if is_record else path, header, tensors)
         log.info("training data saved step=%d role=%s path=%s", batch.step, self._role, path)
 
 
 def _with_old(update: _Pass, first_pass: Sequence[Fields]) -> list[dict[str, Tensor]]:
-    """Return the rows of an optimizer step with old log-probs, from the first pass where the algorithm has computed none."""
+    """Return the rows of an optimizer step with old log-probs, from the first pass where the algorithm has computed
+    none.
+    """
     rows = zip(update.rows, first_pass, update.micro_batches, strict=True)
     return [dict(with_old(fields, first, torch.from_numpy(row.loss_mask_T))) for fields, first, row in rows]
 
@@ -188,7 +206,9 @@ def _columns(batch: StepBatch, micro_batches: Sequence[MicroBatch], rows: Sequen
 
 
 def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[Any]]) -> list[dict[str, NDArray[Any]]]:
-    """Return the fields of each sequence of a micro-batch. Values by token are of its response: index r is response token r."""
+    """Return the fields of each sequence of a micro-batch. Values by token are of its response: index r is response
+    token r.
+    """
     found = []
     several = batch.num_sequences != len(batch.rewards_N)
     for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
@@ -210,5 +230,7 @@ def _sequences(batch: StepBatch, row: MicroBatch, values: Mapping[str, NDArray[A
             "rollout_log_probs": row.rollout_log_probs_T[response],
         }
         whole = slice(start, end)
-        found.append(one | {name: value[whole if name in train_file.BY_TOTAL else response] for name, value in values.items()})
+        found.append(
+            one | {name: value[whole if name in train_file.BY_TOTAL else response] for name, value in values.items()}
+        )
     return found

@@ -1,4 +1,6 @@
-"""Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure; knows no torch."""
+"""Comparison of two dumps: the first thing that differs, in the order in which it is computed, and by how much. Pure;
+knows no torch.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +14,9 @@ from tidemill.learner.debug.train_file import RECORD, ROUTING, TRAIN, ModuleDump
 
 Array = NDArray[Any]
 MODULE_TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
-"""Relative error of a module's output between two implementations that compute the same, by the coarser of their dtypes."""
+"""Relative error of a module's output between two implementations that compute the same, by the coarser of their
+dtypes.
+"""
 DECISIONS, LOGITS = ROUTING[0], "logits_sample"
 VALUE_TOLERANCE = 1e-6
 """Largest difference between two values by token that count as equal."""
@@ -29,7 +33,14 @@ IN_ORDER = (
         "values",
         "returns",
     ),
-    *("advantages", "logits_sample", "current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights"),
+    *(
+        "advantages",
+        "logits_sample",
+        "current_log_probs",
+        "current_entropy",
+        "policy_importance_ratio",
+        "tis_importance_weights",
+    ),
     "current_values",
 )
 """Fields of a train dump, each after those that it is made of."""
@@ -44,8 +55,14 @@ HINTS = (
     ("attention.qkv", "weights, order or biases of query, key and value, or the norm before them"),
     ("attention.core", "rotary settings, norms of query and key, mask, or the attention kernel"),
     ("attention", "weights or bias of the output projection"),
-    ("mlp.experts", "the router, or the norm before it; with bfloat16 on a side, a token between two experts goes to either"),
-    ("mlp", "weights of gate, up and down (of a mixture those of its experts, or their shares), or the norm before them"),
+    (
+        "mlp.experts",
+        "the router, or the norm before it; with bfloat16 on a side, a token between two experts goes to either",
+    ),
+    (
+        "mlp",
+        "weights of gate, up and down (of a mixture those of its experts, or their shares), or the norm before them",
+    ),
     ("embedding", "the embedding, or its order of tokens"),
     ("norm", "the last norm"),
     ("log_probs", "the output weight, or the temperature"),
@@ -89,45 +106,73 @@ class Comparison:
 
 
 def compare_modules(ours: ModuleDump, theirs: ModuleDump, tolerance: float | None = None) -> Comparison:
-    """Compare the outputs of modules for the same prompts. Raises ValueError for other prompts, or without a common module.
+    """Compare the outputs of modules for the same prompts. Raises ValueError for other prompts, or without a common
+    module.
 
     ``tolerance``: relative error of equal outputs; None = that of the coarser dtype of the two.
     """
     if list(map(list, ours.prompts)) != list(map(list, theirs.prompts)):
-        raise ValueError(f"prompts: want the same in both dumps, got {len(ours.prompts)} and {len(theirs.prompts)} that differ")
+        raise ValueError(
+            f"prompts: want the same in both dumps, got {len(ours.prompts)} and {len(theirs.prompts)} that differ"
+        )
     if tolerance is None:
         tolerance = max(MODULE_TOLERANCE.get(one.dtype, MODULE_TOLERANCE["bfloat16"]) for one in (ours, theirs))
     modules = list(dict.fromkeys(name.split(".", 1)[1] for name in ours.outputs))
     there = {name.split(".", 1)[1] for name in theirs.outputs}
     common = [name for name in modules if name in there]
     if not common:
-        raise ValueError(f"modules: want some in both dumps, got {', '.join(modules[:4])} and {', '.join(sorted(there)[:4])}")
-    differences = [found for name in common if (found := _of_module(name, ours, theirs)).relative > tolerance or not found.relative >= 0]
+        raise ValueError(
+            f"modules: want some in both dumps, got {', '.join(modules[:4])} and {', '.join(sorted(there)[:4])}"
+        )
+    differences = [
+        found
+        for name in common
+        if (found := _of_module(name, ours, theirs)).relative > tolerance or not found.relative >= 0
+    ]
     alone = [name for name in (*modules, *sorted(there)) if name not in common]
     notes = [f"in one dump only: {', '.join(alone)}"] if alone else []
     if differences and common == ["log_probs"]:
-        notes.append("both dumps have log-probs alone; for the first module that differs: tidemill debug score --names '*'")
+        notes.append(
+            "both dumps have log-probs alone; for the first module that differs: tidemill debug score --names '*'"
+        )
     return Comparison(compared=common, differences=differences, notes=notes)
 
 
 def _of_module(name: str, ours: ModuleDump, theirs: ModuleDump) -> Difference:
     """Return the difference of one module over all prompts; the place is prompt and token."""
-    pairs = [(ours.outputs[f"{number}.{name}"], theirs.outputs[f"{number}.{name}"]) for number in range(len(ours.prompts))]
-    hint = next((hint for end, hint in HINTS if name == end or name.endswith("." + end)), "the parts of this layer above")
+    pairs = [
+        (ours.outputs[f"{number}.{name}"], theirs.outputs[f"{number}.{name}"]) for number in range(len(ours.prompts))
+    ]
+    hint = next(
+        (hint for end, hint in HINTS if name == end or name.endswith("." + end)), "the parts of this layer above"
+    )
     for number, (a, b) in enumerate(pairs):
         if a.shape != b.shape:
-            return Difference(name=name, largest=np.inf, relative=np.inf, place=f"prompt {number}: shapes {a.shape}, {b.shape}", hint=hint)
+            return Difference(
+                name=name,
+                largest=np.inf,
+                relative=np.inf,
+                place=f"prompt {number}: shapes {a.shape}, {b.shape}",
+                hint=hint,
+            )
     gaps = [np.abs(a.astype(np.float64) - b) for a, b in pairs]
     worst = max(range(len(gaps)), key=lambda number: float(np.nan_to_num(gaps[number].max(), nan=np.inf)))
     token = int(np.unravel_index(np.nan_to_num(gaps[worst], nan=np.inf).argmax(), gaps[worst].shape)[0])
     norm = np.sqrt(sum(float(np.square(b, dtype=np.float64).sum()) for _, b in pairs))
     error = np.sqrt(sum(float(np.square(gap).sum()) for gap in gaps))
     relative = float(error / norm) if norm else float(error > 0)
-    return Difference(name=name, largest=float(gaps[worst].max()), relative=relative, place=f"prompt {worst}, token {token}", hint=hint)
+    return Difference(
+        name=name,
+        largest=float(gaps[worst].max()),
+        relative=relative,
+        place=f"prompt {worst}, token {token}",
+        hint=hint,
+    )
 
 
 def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = None) -> Comparison:
-    """Compare two train dumps, two records, or a train dump with its record: the sequences that both have, field by field.
+    """Compare two train dumps, two records, or a train dump with its record: the sequences that both have, field by
+    field.
 
     Raises ValueError for dumps of different steps or roles, or without a common sequence.
     """
@@ -145,11 +190,15 @@ def compare_train(ours: TrainDump, theirs: TrainDump, tolerance: float | None = 
     notes = [*found.notes]
     if ours.num_steps != theirs.num_steps:
         notes.append(f"optimizer steps: {ours.num_steps} and {theirs.num_steps}; only the first are compared")
-    return Comparison(compared=found.compared, differences=[*found.differences, *_of_norms(ours, theirs, limit)], notes=notes)
+    return Comparison(
+        compared=found.compared, differences=[*found.differences, *_of_norms(ours, theirs, limit)], notes=notes
+    )
 
 
 def _of_shared_layers(ours: TrainDump, theirs: TrainDump) -> tuple[TrainDump, TrainDump, list[str]]:
-    """Return both dumps with the routing of the layers that both have, and a note on the others: pipeline stages have only their own."""
+    """Return both dumps with the routing of the layers that both have, and a note on the others: pipeline stages have
+    only their own.
+    """
     shared = [layer for layer in ours.routing_layers if layer in theirs.routing_layers]
     alone = sorted({*ours.routing_layers, *theirs.routing_layers} - set(shared))
 
@@ -170,7 +219,9 @@ def _with_layers(data: JsonMapping, places: Sequence[int]) -> JsonObject:
     return {name: value for name, value in data.items() if name not in ROUTING} | routing
 
 
-def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float, unshared: Sequence[str]) -> Comparison:
+def _of_steps(
+    pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str]], limit: float, unshared: Sequence[str]
+) -> Comparison:
     compared: dict[str, None] = {}
     differences: list[Difference] = []
     alone: dict[str, None] = {}
@@ -190,7 +241,9 @@ def _of_steps(pairs: Sequence[tuple[Step, Step]], names: Sequence[tuple[str, str
             if not found.largest <= limit:
                 differences.append(found)
     if not shared:
-        raise ValueError("sequences: want some in both dumps, got none: compare the files of one step, of all ranks in turn")
+        raise ValueError(
+            "sequences: want some in both dumps, got none: compare the files of one step, of all ranks in turn"
+        )
     notes = [f"{shared} sequences compared", *unshared] + ([f"in one dump only: {', '.join(alone)}"] if alone else [])
     return Comparison(compared=list(compared), differences=differences, notes=notes)
 
@@ -203,9 +256,14 @@ def _matches(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int
 
 
 def _matches_of_logits(ours: JsonMapping, theirs: JsonMapping) -> list[tuple[int, int, int]]:
-    """Return (sequence, row of logits in ours, in theirs) of the tokens that both have logits of; older files have no place of them."""
+    """Return (sequence, row of logits in ours, in theirs) of the tokens that both have logits of; older files have no
+    place of them.
+    """
     keys = [
-        [(int(sequence), int(position)) for sequence, position in zip(one["logits_sequences"], one["logits_positions"], strict=True)]
+        [
+            (int(sequence), int(position))
+            for sequence, position in zip(one["logits_sequences"], one["logits_positions"], strict=True)
+        ]
         if "logits_sequences" in one
         else []
         for one in (ours, theirs)
@@ -225,7 +283,10 @@ def _of_decisions(name: str, ours: Step, matches: Sequence[tuple[int, int, int]]
         if differs.any() and not place:
             token, layer = (int(each[0]) for each in differs.nonzero())
             both = f"{a[token, layer].tolist()} and {b[token, layer].tolist()}"
-            place = f"optimizer step {ours.step_id}, sequence {sequence}, token {token}, {layer + 1}. layer with experts: {both}"
+            place = (
+                f"optimizer step {ours.step_id}, sequence {sequence}, token {token}, {layer + 1}. layer with "
+                f"experts: {both}"
+            )
         wrong, choices = wrong + int(differs.sum()), choices + differs.size
     return Difference(name=name, largest=float(wrong), relative=wrong / max(choices, 1), place=place)
 
@@ -245,7 +306,9 @@ def _of_field(name: str, ours: Step, matches: Sequence[tuple[int, int, int]], th
         if float(gap.max()) > worst:
             worst, at = float(gap.max()), np.unravel_index(gap.argmax(), gap.shape)
             place = f"optimizer step {ours.step_id}, sequence {sequence}, token {at[0]}: {a[at]:.6g} and {b[at]:.6g}"
-    return Difference(name=name, largest=worst, relative=float(np.sqrt(squares / norms)) if norms else float(squares > 0), place=place)
+    return Difference(
+        name=name, largest=worst, relative=float(np.sqrt(squares / norms)) if norms else float(squares > 0), place=place
+    )
 
 
 def _of_norms(ours: TrainDump, theirs: TrainDump, limit: float) -> Iterator[Difference]:

@@ -33,7 +33,9 @@ class ProfileRequest:
     def refuse_unknown_rank(self, num_ranks: int) -> None:
         """Raise ValueError if a learner of ``num_ranks`` does not have the rank."""
         if self.rank >= num_ranks:
-            raise ValueError(f"rank: want 0..{num_ranks - 1}, one of the {num_ranks} ranks of this run's learner, got {self.rank}")
+            raise ValueError(
+                f"rank: want 0..{num_ranks - 1}, one of the {num_ranks} ranks of this run's learner, got {self.rank}"
+            )
 
 
 def request_file(root: Path) -> Path:
@@ -54,7 +56,8 @@ def write_request(root: Path, request: ProfileRequest) -> None:
 def take_request(root: Path, num_ranks: int) -> ProfileRequest | None:
     """Return the request and remove it; None without one.
 
-    Raises ValueError for a file with another content, or for a rank that is not one of ``num_ranks``; the file is removed as well.
+    Raises ValueError for a file with another content, or for a rank that is not one of ``num_ranks``; the file is
+    removed as well.
     """
     file = request_file(root)
     try:
@@ -76,7 +79,9 @@ class DumpModulesConfig:
     """Dump of the learner's activations for fixed prompts (docs/debugging.md)."""
 
     step: NotNegative = 0
-    """The dump is made with the weights that this step starts from (1 = the weights of the model directory); 0 = no dump."""
+    """The dump is made with the weights that this step starts from (1 = the weights of the model directory); 0 = no
+    dump.
+    """
     prompts: str = ""
     """File of prompts: one JSON list of token ids per line, or a map with ``tokens``."""
     names: str = "*"
@@ -95,11 +100,15 @@ class DebugConfig:
     """Debugging modes: generation without a learner, training on recorded batches, and dumps (docs/debugging.md)."""
 
     rollout_only: bool = False
-    """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in ``model.path``."""
+    """Run engines and actors for ``learner.steps`` steps without training: the weights stay as they are in
+    ``model.path``.
+    """
     train_only: bool = False
     """Train without engines and actors, on the batches of ``load_rollout``, which implies it."""
     save_rollout: str = ""
-    """File for the samples of each step, with ``{step}`` in its name, such as ``dump/rollout_{step}.msgpack``; empty = none."""
+    """File for the samples of each step, with ``{step}`` in its name, such as ``dump/rollout_{step}.msgpack``; empty =
+    none.
+    """
     load_rollout: str = ""
     """Files of ``save_rollout`` to train on; a name without ``{step}`` is the batch of every step. Empty = none."""
     save_train: str = ""
@@ -119,14 +128,17 @@ class DebugConfig:
             raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
         if self.train_only and not self.load_rollout:
             raise ValueError(
-                "train_only: want load_rollout with the files of recorded batches, got none; set it, or repeat the steps of a run on this "
+                "train_only: want load_rollout with the files of recorded batches, got none; set it, or "
+                "repeat the steps of a run on this "
                 "machine with: tidemill replay --train"
             )
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
                 raise ValueError(f"{name}: want none with rollout_only, which trains nothing; remove one of them")
         if self.load_rollout and self.save_rollout == self.load_rollout:
-            raise ValueError("save_rollout: want other files than load_rollout, which would be overwritten while they are read")
+            raise ValueError(
+                "save_rollout: want other files than load_rollout, which would be overwritten while they are read"
+            )
 
     @property
     def trains_only(self) -> bool:
@@ -135,7 +147,9 @@ class DebugConfig:
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is accepted."""
+    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
+    accepted.
+    """
     if not template:
         return
     known = [*required, *(place for place in allowed if place not in required)]

@@ -16,7 +16,8 @@ Fields = Mapping[str, Tensor]
 
 
 def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenLoss, *, anchor: str) -> Fields:
-    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in ``AlgorithmConfig.anchor``.
+    """Return the fields of a pass of the policy. ``anchor``: log-probs that the ratio is against, as in
+    ``AlgorithmConfig.anchor``.
 
     Where these are the old ones, and the algorithm does not need them, both are left out: ``with_old`` adds them.
     """
@@ -37,12 +38,17 @@ def of_policy(seen: Tokens, log_probs_T: Tensor, entropy_T: Tensor, loss: TokenL
 
 
 def with_old(fields: Fields, first_pass: Fields, mask_T: Tensor) -> Fields:
-    """Return the fields with old log-probs, of the policy that the step starts from, and with the ratio against them, if they have neither.
+    """Return the fields with old log-probs, of the policy that the step starts from, and with the ratio against them,
+    if they have neither.
 
     ``first_pass``: fields of the record. ``mask_T``: trainable tokens.
     """
     old_T = fields.get("old_log_probs", first_pass["log_probs"])
-    return {"old_log_probs": old_T, "policy_importance_ratio": _ratio(fields["current_log_probs"], old_T, mask_T), **fields}
+    return {
+        "old_log_probs": old_T,
+        "policy_importance_ratio": _ratio(fields["current_log_probs"], old_T, mask_T),
+        **fields,
+    }
 
 
 def _ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor) -> Tensor:
@@ -51,7 +57,12 @@ def _ratio(log_probs_T: Tensor, anchor_T: Tensor, mask_T: Tensor) -> Tensor:
 
 def of_critic(seen: Tokens, values_T: Tensor) -> Fields:
     """Return the fields of a pass of the critic, with the values of that pass."""
-    found = {"advantages": seen.advantages_T, "returns": seen.returns_T, "values": seen.values_T, "current_values": values_T}
+    found = {
+        "advantages": seen.advantages_T,
+        "returns": seen.returns_T,
+        "values": seen.values_T,
+        "current_values": values_T,
+    }
     return _present(found | {"old_log_probs": seen.old_T, "ref_log_probs": seen.reference_T})
 
 

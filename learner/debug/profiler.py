@@ -32,7 +32,9 @@ class Profiler:
         self._first = self._last = 0
 
     def request(self, request: ProfileRequest) -> None:
-        """Profile the next steps, behind a profile that is running; the newest request counts. One for another rank is passed over."""
+        """Profile the next steps, behind a profile that is running; the newest request counts. One for another rank is
+        passed over.
+        """
         if request.rank == self._rank:
             self._pending = request
 
@@ -61,7 +63,13 @@ class Profiler:
             torch.cuda.memory._record_memory_history(max_entries=MEMORY_EVENTS)
         self._running = profile(activities=activities, record_shapes=True, profile_memory=self._request.memory)
         self._running.__enter__()
-        log.info("profile begun rank=%d step=%d steps=%d memory=%s", self._rank, step, self._request.steps, self._request.memory)
+        log.info(
+            "profile begun rank=%d step=%d steps=%d memory=%s",
+            self._rank,
+            step,
+            self._request.steps,
+            self._request.memory,
+        )
 
     def _end(self, step: int) -> None:
         running, request = self._running, self._request

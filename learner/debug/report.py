@@ -1,4 +1,5 @@
-"""The report on the first two steps of a run: the findings from their numbers, each line with a verdict. Pure; knows no torch.
+"""The report on the first two steps of a run: the findings from their numbers, each line with a verdict. Pure; knows no
+torch.
 
 Source of the questions: "Aligning Precision" of slime's debugging page.
 """
@@ -35,7 +36,8 @@ class Excerpt:
 def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
     """Return the text of the first sequence with sampled tokens on this rank; None without one.
 
-    It is decoded by ``tokenizer.json`` of the model directory. Without that there is no text, but the reason in ``missing``.
+    It is decoded by ``tokenizer.json`` of the model directory. Without that there is no text, but the reason in
+    ``missing``.
     """
     for row in batch.micro_batches:
         sampled_T = row.loss_mask_T & ~batch.demonstration_N[row.sample_T]
@@ -44,12 +46,17 @@ def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
                 continue
             mean = float(row.rollout_log_probs_T[start:end][sampled_T[start:end]].mean(dtype=np.float64))
             begin = start + int(sampled_T[start:end].argmax()) + 1  # a mask is at the token before its target
-            prompt, response = row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin], row.tokens_T[begin:end][:RESPONSE_TOKENS]
+            prompt, response = (
+                row.tokens_T[max(start, begin - PROMPT_TOKENS) : begin],
+                row.tokens_T[begin:end][:RESPONSE_TOKENS],
+            )
             try:
                 texts = _decoded(model_dir, [prompt.tolist(), response.tolist()])
             except ValueError as error:
                 return Excerpt(prompt="", response="", log_prob_mean=mean, missing=str(error))
-            return Excerpt(prompt=texts[0][-PROMPT_CHARACTERS:], response=texts[1][:RESPONSE_CHARACTERS], log_prob_mean=mean)
+            return Excerpt(
+                prompt=texts[0][-PROMPT_CHARACTERS:], response=texts[1][:RESPONSE_CHARACTERS], log_prob_mean=mean
+            )
     return None
 
 
@@ -70,7 +77,9 @@ OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
-"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are unlikely."""
+"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are
+unlikely.
+"""
 UNIFORM_SHARE = 0.7
 """Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
 FINISHED_SHARE = 0.5
@@ -113,7 +122,9 @@ class Line:
     """The place to look at if it is not good."""
 
     def __str__(self) -> str:
-        return f"{OK if self.good else LOOK:<5}{self.subject}: {self.found}" + ("" if self.good else f"; look at: {self.look_at}")
+        return f"{OK if self.good else LOOK:<5}{self.subject}: {self.found}" + (
+            "" if self.good else f"; look at: {self.look_at}"
+        )
 
 
 def report(step: int, metrics: Mapping[str, float], facts: Facts) -> list[Line]:
@@ -128,32 +139,45 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     entropy = metrics.get("train/entropy", 0.0)
     if facts.log_prob_mean is not None:
         look = (
-            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat template: text that does "
+            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the "
+            "chat template: text that does "
             "not fit it is unlikely to the model"
         )
         found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
-        lines.append(Line(subject="rollout", found=found, good=-facts.log_prob_mean <= entropy + UNLIKELY, look_at=look))
+        lines.append(
+            Line(subject="rollout", found=found, good=-facts.log_prob_mean <= entropy + UNLIKELY, look_at=look)
+        )
     if facts.excerpt is not None:
         lines.append(_text(facts.excerpt, entropy))
     if "train/entropy" in metrics:
         uniform = math.log(facts.vocab_size)
         found = f"entropy {metrics['train/entropy']:.4f} (uniform: {uniform:.2f})"
-        look = "whether the weights were loaded: a model that knows nothing has nearly the entropy of a uniform distribution"
-        lines.append(Line(subject="entropy", found=found, good=metrics["train/entropy"] <= UNIFORM_SHARE * uniform, look_at=look))
+        look = (
+            "whether the weights were loaded: a model that knows nothing has nearly the entropy of a uniform "
+            "distribution"
+        )
+        lines.append(
+            Line(subject="entropy", found=found, good=metrics["train/entropy"] <= UNIFORM_SHARE * uniform, look_at=look)
+        )
     if "train/truncated_share" in metrics:
         finished = 1 - metrics["train/truncated_share"]
         look = "sampling.max_new_tokens, the end tokens of the model, and whether the text is coherent (tidemill tail)"
-        lines.append(Line(subject="finished responses", found=f"{finished:.0%}", good=finished >= FINISHED_SHARE, look_at=look))
+        lines.append(
+            Line(subject="finished responses", found=f"{finished:.0%}", good=finished >= FINISHED_SHARE, look_at=look)
+        )
     return lines
 
 
 def _text(one: Excerpt, entropy: float) -> Line:
-    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a verdict."""
+    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a
+    verdict.
+    """
     shown = f"...{one.prompt!r} -> {one.response!r}..."
     if one.missing:
         shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
     look = (
-        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, the chat template, or a model "
+        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, "
+        "the chat template, or a model "
         "that was not tuned on such text"
     )
     found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
@@ -162,32 +186,49 @@ def _text(one: Excerpt, entropy: float) -> Line:
 
 def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     """Compare the learner's log-probs with the engines', on samples of the very weights that are trained."""
-    name = next((one for one in ("offpolicy/fresh_logprob_diff_abs", "offpolicy/logprob_diff_abs") if one in metrics), "")
+    name = next(
+        (one for one in ("offpolicy/fresh_logprob_diff_abs", "offpolicy/logprob_diff_abs") if one in metrics), ""
+    )
     if not name:
         return []
     stale = "" if "fresh" in name else ", of older weights: part of it is the change of the weights"
     found = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
     look = (
-        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); dtypes, temperature and rotary "
+        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); "
+        "dtypes, temperature and rotary "
         "settings of learner and engine"
     )
     limit = DELTA.get(facts.dtype, DELTA["bfloat16"])
-    return [Line(subject="log-probs, learner - engine", found=found, good=bool(stale) or metrics[name] <= limit, look_at=look)]
+    return [
+        Line(
+            subject="log-probs, learner - engine", found=found, good=bool(stale) or metrics[name] <= limit, look_at=look
+        )
+    ]
 
 
 def _reference(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     lines = []
     if "train/kl_reference" in metrics and facts.own_reference:
         kl = metrics["train/kl_reference"]
-        look = "kernels that are not deterministic (learner.deterministic, learner.attention): both passes have the same weights"
+        look = (
+            "kernels that are not deterministic (learner.deterministic, learner.attention): both passes have the "
+            "same weights"
+        )
         moved = facts.minibatches > 1
         found = f"KL {kl:.3g}" + (", moved by earlier minibatches" if moved else "")
-        lines.append(Line(subject="log-probs, learner - reference", found=found, good=moved or abs(kl) <= KL_ZERO, look_at=look))
+        lines.append(
+            Line(subject="log-probs, learner - reference", found=found, good=moved or abs(kl) <= KL_ZERO, look_at=look)
+        )
     if facts.minibatches == 1 and "train/ppo_kl" in metrics:
         look = "the same; and debug.save_train with tidemill debug compare of a dump and its record"
         found = f"{metrics['train/ppo_kl']:.3g}"
         lines.append(
-            Line(subject="change within the first update", found=found, good=abs(metrics["train/ppo_kl"]) <= KL_ZERO, look_at=look)
+            Line(
+                subject="change within the first update",
+                found=found,
+                good=abs(metrics["train/ppo_kl"]) <= KL_ZERO,
+                look_at=look,
+            )
         )
     return lines
 
@@ -210,7 +251,12 @@ def _memory(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[fl
         found = f"{largest / 2**20:.0f} MiB, {growth:.2f} x that of the step before"
         if len(growths) > 1:
             ranks = now[kind].index(largest), growths.index(growth)
-            found = f"at most {largest / 2**20:.0f} MiB (rank {ranks[0]}), {growth:.2f} x that of the step before (rank {ranks[1]})"
-        look = "learner.max_tokens_per_micro_batch, and memory that stays after a step (tidemill debug profile --memory)"
+            found = (
+                f"at most {largest / 2**20:.0f} MiB (rank {ranks[0]}), {growth:.2f} x that of the step before "
+                f"(rank {ranks[1]})"
+            )
+        look = (
+            "learner.max_tokens_per_micro_batch, and memory that stays after a step (tidemill debug profile --memory)"
+        )
         lines.append(Line(subject=f"memory, {kind}", found=found, good=growth <= GROWTH, look_at=look))
     return lines

@@ -104,12 +104,16 @@ def _decoded(path: Path, parts: Iterator[Any], num_samples: int) -> list[Any]:
     except (WireError, IndexError, TypeError, ValueError, msgpack.exceptions.UnpackException) as error:
         raise DebugFileRefused(str(path), "a plan and its samples", f"{type(error).__name__}: {error}") from None
     if not isinstance(record, Plan) or len(samples) != num_samples or len(record.seqs) != num_samples:
-        raise DebugFileRefused(str(path), f"a plan and its {num_samples} samples", f"{len(samples)} samples: the file was cut off")
+        raise DebugFileRefused(
+            str(path), f"a plan and its {num_samples} samples", f"{len(samples)} samples: the file was cut off"
+        )
     return [record, *samples]
 
 
 def planned_again(rollout: Rollout, step: int, packing: Packing, *, chain: str) -> Plan:
-    """Return the plan of the same groups as step ``step``, packed for another layout. Lags and gate are the recorded ones."""
+    """Return the plan of the same groups as step ``step``, packed for another layout. Lags and gate are the recorded
+    ones.
+    """
     plan, samples = rollout.plan, rollout.samples
     later = step - plan.step
     rows = [len(sample.sizes) for sample in samples]

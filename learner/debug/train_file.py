@@ -1,11 +1,13 @@
 """The training data of one step and rank in a file, and its reader. Knows numpy, no torch.
 
-    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, rollout_id, step, rank, role, parallel_info,
+    file = safetensors; its metadata has one key, ``tidemill``, with JSON: {kind, rollout_id, step, rank, role,
+parallel_info,
     routing_layers, metrics, steps}; rollout_id and step are the same number
-    tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or total_lengths
+    tensors: steps.<i>.<field>, one flat array for all sequences of the optimizer step, cut by response_lengths or
+total_lengths
 
-``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``, ``entropy`` and the
-routing in place of the rest; that of a critic (role ``critic``) has ``values``.
+``kind`` is ``train``, or ``record`` for the forward pass before the first optimizer step, which has ``log_probs``,
+``entropy`` and the routing in place of the rest; that of a critic (role ``critic``) has ``values``.
 """
 
 import json
@@ -30,9 +32,24 @@ ROUTING = ("routing_decisions", "routing_weights", "routing_scores")
 BY_TOTAL = ("unconcat_tokens", *ROUTING)
 """Fields with values for each token of a sequence."""
 BY_RESPONSE = (
-    *("loss_masks", "rollout_log_probs", "old_log_probs", "ref_log_probs", "teacher_log_probs", "advantages", "returns"),
+    *(
+        "loss_masks",
+        "rollout_log_probs",
+        "old_log_probs",
+        "ref_log_probs",
+        "teacher_log_probs",
+        "advantages",
+        "returns",
+    ),
     *("values", "current_values"),
-    *("current_log_probs", "current_entropy", "policy_importance_ratio", "tis_importance_weights", "log_probs", "entropy"),
+    *(
+        "current_log_probs",
+        "current_entropy",
+        "policy_importance_ratio",
+        "tis_importance_weights",
+        "log_probs",
+        "entropy",
+    ),
 )
 """Fields with a value for each token of a response."""
 BY_SEQUENCE = ("sequence_ids", "sample_ids", "response_lengths", "total_lengths")
@@ -49,7 +66,9 @@ class Step:
     grad_norm: float | None
     """Over all ranks, before clipping; None = the step was skipped, or nothing is trained (record)."""
     debug_data: JsonMapping
-    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``, logits_*)."""
+    """For each field, a list of arrays, one per sequence (``BY_TOTAL``, ``BY_RESPONSE``), or an array (``BY_SEQUENCE``,
+    logits_*).
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +123,9 @@ def read(path: Path) -> tuple[JsonObject, dict[str, Array]]:
             header = json.loads((file.metadata() or {})[METADATA])
             return header, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise DebugFileRefused(str(path), "a file of debug.save_train, debug.dump_modules or tidemill debug score", error) from None
+        raise DebugFileRefused(
+            str(path), "a file of debug.save_train, debug.dump_modules or tidemill debug score", error
+        ) from None
 
 
 def read_train(path: Path) -> TrainDump:
@@ -123,12 +144,17 @@ def train_dump(header: JsonMapping, tensors: Mapping[str, Array]) -> TrainDump:
         by_step.setdefault(int(number), {})[field] = value
     steps = [
         Step(
-            step_id=one["step_id"], loss_dict=one["loss_dict"], grad_norm=one["grad_norm"], debug_data=_cut(by_step.get(one["step_id"], {}))
+            step_id=one["step_id"],
+            loss_dict=one["loss_dict"],
+            grad_norm=one["grad_norm"],
+            debug_data=_cut(by_step.get(one["step_id"], {})),
         )
         for one in header["steps"]
     ]
     names = ("kind", "step", "rank", "role", "parallel_info", "metrics")
-    return TrainDump(steps=steps, routing_layers=header.get("routing_layers", ()), **{name: header[name] for name in names})
+    return TrainDump(
+        steps=steps, routing_layers=header.get("routing_layers", ()), **{name: header[name] for name in names}
+    )
 
 
 def _cut(flat: Mapping[str, Array]) -> JsonObject:
@@ -153,9 +179,17 @@ class ModuleDump:
     """``<prompt>.<module>`` -> [T, size], in the order of computation."""
 
 
-def write_modules(path: Path, outputs: Mapping[str, Array], *, prompts: Sequence[Sequence[int]], dtype: str, source: str) -> None:
+def write_modules(
+    path: Path, outputs: Mapping[str, Array], *, prompts: Sequence[Sequence[int]], dtype: str, source: str
+) -> None:
     """Write a dump, whole or not at all."""
-    header = {"kind": MODULES, "source": source, "dtype": dtype, "prompts": [list(one) for one in prompts], "order": list(outputs)}
+    header = {
+        "kind": MODULES,
+        "source": source,
+        "dtype": dtype,
+        "prompts": [list(one) for one in prompts],
+        "order": list(outputs),
+    }
     write(path, header, outputs)
 
 

@@ -1,4 +1,5 @@
-"""The checkpoint of the best version (``eval.best``): ordered with its step, kept beside the newest ones, named in the row run/best.
+"""The checkpoint of the best version (``eval.best``): ordered with its step, kept beside the newest ones, named in the
+row run/best.
 
 plan of step k --> wants(k): version due? --> checkpoint k --> evaluated --> best --> spared from removal
 """
@@ -22,7 +23,9 @@ log = logging.getLogger(__name__)
 class BestCheckpoint:
     """Knows which checkpoints have the best score, or may get it. Without ``eval.best`` there are none."""
 
-    def __init__(self, bus: Bus, root: Path, evaluations: Evaluations, *, epoch: int, head: tuple[int, int] | None) -> None:
+    def __init__(
+        self, bus: Bus, root: Path, evaluations: Evaluations, *, epoch: int, head: tuple[int, int] | None
+    ) -> None:
         """``head``: version and step of the newest weights when this start began."""
         self._bus, self._root, self._evaluations, self._epoch, self._first_head = bus, root, evaluations, epoch, head
         self._row: Value = {}
@@ -40,15 +43,20 @@ class BestCheckpoint:
             await self._bus.rows("run").delete(BEST_KEY)
 
     def due(self, step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int) -> bool:
-        """Return whether the weights of a planned step will be evaluated, as far as that is known before they have a version.
+        """Return whether the weights of a planned step will be evaluated, as far as that is known before they have a
+        version.
 
         ``versions``: step of every version so far. ``head``: the newest of them, and its step.
         """
-        found = versions_of(step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head)
+        found = versions_of(
+            step, versions=versions, head=head, push_every=push_every, republished=head == self._first_head
+        )
         return any(self._evaluations.due(version, step) for version in found)
 
     async def spared(self) -> list[str]:
-        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be next."""
+        """Return the names of the checkpoints of the best version, and of versions that are being evaluated or will be
+        next.
+        """
         if not self.wanted:
             return []
         listed = await asyncio.to_thread(disk.listed, self._root)
@@ -63,11 +71,24 @@ class BestCheckpoint:
             return
         scored, checkpoint = best
         score = self._evaluations.best
-        row: Value = {"step": scored.step, "version": scored.version, "set": score.set, "metric": score.metric, "value": scored.value}
+        row: Value = {
+            "step": scored.step,
+            "version": scored.version,
+            "set": score.set,
+            "metric": score.metric,
+            "value": scored.value,
+        }
         row |= {"directory": str(checkpoint.path), "epoch": self._epoch}
         if row != self._row:
             await self._bus.retry(lambda: self._bus.rows("run").put(BEST_KEY, row))
-            log.info("best checkpoint=%s version=%d %s/%s=%.4g", checkpoint.path, scored.version, score.set, score.metric, scored.value)
+            log.info(
+                "best checkpoint=%s version=%d %s/%s=%.4g",
+                checkpoint.path,
+                scored.version,
+                score.set,
+                score.metric,
+                scored.value,
+            )
             self._row = row
 
     def _best(self, listed: Collection[Checkpoint]) -> tuple[Scored, Checkpoint] | None:
@@ -82,10 +103,11 @@ class BestCheckpoint:
 def versions_of(
     step: int, *, versions: Mapping[int, int], head: tuple[int, int] | None, push_every: int, republished: bool
 ) -> Collection[int]:
-    """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the next by count.
+    """Return the versions that the weights of a step are, or may become: those it has when it is repeated, else the
+    next by count.
 
-    ``republished``: a start publishes once more the weights of its first step, or of the last step that it repeats, and it is not
-    known whether it has; later versions may then be one higher.
+    ``republished``: a start publishes once more the weights of its first step, or of the last step that it repeats, and
+    it is not known whether it has; later versions may then be one higher.
     """
     if known := [version for version, its in versions.items() if its == step]:
         return known

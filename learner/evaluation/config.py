@@ -54,7 +54,9 @@ class EvalSet:
     chat_template_args: dict[str, typing.Any] | None = None
     """Overrides ``data.chat_template_args`` for this set."""
     reward: str | None = None
-    """Overrides ``data.reward`` for this set: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers to."""
+    """Overrides ``data.reward`` for this set: the name that ``when: {reward: NAME}`` of ``actor.reward_parts`` refers
+    to.
+    """
     reward_key: str | None = None
     """Overrides ``data.reward_key`` for this set."""
     sampling_key: str | None = None
@@ -68,7 +70,9 @@ class EvalSet:
 
     def data(self, training: DataConfig) -> DataConfig:
         """Return the settings of the set's prompts: its own, else the settings of the training prompts."""
-        names = {field.name for field in dataclasses.fields(SourceConfig)} - {"path", "weight", "responses_key"} | {"chat_template_args"}
+        names = {field.name for field in dataclasses.fields(SourceConfig)} - {"path", "weight", "responses_key"} | {
+            "chat_template_args"
+        }
         own: dict[str, typing.Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return dataclasses.replace(
             training, path=self.path, sources=ShortNamed(), shuffle=False, max_prompt_tokens=0, responses_key="", **own
@@ -76,9 +80,13 @@ class EvalSet:
 
     def __post_init__(self) -> None:
         if self.temperature and not LOWEST_TEMPERATURE <= self.temperature <= HIGHEST_TEMPERATURE:
-            raise ValueError(f"temperature: want 0, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, got {self.temperature}")
+            raise ValueError(
+                f"temperature: want 0, or {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}, got {self.temperature}"
+            )
         if self.temperature == 0 and self.samples > 1:
-            raise ValueError(f"samples: want 1 with temperature: 0, whose responses are all the same, got {self.samples}")
+            raise ValueError(
+                f"samples: want 1 with temperature: 0, whose responses are all the same, got {self.samples}"
+            )
         if self.top_k != -1 and self.top_k < 1:
             raise ValueError(f"top_k: want -1 or >= 1, got {self.top_k}")
 
@@ -95,15 +103,22 @@ class EvalConfig:
     at_end: bool = True
     """Evaluate the last version, too; the run ends after it."""
     sets: ShortNamed[EvalSet] = field(default_factory=ShortNamed)
-    """Held-out sets by name: a map with the file's path, and settings that differ from training (docs/evaluation.md)."""
+    """Held-out sets by name: a map with the file's path, and settings that differ from training (docs/evaluation.md).
+    """
     best: str = ""
-    """SET/METRIC (``mean`` or ``pass_at_<k>``): every version that is evaluated gets a checkpoint, and that of the best is kept."""
+    """SET/METRIC (``mean`` or ``pass_at_<k>``): every version that is evaluated gets a checkpoint, and that of the best
+    is kept.
+    """
     stop_after: NotNegative = 0
     """End the run after this number of evaluations without a better ``best``; 0 = never."""
     max_open_tasks: Positive = 8
-    """Maximum number of evaluation prompts that are out at a time; bounds the share of the engines that evaluation takes."""
+    """Maximum number of evaluation prompts that are out at a time; bounds the share of the engines that evaluation
+    takes.
+    """
     exact: bool = False
-    """No step is trained before the evaluation of a version is over, so that all its tokens are of that version; false = of version 0."""
+    """No step is trained before the evaluation of a version is over, so that all its tokens are of that version; false
+    = of version 0.
+    """
     stall_s: PositiveFloat = 600.0
     """Seconds without any result after which an evaluation ends with the results it has; missing ones are counted."""
     seed: int = 0
@@ -116,7 +131,9 @@ class EvalConfig:
 
     def _refuse_best(self) -> None:
         if self.stop_after and not self.best:
-            raise ValueError(f"stop_after: want best: SET/METRIC with it, the score that is to rise, got {self.stop_after} alone")
+            raise ValueError(
+                f"stop_after: want best: SET/METRIC with it, the score that is to rise, got {self.stop_after} alone"
+            )
         if not self.best:
             return
         if not self.every:

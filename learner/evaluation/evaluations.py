@@ -45,7 +45,9 @@ class EvalPrompts:
         number = min(self.limit or len(self.prompts), len(self.prompts))
         rows = tuple(self._usable(number))
         identity = f"{self.prompts.digest} {self.sampling} {self.samples} {self.passes_at}"
-        if used := {name: self.budgets[name] for name in sorted({self.prompts.row(row).rollout for row in rows} - {""})}:
+        if used := {
+            name: self.budgets[name] for name in sorted({self.prompts.row(row).rollout for row in rows} - {""})
+        }:
             identity += f" {used}"
             if self.prompts.chat_template_args:
                 identity += f" {self.prompts.chat_template_args}"
@@ -68,7 +70,9 @@ class EvalPrompts:
         return usable
 
     def task(self, place: Place, rounds: Rounds, *, run: str, epoch: int, seed: int, step: int) -> Task:
-        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all versions."""
+        """Return the task of one prompt. Its sampler seed depends on ``seed`` and the row alone: it is the same for all
+        versions.
+        """
         drawn = self.prompts.at(0, place.row)
         return Task(
             run=run,
@@ -80,7 +84,9 @@ class EvalPrompts:
             metadata={**drawn.row.metadata, MARK: rounds.mark(place)},
             group_size=self.samples,
             sampling=replace(  # a set has one temperature, also where its file is the file of training
-                drawn.row.sampling.of(self.sampling), temperature=self.sampling.temperature, seed=sampler_seed(seed, 0, place.row, 0)
+                drawn.row.sampling.of(self.sampling),
+                temperature=self.sampling.temperature,
+                seed=sampler_seed(seed, 0, place.row, 0),
             ),
             prompt_epoch=0,
             offset=place.row,
@@ -133,10 +139,16 @@ class EvalPlan:
 
 
 class Evaluations:
-    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples and for the bus."""
+    """The loop (see the module). Consumes published versions, samples of kind eval and dead tasks; waits for samples
+    and for the bus.
+    """
 
-    def __init__(self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]) -> None:
-        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its id."""
+    def __init__(
+        self, bus: Bus, plan: EvalPlan, rounds: Rounds, *, epoch: int, store: Callable[[Task], Awaitable[Task]]
+    ) -> None:
+        """``store``: issues a task, registers it with the DataSource and here (``issued``), and returns it with its
+        id.
+        """
         self._bus, self._plan, self._rounds, self._epoch, self._store = bus, plan, rounds, epoch, store
         self._sets: Mapping[str, EvalPrompts] = {one.name: one for one in plan.sets}
         self.best = BestScore(plan.best, stop_after=plan.stop_after)
@@ -150,7 +162,9 @@ class Evaluations:
         self.moved_s = time.monotonic()
         """Time of the last result, or of the begin of the round."""
         self.sampled = True
-        """False until a run that begins has its first sample: engines are being started, which takes minutes for a large model."""
+        """False until a run that begins has its first sample: engines are being started, which takes minutes for a
+        large model.
+        """
         self._idle = asyncio.Event()
         """Set while no round is open."""
         self._note_idle()
@@ -163,11 +177,15 @@ class Evaluations:
         self._rounds.published(version, step)
         self._note_idle()
         if self._rounds.skipped != skipped:
-            log.warning("a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every)
+            log.warning(
+                "a version is not evaluated: evaluations take longer than eval.every = %d versions", self._plan.every
+            )
         self._changed.wake()
 
     async def restore(self, tasks: Sequence[Task], head: tuple[int, int] | None) -> None:
-        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint is in the rounds."""
+        """Register the scores and the tasks of earlier starts, and the published version. The state of the checkpoint
+        is in the rounds.
+        """
         self.sampled = False
         await self._read_scores()
         for task in tasks:
@@ -201,7 +219,8 @@ class Evaluations:
         return self._rounds.due(version, step)
 
     def holds(self, step: int, head: tuple[int, int] | None, *, due: bool) -> bool:
-        """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this one.
+        """Return whether the step behind ``step`` waits: a push of its weights would mix versions in the scores of this
+        one.
 
         ``head``: version and step of the newest published weights. ``due``: the weights of ``step`` may be evaluated.
         """
@@ -232,7 +251,12 @@ class Evaluations:
                 self._early.append(sample)
             return
         if wrong := mismatch(task, sample, self._plan.max_context):
-            log.warning("evaluation sample passed over task=%d index=%d: its %s is not the task's", sample.task, sample.index, wrong)
+            log.warning(
+                "evaluation sample passed over task=%d index=%d: its %s is not the task's",
+                sample.task,
+                sample.index,
+                wrong,
+            )
             return
         if self._rounds.arrived(sample):
             self.moved_s = time.monotonic()
@@ -272,7 +296,9 @@ class Evaluations:
                 await self._changed.wait(min(LOOK_AGAIN_S, self._plan.stall_s))
 
     async def _issue(self, place: Place) -> None:
-        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can carry."""
+        """Issue the task of a prompt. Raises PromptError where bad rows are refused, for one that no message can
+        carry.
+        """
         try:
             await self._store(await asyncio.to_thread(self._task, place))  # in a thread: a prompt may have megabytes
         except WireError as error:
@@ -297,7 +323,9 @@ class Evaluations:
 
     def _task(self, place: Place) -> Task:
         one = self._sets[place.set]
-        return one.task(place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step)
+        return one.task(
+            place, self._rounds, run=self._bus.run, epoch=self._epoch, seed=self._plan.seed, step=self._rounds.step
+        )
 
     def _end_stalled(self) -> None:
         silent_s = time.monotonic() - self.moved_s
@@ -310,9 +338,16 @@ class Evaluations:
             self._changed.wake()
 
     async def _record(self, result: Result) -> None:
-        record = Evaluated(epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics)
+        record = Evaluated(
+            epoch=self._epoch, version=result.version, step=result.step, dataset=result.set, metrics=result.metrics
+        )
         await self._bus.plans.append(record)
         scored = self._plan.best and self.best.note(record.dataset, record.version, record.step, record.metrics)
         if scored and self.on_scores is not None:
             await self.on_scores()
-        log.info("evaluated version=%d set=%s %s", result.version, result.set, " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()))
+        log.info(
+            "evaluated version=%d set=%s %s",
+            result.version,
+            result.set,
+            " ".join(f"{k}={v:.4g}" for k, v in result.metrics.items()),
+        )

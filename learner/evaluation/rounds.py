@@ -3,9 +3,9 @@
     published(version) --> round opened --> wanted() --> issued(task) --> arrived(sample) ... --> results() --> close()
                                                                        \\-> gone(task): dead, or never answered
 
-One round is open at a time. A version that is due while another round is open waits; of several only the newest does, because an
-evaluation that cannot keep up must not fall behind for ever. State is in every checkpoint (``dump``), and tasks that were issued after it
-are read again, so that a restart issues no prompt twice.
+One round is open at a time. A version that is due while another round is open waits; of several only the newest does,
+because an evaluation that cannot keep up must not fall behind for ever. State is in every checkpoint (``dump``), and
+tasks that were issued after it are read again, so that a restart issues no prompt twice.
 """
 
 import hashlib
@@ -72,12 +72,16 @@ class _Round:
 class Rounds:
     """State of the evaluation (see the module)."""
 
-    def __init__(self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int) -> None:
+    def __init__(
+        self, sets: Sequence[SetSize], *, every: int, at_start: bool, at_end: bool, last_step: int, max_open_tasks: int
+    ) -> None:
         """``last_step``: of the run."""
         self._sets = {one.name: one for one in sets}
         self._every, self._at_start, self._at_end, self._last_step = every, at_start, at_end, last_step
         self._max_open = max_open_tasks
-        self.digest = hashlib.sha256(json.dumps([(one.name, one.rows, one.identity) for one in sets]).encode()).hexdigest()[:16]
+        self.digest = hashlib.sha256(
+            json.dumps([(one.name, one.rows, one.identity) for one in sets]).encode()
+        ).hexdigest()[:16]
         """Digest of all sets: tasks and state of other ones are passed over."""
         self._open: _Round | None = None
         self._next: tuple[int, int] | None = None
@@ -87,7 +91,9 @@ class Rounds:
         self._newest_step = -1
         """Step of its weights."""
         self.skipped = 0
-        """Versions that were due and were not evaluated, because a later one was due before the round before them had ended."""
+        """Versions that were due and were not evaluated, because a later one was due before the round before them had
+        ended.
+        """
 
     # ---- versions
 
@@ -100,7 +106,9 @@ class Rounds:
         return version % self._every == 0 or (self._at_end and step == self._last_step)
 
     def published(self, version: int, step: int) -> None:
-        """Open the round of ``version``, if it is due and its weights have had none; or let it wait for the open one."""
+        """Open the round of ``version``, if it is due and its weights have had none; or let it wait for the open
+        one.
+        """
         if self._open is not None and step == self._open.step:
             self._open.same = max(version, self._open.same)
         newest_step = self._newest_step if self._next is None else self._next[1]
@@ -113,7 +121,9 @@ class Rounds:
         self._next = (version, step)
 
     def ends_after(self, step: int) -> None:
-        """Register that the run ends after an earlier step than the last of its settings: the version of this one is due at the end."""
+        """Register that the run ends after an earlier step than the last of its settings: the version of this one is
+        due at the end.
+        """
         self._last_step = step
 
     def _begin(self, version: int, step: int) -> None:
@@ -123,7 +133,9 @@ class Rounds:
     @property
     def pending_steps(self) -> set[int]:
         """Steps of the versions of the open round and of the one that waits."""
-        return ({self._open.step} if self._open is not None else set()) | ({self._next[1]} if self._next is not None else set())
+        return ({self._open.step} if self._open is not None else set()) | (
+            {self._next[1]} if self._next is not None else set()
+        )
 
     @property
     def idle(self) -> bool:
@@ -141,7 +153,10 @@ class Rounds:
         if self._open is None:
             return ""
         total = sum(len(one.rows) for one in self._sets.values())
-        return f"evaluation of version {self._open.version}: {len(self._open.placed) - len(self._open.tasks)} of {total} prompts"
+        return (
+            f"evaluation of version {self._open.version}: {len(self._open.placed) - len(self._open.tasks)} of "
+            f"{total} prompts"
+        )
 
     # ---- tasks
 
@@ -160,14 +175,18 @@ class Rounds:
         return {"set": place.set, "row": place.row, "digest": self.digest}
 
     def issued(self, task: Task) -> bool:
-        """Register a task of kind eval, just issued or read at a restart. Returns whether it belongs to a round that is not over."""
+        """Register a task of kind eval, just issued or read at a restart. Returns whether it belongs to a round that is
+        not over.
+        """
         place = self._place(task)
         if place is None or task.min_version < self._newest:
             return False
         if self._open is None or task.min_version > self._open.version:
             if task.min_version == self._newest:
                 return False  # of a round that is over
-            self._begin(task.min_version, task.issue_step)  # issued by a start that has ended, after its last checkpoint
+            self._begin(
+                task.min_version, task.issue_step
+            )  # issued by a start that has ended, after its last checkpoint
         if self._open is None or place in self._open.placed:
             return False
         self._open.placed.add(place)
@@ -185,7 +204,9 @@ class Rounds:
     # ---- samples
 
     def arrived(self, sample: Sample) -> bool:
-        """Register a valid sample of kind eval. Returns whether it is a response of the open round; the first one of an index counts."""
+        """Register a valid sample of kind eval. Returns whether it is a response of the open round; the first one of an
+        index counts.
+        """
         if sample.status not in (Status.COMPLETED, Status.TRUNCATED) or self._open is None:
             return False
         place = self._open.tasks.get(sample.task)
@@ -226,7 +247,9 @@ class Rounds:
             self._open.placed = {(one.name, row) for one in self._sets.values() for row in one.rows}
 
     def results(self) -> list[Result]:
-        """Return the scores of the open round once all its prompts are answered or gone; else nothing. ``close`` follows."""
+        """Return the scores of the open round once all its prompts are answered or gone; else nothing. ``close``
+        follows.
+        """
         if self._open is None or self._open.tasks or self.wanted() is not None:
             return []
         return [self._result(self._open, one) for one in self._sets.values()]
@@ -242,7 +265,9 @@ class Rounds:
     def _result(self, done: _Round, one: SetSize) -> Result:
         prompts = {row: list(done.responses.get((one.name, row), {}).values()) for row in one.rows}
         versions = (done.version, done.same)
-        metrics = scores(prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, versions=versions)
+        metrics = scores(
+            prompts, num_prompts=len(one.rows), samples=one.samples, passes_at=one.passes_at, versions=versions
+        )
         return Result(version=done.version, step=done.step, set=one.name, metrics=metrics)
 
     # ---- persist
@@ -277,5 +302,7 @@ class Rounds:
         self._open.tasks = {id: (name, row) for id, name, row in there["tasks"]}
         self._open.placed = {(name, row) for name, row in there["placed"]}
         for name, row, index, score, num_tokens, truncated, oldest, newest in there["responses"]:
-            response = ScoredResponse(score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest)
+            response = ScoredResponse(
+                score=score, num_tokens=num_tokens, truncated=truncated, oldest_version=oldest, newest_version=newest
+            )
             self._open.responses.setdefault((name, row), {})[index] = response

@@ -1,4 +1,6 @@
-"""Scores of an evaluation: mean@k, pass@k, bootstrap intervals, lengths; and the best score of a run. Functions of numbers alone."""
+"""Scores of an evaluation: mean@k, pass@k, bootstrap intervals, lengths; and the best score of a run. Functions of
+numbers alone.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,12 +31,17 @@ class ScoredResponse:
 
 
 def scores(
-    prompts: Mapping[int, Sequence[ScoredResponse]], *, num_prompts: int, samples: int, passes_at: float, versions: tuple[int, int]
+    prompts: Mapping[int, Sequence[ScoredResponse]],
+    *,
+    num_prompts: int,
+    samples: int,
+    passes_at: float,
+    versions: tuple[int, int],
 ) -> dict[str, float]:
     """Return the metrics of one set at one version.
 
-    ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each. ``versions``: the
-    version, and the newest one with the same weights.
+    ``prompts``: the responses to each prompt that has any, of ``num_prompts`` prompts with ``samples`` responses each.
+    ``versions``: the version, and the newest one with the same weights.
     A prompt without a response is in no mean; ``missing`` says how many responses were expected and are not there.
 
     - ``mean``: mean over prompts of the mean score of a prompt's responses (mean@k).
@@ -61,7 +68,10 @@ def scores(
             result[f"pass_at_{k}"] = float(np.mean(chances))
     version, same = versions
     sampled = [response for response in every if response.newest_version >= 0]
-    oldest, newest = min((one.oldest_version for one in sampled), default=same), max((one.newest_version for one in sampled), default=same)
+    oldest, newest = (
+        min((one.oldest_version for one in sampled), default=same),
+        max((one.newest_version for one in sampled), default=same),
+    )
     result |= {
         "tokens_mean": float(np.mean([response.num_tokens for response in every])),
         "tokens_max": float(max(response.num_tokens for response in every)),
@@ -79,7 +89,9 @@ def powers(samples: int) -> list[int]:
 
 
 def pass_at(k: int, total: int, passed: int) -> float:
-    """Return 1 - C(total - passed, k) / C(total, k): the chance that k of ``total`` responses, drawn at random, hold one that passes."""
+    """Return 1 - C(total - passed, k) / C(total, k): the chance that k of ``total`` responses, drawn at random, hold
+    one that passes.
+    """
     return 1.0 - math.comb(total - passed, k) / math.comb(total, k)
 
 
@@ -104,12 +116,16 @@ class BestScore:
     """Scores of the evaluated versions, higher is better."""
 
     def __init__(self, choice: str, *, stop_after: int = 0) -> None:
-        """``choice``: SET/METRIC. ``stop_after``: versions without a better score after which ``stopped`` has a text; 0 = never."""
+        """``choice``: SET/METRIC. ``stop_after``: versions without a better score after which ``stopped`` has a text; 0
+        = never.
+        """
         self.set, _, self.metric = choice.partition("/")
         self._stop_after = stop_after
         self._scored: dict[int, Scored] = {}
         self.stopped = ""
-        """The reason to end the run; empty = there is none. It stays: the last version, evaluated at the end, may have a better score."""
+        """The reason to end the run; empty = there is none. It stays: the last version, evaluated at the end, may have
+        a better score.
+        """
 
     def note(self, dataset: str, version: int, step: int, metrics: Mapping[str, float]) -> bool:
         """Register the scores of one set at one version, which may be repeated. Returns whether they have the score."""
@@ -121,7 +137,8 @@ class BestScore:
         later = sum(other > best.version for other in self._scored)
         if self._stop_after and later >= self._stop_after and not self.stopped:
             self.stopped = (
-                f"no {self.set}/{self.metric} above {best.value:.4g} (version {best.version}, step {best.step}) in the {later} "
+                f"no {self.set}/{self.metric} above {best.value:.4g} (version {best.version}, step "
+                f"{best.step}) in the {later} "
                 "evaluations after it (eval.stop_after)"
             )
         return True

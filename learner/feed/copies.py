@@ -1,7 +1,10 @@
-"""Checkpoints of several nodes, or with a store, as the feeder needs them: the newest whole one at the start, the copies of each new one.
+"""Checkpoints of several nodes, or with a store, as the feeder needs them: the newest whole one at the start, the
+copies of each new one.
 
-Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``) or for the uploads (``learner/checkpoints/uploads.py``), without a
-deadline: a checkpoint that has too few copies is not the latest, and the log and the feeder's row report the missing ones.
+Waits for the keepers of the nodes (``learner/checkpoints/keeper.py``) or for the uploads
+(``learner/checkpoints/uploads.py``), without a
+deadline: a checkpoint that has too few copies is not the latest, and the log and the feeder's row report the missing
+ones.
 """
 
 import asyncio
@@ -50,7 +53,9 @@ STORE = -1
 _SAY_S = 30.0
 """Time between two lines of the log about missing copies."""
 ASK_S = 600.0
-"""The agents of all nodes are alive when a feeder starts; their keepers answer when they have read and verified their disks."""
+"""The agents of all nodes are alive when a feeder starts; their keepers answer when they have read and verified their
+disks.
+"""
 T = TypeVar("T")
 Asked = dict[int, dict[str, list[str]]]
 """node -> checkpoint -> names of the files that it has."""
@@ -72,9 +77,10 @@ class Copies:
     ) -> None:
         """``copies``: on nodes; not used with a store, which has every file of the latest checkpoint.
 
-        ``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as lost. It is also
-        the time for a store that does not answer, which is not lost: its error is raised then. ``silence_s``: time after which a request
-        to the store without an answer is reported, and behind the deadline counts as failed.
+        ``ask_s``: time for which a node that does not answer is asked again at the start; after that its disk counts as
+        lost. It is also the time for a store that does not answer, which is not lost: its error is raised then.
+        ``silence_s``: time after which a request to the store without an answer is reported, and behind the deadline
+        counts as failed.
         """
         self._bus, self._root, self._num_nodes, self._copies, self._ask_s = bus, root, num_nodes, copies, ask_s
         self._store, self._silence_s = store, silence_s
@@ -89,17 +95,19 @@ class Copies:
         return [Peer(node=one.node, url=one.url, key=key) for one in (await holders(self._bus)).values()]
 
     async def claim(self, *, is_new: bool) -> None:
-        """Claim the store for this run, if there is one. Raises ConfigRefused for the store of another run, StoreFailed for a new run's.
+        """Claim the store for this run, if there is one. Raises ConfigRefused for the store of another run, StoreFailed
+        for a new run's.
 
-        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to begin; one that
-        hangs is waited for for ``silence_s``.
+        ``is_new``: the bus has no checkpoint of the run. Otherwise a store that does not answer now is no reason not to
+        begin; one that hangs is waited for for ``silence_s``.
         """
         if (store := self._store) is None:
             return
         mine = await identity_of(self._bus)
         try:
             owner = await self._answered(
-                lambda silence: claimed(self._bus, store, silence), deadline=time.monotonic() + (self._ask_s if is_new else 0.0)
+                lambda silence: claimed(self._bus, store, silence),
+                deadline=time.monotonic() + (self._ask_s if is_new else 0.0),
             )
         except StoreFailed as error:
             if is_new:
@@ -107,13 +115,15 @@ class Copies:
             log.error("the store of checkpoints does not answer, and begins later: %s", error)
             return
         if owner != mine:
-            raise ConfigRefused("learner.checkpoint.store", "a place for the checkpoints of this run", f"{store.url} {foreign(owner)}")
+            raise ConfigRefused(
+                "learner.checkpoint.store", "a place for the checkpoints of this run", f"{store.url} {foreign(owner)}"
+            )
 
     async def whole(self, row: JsonMapping) -> Path:
         """Return the latest checkpoint of the run or, with an error in the log, the newest whole one before it.
 
-        This node has its metadata then. Raises NoCheckpoint, which names missing files and the nodes on which they were last seen,
-        StoreFailed when the latest is not on the nodes, and the store does not answer.
+        This node has its metadata then. Raises NoCheckpoint, which names missing files and the nodes on which they were
+        last seen, StoreFailed when the latest is not on the nodes, and the store does not answer.
         """
         deadline = time.monotonic() + self._ask_s
         while True:
@@ -137,13 +147,19 @@ class Copies:
             self.waits_for = ""
 
     async def _in_store(self, row: JsonMapping, asked: Asked, deadline: float) -> dict[str, list[str]]:
-        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes have the latest."""
+        """Return the files in the store of the checkpoints that the row names. Raises StoreFailed, unless the nodes
+        have the latest.
+        """
         assert self._store is not None
         latest, named = Path(row["directory"]).name, digests_in(row)
         try:
             found = await self._answered(self._survey, deadline=time.monotonic())
         except StoreFailed as error:
-            here = {name for held in (await asyncio.to_thread(held_below, self._root), *asked.values()) for name in held.get(latest, ())}
+            here = {
+                name
+                for held in (await asyncio.to_thread(held_below, self._root), *asked.values())
+                for name in held.get(latest, ())
+            }
             if await asyncio.to_thread(_has_all, self._root / latest, here):
                 log.error("the latest checkpoint is on the nodes, and the store does not answer: %s", error)
                 return {}
@@ -153,12 +169,16 @@ class Copies:
         trusted = {name: one for name, one in found.items() if name in named}
         for name in [name for name, one in trusted.items() if one.digest != named[name]]:
             one = trusted.pop(name)
-            defect = CheckpointCorrupt(f"{self._store.url}/{name}", MANIFEST, f"sha256 {named[name]}, as in the run's row", one.digest)
+            defect = CheckpointCorrupt(
+                f"{self._store.url}/{name}", MANIFEST, f"sha256 {named[name]}, as in the run's row", one.digest
+            )
             log.error("checkpoint in the store is of another run: %s", defect)
         return {name: [MANIFEST, *one.held] for name, one in trusted.items()}
 
     async def _survey(self, silence: Silence) -> dict[str, Stored]:
-        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this run's."""
+        """Return the checkpoints in the store with a manifest. Raises StoreFailed, also for a store that is not this
+        run's.
+        """
         assert self._store is not None
         mine, owner = await identity_of(self._bus), await in_daemon(self._store.owner, silence)
         if owner in UNNAMED:
@@ -228,8 +248,8 @@ class Copies:
     async def wait(self, paths: Callable[[], Sequence[Path]]) -> Path:
         """Wait until a checkpoint has enough holders of every file, or is in the store. Returns the newest such one.
 
-        ``paths``: returns those that wait, oldest first, at least one. It is called again for each look: one that can never be copied, as
-        a file of it is damaged, holds up no newer one.
+        ``paths``: returns those that wait, oldest first, at least one. It is called again for each look: one that can
+        never be copied, as a file of it is damaged, holds up no newer one.
         """
         changed = Waiter()
         said = time.monotonic()
@@ -249,7 +269,9 @@ class Copies:
     async def lacks(self, path: Path) -> str:
         """Return, as text, the copies that a checkpoint lacks before it counts as the latest; empty = nothing."""
         if path not in self._manifests:
-            self._manifests[path] = await asyncio.to_thread(lambda: (manifests.read(path).files, disk.manifest_digest(path)))
+            self._manifests[path] = await asyncio.to_thread(
+                lambda: (manifests.read(path).files, disk.manifest_digest(path))
+            )
         (files, digest), checkpoint = self._manifests[path], path.name
         try:
             if self._store is not None:
@@ -262,10 +284,15 @@ class Copies:
         if not short:
             return ""
         name, count = min(short.items())
-        what = f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {count} of {self._copies} holders"
+        what = (
+            f"{len(short)} files of {checkpoint} to be copied, the first is {name} with {count} of "
+            f"{self._copies} holders"
+        )
         return "; ".join([what, *(f"node {one.node}: {one.trouble}" for one in rows.values() if one.trouble)])
 
-    def _not_stored(self, checkpoint: str, digest: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]) -> str:
+    def _not_stored(
+        self, checkpoint: str, digest: str, files: Mapping[str, FileEntry], rows: Mapping[int, Uploaded]
+    ) -> str:
         """Return the files that a checkpoint, with this digest of its manifest, lacks in the store; empty = none."""
         assert self._store is not None
         if HOME in rows and rows[HOME].whole.get(checkpoint) == digest:

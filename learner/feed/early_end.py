@@ -2,9 +2,9 @@
 
     DataSource.exhausted, Evaluations.stopped --> reason() --> end() --> ranks (last), Outcomes, Evaluations, row run/end
 
-The reason follows from the records of PLAN and from the settings, so a restart finds it again; with other settings it may not hold, and
-then the run goes on. Ranks learn of it when they request the step after the last, which is planned by then: they publish its weights and
-write its checkpoint, if they have not yet.
+The reason follows from the records of PLAN and from the settings, so a restart finds it again; with other settings it
+may not hold, and then the run goes on. Ranks learn of it when they request the step after the last, which is planned by
+then: they publish its weights and write its checkpoint, if they have not yet.
 """
 
 import logging
@@ -47,10 +47,15 @@ class EarlyEnd:
             return ""
         if not self._source.step:
             raise NothingTrained(self._rules.num_epochs, self._source.accounting().settled, last_failure)
-        return f"all prompts of {self._rules.num_epochs} pass{'es' * (self._rules.num_epochs > 1)} are used (learner.num_epochs)"
+        return (
+            f"all prompts of {self._rules.num_epochs} pass{'es' * (self._rules.num_epochs > 1)} are used "
+            "(learner.num_epochs)"
+        )
 
     async def end(self, reason: str, server: FeedServer, outcomes: Outcomes, *, state: bytes) -> None:
-        """End the run after the last planned step. ``state``: of the data there; empty = its checkpoint is ordered. Raises BusError."""
+        """End the run after the last planned step. ``state``: of the data there; empty = its checkpoint is ordered.
+        Raises BusError.
+        """
         self.ended, step = True, self._source.step
         log.warning("the run ends after step %d of %d: %s", step, self._rules.steps, reason)
         await self._bus.rows("run").put(END_KEY, {"step": step, "reason": reason, "epoch": self._epoch})

@@ -1,4 +1,6 @@
-"""Metrics of a step's episodes: turns, sequences, budgets and seconds (docs/metrics.md), and the alarm for episodes that take too long."""
+"""Metrics of a step's episodes: turns, sequences, budgets and seconds (docs/metrics.md), and the alarm for episodes
+that take too long.
+"""
 
 import logging
 from collections import deque
@@ -19,8 +21,8 @@ STEPS = 16
 class EpisodeAge:
     """Compares the seconds of a step's episodes with the time for which their tokens may be trained: ``max_lag`` steps.
 
-    An episode that takes longer has tokens that are too old when it ends (in its first turns), however fast the step comes that trains
-    it. Then it raises the alarm ``long_episodes``.
+    An episode that takes longer has tokens that are too old when it ends (in its first turns), however fast the step
+    comes that trains it. Then it raises the alarm ``long_episodes``.
     """
 
     def __init__(self, config: AlarmConfig, context: Context) -> None:
@@ -31,9 +33,11 @@ class EpisodeAge:
         """The alarm of the newest step, for the feeder's row; empty = none."""
 
     def done(self, metrics: Mapping[str, float], now: float, *, recorded: bool = False) -> dict[str, float]:
-        """Return the share for a step that was done at ``now``, monotonic seconds; nothing without episodes or a time of steps.
+        """Return the share for a step that was done at ``now``, monotonic seconds; nothing without episodes or a time
+        of steps.
 
-        ``recorded``: an earlier start took the step too, so that it waited for no samples; it is no measure of the time between steps.
+        ``recorded``: an earlier start took the step too, so that it waited for no samples; it is no measure of the time
+        between steps.
         """
         before, self._done_s = self._done_s, now
         if recorded or before is None:
@@ -47,13 +51,20 @@ class EpisodeAge:
         alarms = check(found, self._config, self._context) if self._config.action != "off" else ()
         self.trouble = "; ".join(str(alarm) for alarm in alarms)
         for alarm in alarms:
-            log.warning("alarm %s seconds=%.1f step_seconds=%.1f", alarm, metrics[SECONDS], limit_s / self._context.max_lag)
+            log.warning(
+                "alarm %s seconds=%.1f step_seconds=%.1f", alarm, metrics[SECONDS], limit_s / self._context.max_lag
+            )
         return found
 
 
 LIMITS = ("turns", "tokens", "context", "total_tokens")
 """Limits of a budget that end an episode and leave it trained."""
-_OVERRIDDEN, _MALFORMED, _BRANCHED, _UNTRAINED = "overridden_sampling", "malformed_calls", "branched_turns", "untrained_turns"
+_OVERRIDDEN, _MALFORMED, _BRANCHED, _UNTRAINED = (
+    "overridden_sampling",
+    "malformed_calls",
+    "branched_turns",
+    "untrained_turns",
+)
 """Remarks of actors in the metadata of episodes."""
 _MOST_TURNS = 2**31
 _KINDS = {_BRANCHED: ("forks", "begins"), _UNTRAINED: ("asked", "log_probs", "empty")}
@@ -77,17 +88,26 @@ def episode_metrics(samples: Sequence[Sample], plan: Plan) -> dict[str, float]:
             "data/sequences_mean": float(np.mean([len(sample.sizes) for sample in episodes])),
             "data/context_share": 1 - sampled / max(1, tokens),
             SECONDS: float(np.percentile([_seconds(sample) for sample in episodes], 95)),
-            "data/cut_turns_share": finishes.count("cut") / max(1, int(turns.sum())),  # a sample of another actor may have no turn
+            "data/cut_turns_share": finishes.count("cut")
+            / max(1, int(turns.sum())),  # a sample of another actor may have no turn
             "data/overridden_share": float(np.mean([bool(sample.metadata.get(_OVERRIDDEN)) for sample in episodes])),
-            "data/malformed_calls_share": float(np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])),
-            **{f"data/{remark}/{kind}": _mean_count(episodes, remark, kind) for remark, kinds in _KINDS.items() for kind in kinds},
+            "data/malformed_calls_share": float(
+                np.mean([bool(sample.metadata.get(_MALFORMED)) for sample in episodes])
+            ),
+            **{
+                f"data/{remark}/{kind}": _mean_count(episodes, remark, kind)
+                for remark, kinds in _KINDS.items()
+                for kind in kinds
+            },
             "data/episode_queued_seconds": float(np.mean([timing.queued_s for timing in timings])),
             "data/episode_generating_seconds": float(np.mean([timing.generating_s for timing in timings])),
             "data/episode_tools_seconds": float(np.mean([timing.tools_s for timing in timings])),
             "data/episode_reward_seconds": float(np.mean([timing.reward_s for timing in timings])),
         }
         | {
-            f"data/budget_share/{limit}": float(np.mean([sample.finish_reason == f"budget.{limit}" for sample in episodes]))
+            f"data/budget_share/{limit}": float(
+                np.mean([sample.finish_reason == f"budget.{limit}" for sample in episodes])
+            )
             for limit in LIMITS
         }
         | _masked_shares(episodes, plan)
@@ -101,14 +121,18 @@ def _seconds(episode: Sample) -> float:
 
 
 def _mean_count(episodes: Sequence[Sample], remark: str, kind: str) -> float:
-    """Return the mean of a count in the remarks of episodes; one that is no count is 0: an actor may write anything there."""
+    """Return the mean of a count in the remarks of episodes; one that is no count is 0: an actor may write anything
+    there.
+    """
     remarks = [sample.metadata.get(remark) for sample in episodes]
     counts = [found.get(kind) if isinstance(found, Mapping) else 0 for found in remarks]
     return float(np.mean([count if isinstance(count, int) and 0 <= count <= _MOST_TURNS else 0 for count in counts]))
 
 
 def _masked_shares(episodes: Sequence[Sample], plan: Plan) -> dict[str, float]:
-    """Return the shares of sampled tokens that the gate masks for their age: of all turns, and of each episode's first one."""
+    """Return the shares of sampled tokens that the gate masks for their age: of all turns, and of each episode's first
+    one.
+    """
     counts = np.zeros((2, 2))
     for episode in episodes:
         steps = [plan.version_steps[span.version] for span in episode.spans]
@@ -116,7 +140,11 @@ def _masked_shares(episodes: Sequence[Sample], plan: Plan) -> dict[str, float]:
         sampled_R = episode.loss_mask.astype(bool)
         masked_R = sampled_R & (step_R < plan.oldest_step) if plan.oldest_step is not None else np.zeros_like(sampled_R)
         turns = episode.turns
-        first = slice(0, 0) if turns is None or not len(turns.at) else slice(int(turns.at[0]), int(turns.at[0] + turns.tokens[0]))
+        first = (
+            slice(0, 0)
+            if turns is None or not len(turns.at)
+            else slice(int(turns.at[0]), int(turns.at[0] + turns.tokens[0]))
+        )
         counts += [[masked_R.sum(), sampled_R.sum()], [masked_R[first].sum(), sampled_R[first].sum()]]
     of_all, of_first = (float(masked / max(1, sampled)) for masked, sampled in counts)
     return {"data/masked_share_all_turns": of_all, "data/masked_share_first_turn": of_first}

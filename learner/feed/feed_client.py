@@ -1,7 +1,8 @@
-"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows ZMQ and the feed's messages; no torch, no bus.
+"""Client of the feed, for ranks: synchronous, with a deadline for every wait. Knows ZMQ and the feed's messages; no
+torch, no bus.
 
-The feeder sends a heartbeat to a waiting rank every second, with the reason of the wait. So a slow batch and a dead feeder differ:
-the deadline is for the silence of the feeder, not for the duration of the wait.
+The feeder sends a heartbeat to a waiting rank every second, with the reason of the wait. So a slow batch and a dead
+feeder differ: the deadline is for the silence of the feeder, not for the duration of the wait.
 """
 
 import signal
@@ -42,7 +43,8 @@ class FeedClient:
     ) -> None:
         """``keys``: of this start. ``silence_s``: seconds without a message after which the feeder counts as lost.
 
-        ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the reason of the wait.
+        ``metadata``: ask for the metadata of samples, too. ``on_wait`` is called every second of a wait, with the
+        reason of the wait.
         """
         self._url, self._rank, self._dp_rank, self._dp_size = url, rank, dp_rank, dp_size
         self._silence_s, self._on_wait, self._last_reason = silence_s, on_wait, ""
@@ -59,7 +61,9 @@ class FeedClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         # The feeder knows its own errors, and has refused this rank where it sent one.
         if isinstance(error, Exception) and not isinstance(error, FeederFailed | FeederLost):
             self.failed(exit_codes.message(error), exit_codes.of(error))
@@ -76,10 +80,11 @@ class FeedClient:
 
     @contextmanager
     def drained_by_sigterm(self, progress: int = -1) -> Iterator[None]:
-        """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of all with ``Last``.
+        """Have SIGTERM end the run behind the newest step that a rank has taken: the feeder answers the next request of
+        all with ``Last``.
 
-        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted. The parent is notified at
-        once, through ``progress`` (``tidemill.learner.feed.progress``).
+        The request for it is sent before the next one, or within a second of a wait. Nothing is interrupted. The parent
+        is notified at once, through ``progress`` (``tidemill.learner.feed.progress``).
         """
 
         def note(number: int, frame: FrameType | None) -> None:
@@ -126,10 +131,17 @@ class FeedClient:
 
     def done(self, step: int, metrics: dict[str, float], weights_digest: str | None = None) -> None:
         """Report that step ``step`` is done, with its metrics (rank 0 only); does not wait."""
-        self._send("done", step=step, metrics={key: float(value) for key, value in metrics.items()}, weights_digest=weights_digest)
+        self._send(
+            "done",
+            step=step,
+            metrics={key: float(value) for key, value in metrics.items()},
+            weights_digest=weights_digest,
+        )
 
     def published(self, version: int, step: int) -> None:
-        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not wait."""
+        """Report that ``version``, the weights of ``step``, is the head in the registry (rank 0 only); does not
+        wait.
+        """
         self._send("published", version=version, step=step)
 
     def checkpointed(self, step: int, directory: str) -> None:

@@ -1,6 +1,8 @@
-"""Authentication on the feeder's socket (CURVE): only holders of a key of the ranks may connect. Others are refused before any message.
+"""Authentication on the feeder's socket (CURVE): only holders of a key of the ranks may connect. Others are refused
+before any message.
 
-Consumes authentication requests of libzmq (ZAP) and its events of failed handshakes; produces refusals. Runs until it is cancelled.
+Consumes authentication requests of libzmq (ZAP) and its events of failed handshakes; produces refusals. Runs until it
+is cancelled.
 """
 
 import asyncio
@@ -23,7 +25,9 @@ _MAX_MESSAGE_BYTES = 1 << 24
 
 
 class Gate:
-    """Authenticates the peers of one socket. Create it before the socket is bound, on a context that no other gate uses."""
+    """Authenticates the peers of one socket. Create it before the socket is bound, on a context that no other gate
+    uses.
+    """
 
     def __init__(self, context: zmq.asyncio.Context, socket: zmq.asyncio.Socket, keys: FeedKeys) -> None:
         self._socket, self._admitted = socket, [z85.decode(key) for key in (keys.ranks_public, *keys.others_public)]
@@ -42,8 +46,17 @@ class Gate:
 
     async def _answer(self) -> None:
         while True:
-            # The frames of request and answer, in the order of ZeroMQ RFC 27; the credentials of CURVE are the public key of the client.
-            version, request, _domain, _address, _identity, mechanism, *credentials = await self._questions.recv_multipart()
+            # The frames of request and answer, in the order of ZeroMQ RFC 27; the credentials of CURVE are the public
+            # key of the client.
+            (
+                version,
+                request,
+                _domain,
+                _address,
+                _identity,
+                mechanism,
+                *credentials,
+            ) = await self._questions.recv_multipart()
             admitted = mechanism == b"CURVE" and len(credentials) == 1 and self._is_admitted(credentials[0])
             status = (b"200", b"OK") if admitted else (b"400", b"not a rank of this start")
             await self._questions.send_multipart([version, request, *status, b"", b""])
@@ -54,7 +67,11 @@ class Gate:
     async def _count(self, refused: Callable[[str], None]) -> None:
         while True:
             event = await recv_monitor_message(self._failures)
-            refused("it is no rank of this start" if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "it does not speak CURVE")
+            refused(
+                "it is no rank of this start"
+                if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                else "it does not speak CURVE"
+            )
 
     def close(self) -> None:
         """Close the gate; call it before the socket is closed."""

@@ -1,7 +1,8 @@
-"""Keys of one start of the learner, with which its feeder and its ranks authenticate each other (CURVE of ZMQ). No socket.
+"""Keys of one start of the learner, with which its feeder and its ranks authenticate each other (CURVE of ZMQ). No
+socket.
 
-They are new at every start, and a process gets them through an inherited file descriptor, because other users can read its arguments
-and environment.
+They are new at every start, and a process gets them through an inherited file descriptor, because other users can read
+its arguments and environment.
 """
 
 import json
@@ -14,7 +15,9 @@ import zmq
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedKeys:
-    """Two key pairs (Z85): one of the feeder, one that all ranks of a node share. A secret is empty in a process that must not have it."""
+    """Two key pairs (Z85): one of the feeder, one that all ranks of a node share. A secret is empty in a process that
+    must not have it.
+    """
 
     feeder_public: str
     ranks_public: str
@@ -28,7 +31,12 @@ class FeedKeys:
         """Return new key pairs."""
         feeder_public, feeder_secret = (key.decode() for key in zmq.curve_keypair())
         ranks_public, ranks_secret = (key.decode() for key in zmq.curve_keypair())
-        return cls(feeder_public=feeder_public, ranks_public=ranks_public, feeder_secret=feeder_secret, ranks_secret=ranks_secret)
+        return cls(
+            feeder_public=feeder_public,
+            ranks_public=ranks_public,
+            feeder_secret=feeder_secret,
+            ranks_secret=ranks_secret,
+        )
 
     def for_feeder(self) -> Self:
         """Return the keys without the secret of the ranks."""
@@ -39,7 +47,9 @@ class FeedKeys:
         return replace(self, feeder_secret="")
 
     def pipe(self) -> int:
-        """Return a file descriptor from which a child can read the keys once (``pass_fds``). The caller closes its copy."""
+        """Return a file descriptor from which a child can read the keys once (``pass_fds``). The caller closes its
+        copy.
+        """
         reading, writing = os.pipe()
         with os.fdopen(writing, "w") as file:  # does not block: the keys are much smaller than the buffer of a pipe
             json.dump(asdict(self), file)
@@ -53,4 +63,6 @@ class FeedKeys:
                 values = json.load(file)
             return cls(**values | {"others_public": tuple(values.get("others_public", ()))})
         except (OSError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"--feeder-keys {descriptor}: want an inherited descriptor with the keys of this start: {error}") from None
+            raise ValueError(
+                f"--feeder-keys {descriptor}: want an inherited descriptor with the keys of this start: {error}"
+            ) from None

@@ -1,7 +1,9 @@
-"""Liveness of a rank and the feeder of several nodes, over a connection and a thread of their own: also while the rank is in a collective.
+"""Liveness of a rank and the feeder of several nodes, over a connection and a thread of their own: also while the rank
+is in a collective.
 
-gloo and NCCL cannot distinguish a slow peer from one that is gone, and a cut network gives no error for many minutes. So the rank sends a
-heartbeat every second, which the feeder answers. Either ends when it has not received one for ``silence_s``; then all end.
+gloo and NCCL cannot distinguish a slow peer from one that is gone, and a cut network gives no error for many minutes.
+So the rank sends a heartbeat every second, which the feeder answers. Either ends when it has not received one for
+``silence_s``; then all end.
 """
 
 import logging
@@ -28,13 +30,17 @@ SILENCE_S = 50.0
 
 
 def end_this_process(reason: str) -> None:
-    """End this process although its main thread may never return from a collective; ``reason`` is its last line, for its parent."""
+    """End this process although its main thread may never return from a collective; ``reason`` is its last line, for
+    its parent.
+    """
     exit_codes.write_reason(reason)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Heartbeats:
-    """Context manager: while entered, a thread sends this rank's heartbeats, and calls ``on_silence`` once when no answers come."""
+    """Context manager: while entered, a thread sends this rank's heartbeats, and calls ``on_silence`` once when no
+    answers come.
+    """
 
     def __init__(
         self,
@@ -56,7 +62,9 @@ class Heartbeats:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._ended.set()
         self._thread.join(2 * BEAT_S)
 

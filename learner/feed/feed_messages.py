@@ -46,11 +46,17 @@ class Start:
     head_step: int
     """Step of its weights; -1 = none yet."""
     initial: str | None = None
-    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = as in the model directory."""
+    """Without ``checkpoint``: verified directory of the checkpoint with the initial weights; None = as in the model
+    directory.
+    """
     recorded_until: int
-    """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as head + 1."""
+    """Last step with a recorded plan (``step`` if there is none). Steps up to it are not pushed, except the last as
+    head + 1.
+    """
     settings: Sequence[tuple[int, JsonObject]] = field(default_factory=list)
-    """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = as of this start."""
+    """Settings of the steps that are executed again: pairs of the last step with them and their record; empty = as of
+    this start.
+    """
     manifest: str = ""
     """SHA-256 of the manifest of ``checkpoint``, when it is spread over nodes."""
     peers: Mapping[str, str] = field(default_factory=dict)
@@ -61,7 +67,9 @@ class Start:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Last:
-    """Answer to the request for ``step + 1``: ``step`` was the last one, before the last of ``Start``. A request for the end follows."""
+    """Answer to the request for ``step + 1``: ``step`` was the last one, before the last of ``Start``. A request for
+    the end follows.
+    """
 
     step: int
     state: bytes
@@ -102,5 +110,7 @@ def unpack_from_rank(frame: bytes, *, where: str) -> JsonObject:
         raise FeedError(where, f"{kind} with {', '.join(fields) or 'nothing'}", reprlib.repr(sorted(header)))
     for name, types in fields.items():
         if type(header[name]) not in types:
-            raise FeedError(where, f"{kind}.{name}: {' or '.join(one.__name__ for one in types)}", reprlib.repr(header[name]))
+            raise FeedError(
+                where, f"{kind}.{name}: {' or '.join(one.__name__ for one in types)}", reprlib.repr(header[name])
+            )
     return header

@@ -1,7 +1,8 @@
-"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows ZMQ; no bus, no DataSource.
+"""Server of the feed, in the feeder: registers ranks, sends batches, queues the reports of rank 0. Knows ZMQ; no bus,
+no DataSource.
 
-Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until its batch is
-offered, and gets a heartbeat with the reason every second.
+Consumes the ranks' messages; produces ``outcomes`` (in the order rank 0 sent them) and ``asked``; a rank waits until
+its batch is offered, and gets a heartbeat with the reason every second.
 """
 
 import asyncio
@@ -71,11 +72,16 @@ class _Step:
 class FeedServer:
     """Server socket at ``listen`` (``tcp://host:*`` = any free port, see ``url``).
 
-    It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a minute, never an error.
+    It admits ranks of this start by ``keys``. Other connections and messages are refused: counted, logged once a
+    minute, never an error.
     """
 
-    def __init__(self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0) -> None:
-        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send none."""
+    def __init__(
+        self, listen: str, *, keys: FeedKeys, world_size: int, data_parallel: int, rank_silence_s: float = 0.0
+    ) -> None:
+        """``rank_silence_s``: longest time without a heartbeat of a rank (``feed_liveness.py``); 0 = ranks send
+        none.
+        """
         self._world_size, self._data_parallel, self._rank_silence_s = world_size, data_parallel, rank_silence_s
         self._heard_s: dict[int, float] = {}
         """Time of the last heartbeat of every registered rank."""
@@ -112,11 +118,14 @@ class FeedServer:
         """Send queued messages (for at most a second) and release the port."""
         self._gate.close()
         self._socket.close()
-        # Blocks while messages are being sent. Shielded, because a thread that is cancelled before it begins would leave the context open.
+        # Blocks while messages are being sent. Shielded, because a thread that is cancelled before it begins would
+        # leave the context open.
         await asyncio.shield(asyncio.to_thread(self._context.term))
 
     async def run(self) -> None:
-        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed when one fails."""
+        """Serve the ranks until cancelled. Raises a group of FeedError when a rank violates the protocol, RankFailed
+        when one fails.
+        """
         async with asyncio.TaskGroup() as group:
             group.create_task(self._gate.run(self._refuse), name="gate")
             while True:
@@ -162,7 +171,8 @@ class FeedServer:
         return len(self._ranks) < self._world_size or any(rank.metadata for rank in self._ranks.values())
 
     async def offer(self, step: int, batches: Sequence[Frames], metadata: Frame = b"") -> None:
-        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: a further frame, for ranks that ask.
+        """Make the frames of a step, by data-parallel rank, available to the ranks. ``metadata``: a further frame, for
+        ranks that ask.
 
         A step behind the end of this start is left out: it was being planned when the end was decided.
         """
@@ -172,14 +182,17 @@ class FeedServer:
         await self._serve()
 
     async def last(self, last: Last) -> None:
-        """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or will be offered."""
+        """Answer the first request of each rank for the step after ``last.step`` with ``last``: no batch of it was or
+        will be offered.
+        """
         self._last = last
         await self._serve()
 
     async def drain(self, states: Mapping[int, bytes]) -> None:
         """End this start behind the newest step that a rank has received: no rank takes another one, offered or not.
 
-        ``states``: state of the data for the checkpoints of the steps that have none yet. Ranks that have ``last`` already keep it.
+        ``states``: state of the data for the checkpoints of the steps that have none yet. Ranks that have ``last``
+        already keep it.
         """
         first = 0 if self._start is None else self._start.step
         step = max([first, *map(self._taken, self._ranks.values())])
@@ -204,7 +217,9 @@ class FeedServer:
         return True
 
     async def refuse_leave(self, draining: asyncio.Event) -> None:
-        """Wait until all ranks have left while they are needed, then raise RanksLeft. Does not return when ``draining`` is set."""
+        """Wait until all ranks have left while they are needed, then raise RanksLeft. Does not return when ``draining``
+        is set.
+        """
         await self.all_ended.wait()
         await asyncio.sleep(LEAVE_S)
         if not draining.is_set():
@@ -212,7 +227,9 @@ class FeedServer:
         await asyncio.Event().wait()
 
     async def beat(self, waits_for: str) -> None:
-        """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no heartbeats."""
+        """Send a heartbeat to waiting ranks, with the reason of the wait. Raises RankSilent when one sends no
+        heartbeats.
+        """
         self._refuse_silence()
         for identity, rank in self._ranks.items():
             if rank.waits is not None:
@@ -224,7 +241,9 @@ class FeedServer:
             await self._send(identity, pack("error", reason=reason, exit_code=exit_code))
 
     async def _alive(self, identity: bytes, rank: int) -> None:
-        """Note and answer a heartbeat. It comes over another connection than the rank's requests, which may be in a collective."""
+        """Note and answer a heartbeat. It comes over another connection than the rank's requests, which may be in a
+        collective.
+        """
         if not 0 <= rank < self._world_size:
             raise FeedError("heartbeat", f"a rank of {self._world_size}", rank)
         self._heard_s[rank] = time.monotonic()
@@ -247,7 +266,9 @@ class FeedServer:
     def _handle(self, rank: _Rank, header: JsonMapping) -> None:
         kind = header["type"]
         if kind == "hello":
-            raise FeedError(f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello")
+            raise FeedError(
+                f"hello of rank {header['rank']}", "each rank once (the learner restarts as a whole)", "a second hello"
+            )
         if kind == "bye":
             rank.waits, rank.gone = None, True
         elif kind == "drain":
@@ -269,7 +290,9 @@ class FeedServer:
         if not 0 <= rank.rank < self._world_size:
             raise FeedError(f"hello of rank {rank.rank}", f"a rank of {self._world_size}", rank.rank)
         if any(other.rank == rank.rank for other in self._ranks.values()):
-            raise FeedError(f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello")
+            raise FeedError(
+                f"hello of rank {rank.rank}", "each rank once (the learner restarts as a whole)", "a second hello"
+            )
         self._ranks[identity] = rank
         self._heard_s.setdefault(rank.rank, time.monotonic())
 
@@ -286,7 +309,9 @@ class FeedServer:
     def _reported(self, rank: _Rank, kind: str, header: Mapping[str, object]) -> None:
         if rank.rank != 0:
             raise FeedError(f"{kind} of rank {rank.rank}", "it from rank 0", header)
-        self.outcomes.put_nowait(RankReport(kind=kind, values={key: value for key, value in header.items() if key != "type"}))
+        self.outcomes.put_nowait(
+            RankReport(kind=kind, values={key: value for key, value in header.items() if key != "type"})
+        )
 
     async def _serve(self) -> None:
         """Send start, batch or end to every waiting rank for which it is available."""
@@ -298,8 +323,14 @@ class FeedServer:
                 ready = self._ready[rank.waits]
                 rank.waits = None
                 await self._send(identity, *ready.batches[rank.dp_rank], *([ready.metadata] if rank.metadata else []))
-            elif rank.waits is not None and self._last is not None and not rank.has_last and rank.waits > self._last.step:
-                rank.waits, rank.has_last, rank.asked = None, True, self._last.step  # it makes the same request once more, for the end
+            elif (
+                rank.waits is not None and self._last is not None and not rank.has_last and rank.waits > self._last.step
+            ):
+                rank.waits, rank.has_last, rank.asked = (
+                    None,
+                    True,
+                    self._last.step,
+                )  # it makes the same request once more, for the end
                 await self._send(identity, pack("last", **asdict(self._last)))
             elif rank.waits is not None and self._end_after is not None and rank.waits > self._end_after:
                 rank.waits, rank.gone = None, True

@@ -1,4 +1,6 @@
-"""The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its first error."""
+"""The feeder process, the learner's only connection to the bus except for pushes: runs one ``Feeder`` and reports its
+first error.
+"""
 
 import asyncio
 import os
@@ -24,24 +26,31 @@ async def run_feeder(settings: FeederSettings, prompts: PromptFile, draining: as
     """Feed all ranks of the learner until the last step is done and in a checkpoint.
 
     Once ``draining`` is set, it ends when no rank is left and their reports are stored.
-    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, TasksFail, RankFailed, RankSilent, FeedError, PromptError,
-    UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
+    Raises ConfigRefused, ReplayMismatch, NoCheckpoint, NoProgress, TasksFail, RankFailed, RankSilent, FeedError,
+    PromptError, UnknownReward, BadRewardOption, RewardFailed (of a filter); of the bus
     Fenced (another learner has taken over), StreamReplaced, StreamTrimmed, BusUnavailable (not there at the start).
     """
-    async with opened_ends(settings.places, settings.learner) as (server, bus), opened_filters(settings.filters) as filters:
+    async with (
+        opened_ends(settings.places, settings.learner) as (server, bus),
+        opened_filters(settings.filters) as filters,
+    ):
         await cancellable(FeederRun(bus, settings, prompts, server, filters).run(draining))
 
 
 class FeederRun:
     """One start of the feeder, on an open bus."""
 
-    def __init__(self, bus: Bus, settings: FeederSettings, prompts: PromptFile, server: FeedServer, filters: Sequence[OpenFilter]) -> None:
+    def __init__(
+        self, bus: Bus, settings: FeederSettings, prompts: PromptFile, server: FeedServer, filters: Sequence[OpenFilter]
+    ) -> None:
         self._bus, self._settings, self._prompts, self._server, self._filters = bus, settings, prompts, server, filters
         self._row = FeederRow(server, settings.learner)
         self._epoch = 0
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Restore, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may cause any of them."""
+        """Restore, feed, end. Raises a group of errors; Fenced alone when another learner has taken over, which may
+        cause any of them.
+        """
         try:
             await self._run(draining)
         except BaseExceptionGroup:
@@ -56,7 +65,14 @@ class FeederRun:
             # First, because ranks connect while the state is being restored, and get heartbeats meanwhile.
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
-            row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="starting", epoch=self._epoch)
+            row = LiveRow(
+                role="feeder",
+                id="feeder",
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                phase="starting",
+                epoch=self._epoch,
+            )
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 loops.append(group.create_task(self._row.beat(heartbeat), name="beat"))
                 feeder = await self._open()
@@ -69,7 +85,8 @@ class FeederRun:
     async def _open(self) -> Feeder:
         """Take over the streams, restore the state, and start the ranks."""
         self._row.text = "the fences of PLAN and TASKS"
-        # The fences come before the state is read: an older learner that still runs writes nothing into these streams afterwards.
+        # The fences come before the state is read: an older learner that still runs writes nothing into these streams
+        # afterwards.
         await self._bus.plans.fence(self._epoch)
         await self._bus.tasks.fence(self._epoch)
         self._row.text = "the checkpoint to be verified and the streams to be read"

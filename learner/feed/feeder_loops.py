@@ -6,9 +6,10 @@
     DEAD, KV weights ---> dead(), version(), published()   +--- done, published, checkpointed <-- rank 0
     acks of TASKS ------> lost()
 
-SAMPLES and DEAD are read in intake.py, filters run in filtering.py, heartbeats are made in feeder_row.py, evaluations in evaluations.py.
-Each loop documents what it consumes, produces and waits for, and what unblocks it. All run in one thread; only packing and file work run
-in others. A record is in the log PLAN before it is applied, and applied before its batch is offered.
+SAMPLES and DEAD are read in intake.py, filters run in filtering.py, heartbeats are made in feeder_row.py, evaluations
+in evaluations.py. Each loop documents what it consumes, produces and waits for, and what unblocks it. All run in one
+thread; only packing and file work run in others. A record is in the log PLAN before it is applied, and applied before
+its batch is offered.
 """
 
 import asyncio
@@ -59,9 +60,13 @@ log = logging.getLogger(__name__)
 LOOK_AGAIN_S = 5.0
 """Longest sleep of a loop that is normally woken."""
 PAUSE_SHARE, PAUSE_S = 4.0, 0.02
-"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are decided on together."""
+"""Pause after a decision without a record, in times of its duration and at most in seconds: events meanwhile are
+decided on together.
+"""
 COPIES_S = 30.0
-"""Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before stays the latest."""
+"""Time that a drained learner waits for the copies of its last checkpoint on other nodes; without them the one before
+stays the latest.
+"""
 END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 EARLY_CHECKPOINT_FULL = 0.7
@@ -75,7 +80,9 @@ def refuse_newer(newest: int, epoch: int) -> None:
 
 
 class Feeder:
-    """The loops of one start, and the parts that they share. ``start_ranks`` first, then ``loops`` and ``finish`` beside each other."""
+    """The loops of one start, and the parts that they share. ``start_ranks`` first, then ``loops`` and ``finish``
+    beside each other.
+    """
 
     def __init__(
         self,
@@ -89,7 +96,12 @@ class Feeder:
     ) -> None:
         resumed = restored.resumed
         self._bus, self._settings, self._prompts, self._server, self._row = bus, settings, prompts, server, row
-        self._restored, self._epoch, self._planned, self._senders = restored, restored.epoch, restored.planned, restored.senders
+        self._restored, self._epoch, self._planned, self._senders = (
+            restored,
+            restored.epoch,
+            restored.planned,
+            restored.senders,
+        )
         self._source, self._recorded = resumed.source, resumed.recorded
         self._issuing = asyncio.Lock()
         """Held from the issue of a task until it is registered: ids are registered in their order."""
@@ -97,20 +109,33 @@ class Feeder:
         self._decide = server.waiter
         self._replayed = asyncio.Event()
         self._states: dict[int, bytes] = {}
-        """State of the data for a checkpoint of each of the last two planned steps; empty = it is ordered with the batch."""
+        """State of the data for a checkpoint of each of the last two planned steps; empty = it is ordered with the
+        batch.
+        """
         self._buffered = SampleStore()
         self._curriculum = Curriculum(settings.curriculum)
         self._curriculum.load(resumed.curriculum)
         self._lost = LostTasks(bus, self._source, self._decide.wake)
-        self._evaluations = Evaluations(bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._store_task)
+        self._evaluations = Evaluations(
+            bus, settings.evaluation, restored.rounds, epoch=self._epoch, store=self._store_task
+        )
         root, head = settings.places.checkpoints, self._source.head
         self._best = BestCheckpoint(bus, root, self._evaluations, epoch=self._epoch, head=head)
         self._evaluations.on_scores = self._best.note
         self._early_end = EarlyEnd(bus, self._source, self._evaluations, self._source.rules, epoch=self._epoch)
-        age = EpisodeAge(settings.learner.algorithm.alarms, Context(max_lag=self._source.rules.max_lag, gate=self._source.rules.gate))
+        age = EpisodeAge(
+            settings.learner.algorithm.alarms, Context(max_lag=self._source.rules.max_lag, gate=self._source.rules.gate)
+        )
         kept = KeptCheckpoints(root, settings.learner.keep_checkpoints, row.copies, self._best)
         self._outcomes = Outcomes(
-            bus, server, resumed, epoch=self._epoch, steps=self._source.rules.steps, age=age, kept=kept, on_published=self._published
+            bus,
+            server,
+            resumed,
+            epoch=self._epoch,
+            steps=self._source.rules.steps,
+            age=age,
+            kept=kept,
+            on_published=self._published,
         )
         self._intake = Intake(
             bus,
@@ -123,7 +148,9 @@ class Feeder:
             buffered=self._buffered,
             wake=self._wake,
         )
-        self._filtering = Filtering(filters, self._source, self._buffered, may_plan=self._may_plan, decide=self._decide.wake)
+        self._filtering = Filtering(
+            filters, self._source, self._buffered, may_plan=self._may_plan, decide=self._decide.wake
+        )
 
     async def start_ranks(self) -> None:
         """Restore the evaluation, and let the ranks begin. Raises BusError, CheckpointCorrupt."""
@@ -180,7 +207,9 @@ class Feeder:
             await first_of(self._evaluations.over(), draining.wait(), self._server.draining.wait())
 
     async def _wait_drained(self, draining: asyncio.Event) -> None:
-        """Wait until this process or a rank is to drain, then until the newest step that a rank has taken is in a checkpoint."""
+        """Wait until this process or a rank is to drain, then until the newest step that a rank has taken is in a
+        checkpoint.
+        """
         await first_of(draining.wait(), self._server.draining.wait())
         self._server.draining.set()
         self._row.phase, self._row.text = "draining", "the ranks to write a checkpoint and leave"
@@ -191,14 +220,17 @@ class Feeder:
         with suppress(TimeoutError):
             async with asyncio.timeout(COPIES_S):
                 await self._outcomes.all_copied()
-        await draining.wait()  # else a rank was drained by another program: ``refuse_leave`` ends this start with an error
+        await (
+            draining.wait()
+        )  # else a rank was drained by another program: ``refuse_leave`` ends this start with an error
 
     # ---- admit: consumes wanted(), produces TASKS; waits for places, which settled groups and new versions give back
 
     async def _issue_tasks(self) -> None:
         await self._replayed.wait()
         while True:
-            # Before the task is chosen: a pause after it would issue a task at a version that may have changed meanwhile.
+            # Before the task is chosen: a pause after it would issue a task at a version that may have changed
+            # meanwhile.
             await asyncio.sleep(self._senders.pause_s)
             demand = None if self._early_end.ended else self._source.wanted()
             if demand is None:
@@ -239,7 +271,9 @@ class Feeder:
 
     async def _answer_recorded(self) -> None:
         await self._replayed.wait()
-        await RecordedResponses(self._bus, self._prompts, self._settings.recorded).run(lambda: (self._source.head or (0, 0))[0])
+        await RecordedResponses(self._bus, self._prompts, self._settings.recorded).run(
+            lambda: (self._source.head or (0, 0))[0]
+        )
 
     # ---- receive: SAMPLES and DEAD in intake.py; here the epoch and the registry's head; waits for the bus
 
@@ -247,12 +281,16 @@ class Feeder:
         await self._intake.read(self._settings.model.vocab_size, self._settings.replayed_routing)
 
     async def _follow_epoch(self) -> None:
-        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could reject."""
+        """Raise Fenced when another learner takes over, also while this one writes nothing that a fence could
+        reject.
+        """
         async for row in self._bus.rows("run").watch(EPOCH_KEY):
             refuse_newer(0 if row is None else int(row[0]["epoch"]), self._epoch)
 
     async def _follow_head(self) -> None:
-        """Produce published(); restore the registry's rows when its head is unreadable, or older than the newest published version."""
+        """Produce published(); restore the registry's rows when its head is unreadable, or older than the newest
+        published version.
+        """
         registry = VersionRegistry(self._bus)
         async for _ in self._bus.rows("weights").watch(HEAD, unreadable=True):
             known = -1 if self._source.head is None else self._source.head[0]
@@ -283,7 +321,8 @@ class Feeder:
     async def _refuse_actors(self) -> None:
         await self._senders.publish(self._bus)
 
-    # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for ranks that ask
+    # ---- decide: consumes complete groups and recorded plans; produces PLAN and batches; waits for groups and for
+    # ranks that ask
 
     async def _plan_steps(self) -> None:
         while self._source.step < self._source.rules.steps and not self._server.draining.is_set():
@@ -299,7 +338,8 @@ class Feeder:
                 continue
             recorded = seq is not None
             if seq is None:
-                # In the log before it is applied: a kill in between is repeated from the log, and nothing is trained that is not in it.
+                # In the log before it is applied: a kill in between is repeated from the log, and nothing is trained
+                # that is not in it.
                 seq = await self._bus.plans.append(record)
             await self._apply(record, seq, recorded=recorded)
         if not self._server.draining.is_set():
@@ -317,7 +357,10 @@ class Feeder:
             if isinstance(record, Plan) and not may_plan:
                 self._row.text = f"rank 0 to take step {self._server.asked}"
             elif lacking := self._source.lacks(record):
-                self._row.text = f"{len(lacking)} samples of the recorded step {record.step} to be read again, the first at {min(lacking)}"
+                self._row.text = (
+                    f"{len(lacking)} samples of the recorded step {record.step} to be read again, the first at "
+                    f"{min(lacking)}"
+                )
             else:
                 self._recorded.popleft()
                 return record, seq
@@ -345,7 +388,9 @@ class Feeder:
         given_up = self._source.accounting().given_up
         for task, scores in self._source.scored(record):
             if task.rollout not in self._settings.recorded:  # recorded rewards are of another policy
-                self._curriculum.note(int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores)
+                self._curriculum.note(
+                    int(self._prompts.order(task.prompt_epoch)[task.offset]), task.prompt_epoch, scores
+                )
         filtered = self._source.filtered
         limits = self._source.token_limits(record) if isinstance(record, Plan) else None
         self._source.apply(record, seq)
@@ -388,11 +433,21 @@ class Feeder:
         if self._settings.learner.algorithm.may_need_metadata and self._server.wants_metadata:
             metadata = await asyncio.to_thread(encode_metadata, samples)
         await self._server.offer(record.step, [encode(batch) for batch in batches], metadata)
-        log.info("planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded)
+        log.info(
+            "planned step=%d groups=%d samples=%d recorded=%s", record.step, len(record.tasks), len(samples), recorded
+        )
         if len(record.tasks) < self._source.rules.groups_per_step:
-            log.warning("step %d runs SHORT: %d of %d groups", record.step, len(record.tasks), self._source.rules.groups_per_step)
+            log.warning(
+                "step %d runs SHORT: %d of %d groups",
+                record.step,
+                len(record.tasks),
+                self._source.rules.groups_per_step,
+            )
         if self._source.left_out and not recorded:
-            text = "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of the nats-server"
+            text = (
+                "groups left out, because a plan must fit in a message count=%d bytes=%d; raise max_payload of "
+                "the nats-server"
+            )
             log.warning(text, self._source.left_out, self._source.max_record_bytes)
 
     async def _snapshot(self) -> bytes:
@@ -403,7 +458,9 @@ class Feeder:
 
     def _is_evaluated(self, step: int) -> bool:
         source = self._source
-        return self._best.due(step, versions=source.versions, head=source.head, push_every=self._source.rules.push_every)
+        return self._best.due(
+            step, versions=source.versions, head=source.head, push_every=self._source.rules.push_every
+        )
 
     def _is_held(self) -> bool:
         """Return whether the next step waits for an evaluation."""
@@ -418,7 +475,12 @@ class Feeder:
         wanted = wanted or (self._best.wanted and self._is_evaluated(step))
         if self._outcomes.pending >= MOST_PENDING:  # they are on the disk, which has an end
             if wanted:
-                log.warning("no checkpoint of step %d, because %d wait: %s", step, self._outcomes.pending, self._row.copies_waited_for)
+                log.warning(
+                    "no checkpoint of step %d, because %d wait: %s",
+                    step,
+                    self._outcomes.pending,
+                    self._row.copies_waited_for,
+                )
             return False
         if wanted:
             return True

@@ -1,7 +1,7 @@
 """The feeder's live row and its heartbeats to the ranks: its phase, the event that it waits for, and its numbers.
 
-Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited too long,
-and with TasksFail when every task fails.
+Consumes the state of the other parts; produces heartbeats every ``BEAT_S``. Ends with NoProgress when a rank has waited
+too long, and with TasksFail when every task fails.
 """
 
 import asyncio
@@ -79,7 +79,8 @@ class FeederRow:
         """Raise TasksFail where every task fails."""
         if self.parts is None:
             return
-        # A run that has trained may wait for a server of its reward; one that never has is more likely to have a defect.
+        # A run that has trained may wait for a server of its reward; one that never has is more likely to have a
+        # defect.
         within_s = self._learner.failing_s * (1.0 if self.parts.source.step else UNTRAINED_SHARE)
         self.parts.intake.failing.refuse(self._learner.failing_tasks, within_s)
 
@@ -110,7 +111,10 @@ class FeederRow:
             "prompts_left_out": len(parts.curriculum),
             "behind": parts.intake.behind,
         }
-        load |= {"invalid": sum(accounting.invalid.values()), **parts.senders.load(accounting.invalid, accounting.invalid_of)}
+        load |= {
+            "invalid": sum(accounting.invalid.values()),
+            **parts.senders.load(accounting.invalid, accounting.invalid_of),
+        }
         load["filtered"] = sum(count for reason, count in accounting.settled.items() if is_filtered(reason))
         others = (parts.filtering.trouble, parts.age.trouble, parts.intake.failing.trouble)
         troubles = (parts.prompts.trouble, *parts.evaluations.troubles, *others)

@@ -1,4 +1,6 @@
-"""Settings of the feeder: the sections of the run's configuration as they are, and the values that follow from several of them."""
+"""Settings of the feeder: the sections of the run's configuration as they are, and the values that follow from several
+of them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +22,15 @@ from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.routing_replay import ROLLOUT
 from tidemill.learner.settings.step_settings import record_of
 
-_OF_THE_LEARNER = ("steps", "num_epochs", "groups_per_step", "min_group_size", "data_parallel", "max_tokens_per_micro_batch", "minibatches")
+_OF_THE_LEARNER = (
+    "steps",
+    "num_epochs",
+    "groups_per_step",
+    "min_group_size",
+    "data_parallel",
+    "max_tokens_per_micro_batch",
+    "minibatches",
+)
 """Settings of the learner that the data depends on."""
 
 
@@ -81,7 +91,9 @@ class FeederSettings:
 
     @property
     def initial_checkpoint(self) -> Path | None:
-        """Checkpoint with the initial weights of the run; None = the run begins with the weights of the model directory."""
+        """Checkpoint with the initial weights of the run; None = the run begins with the weights of the model
+        directory.
+        """
         return Path(self.learner.from_checkpoint) if self.learner.from_checkpoint else None
 
     @property
@@ -91,7 +103,9 @@ class FeederSettings:
 
     @property
     def step_settings(self) -> JsonObject:
-        """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty = no step trains."""
+        """Record of the settings that decide the result of a step (``tidemill.learner.settings.step_settings``); empty
+        = no step trains.
+        """
         return {} if self.debug.rollout_only else record_of(self.learner, push_every=self.push_every)
 
     def data_rules(self, prompts: PromptFile) -> DataRules:
@@ -119,5 +133,7 @@ class FeederSettings:
 
 
 def within(budget: Budget, max_context: int) -> Budget:
-    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer ones."""
+    """Return the budget with sequences of at most the model's context, 0 = not known: the learner takes no longer
+    ones.
+    """
     return budget if not max_context else replace(budget, context=min(budget.context or max_context, max_context))

@@ -30,7 +30,9 @@ from tidemill.weightstore.store.registry import VersionRegistry
 
 @asynccontextmanager
 async def opened_ends(places: FeederPlaces, learner: LearnerConfig) -> AsyncIterator[tuple[FeedServer, Bus]]:
-    """Yield the server and the bus, with the streams of the run. The first error inside is sent to the ranks, and raised alone."""
+    """Yield the server and the bus, with the streams of the run. The first error inside is sent to the ranks, and
+    raised alone.
+    """
     server = FeedServer(
         places.listen,
         keys=places.keys,
@@ -52,7 +54,9 @@ async def opened_ends(places: FeederPlaces, learner: LearnerConfig) -> AsyncIter
 
 
 async def own_epoch(bus: Bus, raised: int) -> int:
-    """Return the epoch of this start: ``raised``, or a new one where that is 0. Raises Fenced when a later one was raised."""
+    """Return the epoch of this start: ``raised``, or a new one where that is 0. Raises Fenced when a later one was
+    raised.
+    """
     if not raised:
         return await raise_epoch(bus)
     newest = await current_epoch(bus)
@@ -75,13 +79,18 @@ class Restored:
     """Settings with which recorded steps are repeated, see ``Start.settings``."""
 
 
-async def restore(bus: Bus, settings: FeederSettings, prompts: PromptFile, *, epoch: int, copies: Copies | None) -> Restored:
-    """Restore the state from the checkpoint and the streams, and the registry from both. The caller has fenced PLAN and TASKS.
+async def restore(
+    bus: Bus, settings: FeederSettings, prompts: PromptFile, *, epoch: int, copies: Copies | None
+) -> Restored:
+    """Restore the state from the checkpoint and the streams, and the registry from both. The caller has fenced PLAN and
+    TASKS.
 
     Raises as ``resume``.
     """
     planned, root = PlannedRows(prompts), settings.places.checkpoints
-    resumed = await resume(bus, rules=settings.data_rules(prompts), epoch=epoch, root=root, planned=planned, copies=copies)
+    resumed = await resume(
+        bus, rules=settings.data_rules(prompts), epoch=epoch, root=root, planned=planned, copies=copies
+    )
     resumed.source.max_record_bytes = bus.plans.max_record_bytes
     now = settings.step_settings
     recorded = await recorded_settings(bus, resumed, now, epoch=epoch) if now else []
@@ -99,7 +108,9 @@ async def restore(bus: Bus, settings: FeederSettings, prompts: PromptFile, *, ep
 
 
 def copies_of(bus: Bus, settings: FeederSettings) -> Copies | None:
-    """Return the checkpoints as they are spread over nodes, or over this node and the store; None where one directory has all of them."""
+    """Return the checkpoints as they are spread over nodes, or over this node and the store; None where one directory
+    has all of them.
+    """
     places, store = settings.places, settings.learner.checkpoint.url
     if store:
         return Copies(bus, places.checkpoints, num_nodes=places.num_nodes, store=ObjectStore(store, places.run))
@@ -109,7 +120,9 @@ def copies_of(bus: Bus, settings: FeederSettings) -> Copies | None:
 
 
 async def peers_of(copies: Copies | None, checkpoint: Path | None) -> JsonObject:
-    """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of them."""
+    """Return the fields of ``Start`` with the nodes that serve the checkpoint's files; none where this node has all of
+    them.
+    """
     if copies is None or checkpoint is None:
         return {}
     peers = {str(peer.node): peer for peer in await copies.peers()}
@@ -130,8 +143,8 @@ async def verified(checkpoint: Path | None) -> str | None:
 
 
 async def first_head(registry: VersionRegistry, initial_model: str, epoch: int) -> VersionRow | None:
-    """Return the head, restored if it cannot be read. Where no rank publishes any, version 0 is published first: engines load it from
-    the model directory.
+    """Return the head, restored if it cannot be read. Where no rank publishes any, version 0 is published first:
+    engines load it from the model directory.
 
     Raises Fenced.
     """

@@ -4,8 +4,8 @@
                                                                        |
     DataSource.unchosen() --> buffer filters, in their order ------> chosen() --> a record settles the drops
 
-A filter that fails, or is too slow, drops the group with the reason ``failed``, and a buffer filter all that it was called with: a group
-that a filter should have seen is not trained unseen.
+A filter that fails, or is too slow, drops the group with the reason ``failed``, and a buffer filter all that it was
+called with: a group that a filter should have seen is not trained unseen.
 """
 
 import asyncio
@@ -33,7 +33,9 @@ from tidemill.rewards.registry import bind
 log = logging.getLogger(__name__)
 
 Judge = Callable[[Any], Awaitable[Any]]
-"""Returns the map of a Decision for a FilterGroup (``decision_of``), or the maps of all groups for a FilterBuffer (``decisions_of``)."""
+"""Returns the map of a Decision for a FilterGroup (``decision_of``), or the maps of all groups for a FilterBuffer
+(``decisions_of``).
+"""
 FAILED = "failed"
 """Reason of a group that a filter could not decide on."""
 LOOK_AGAIN_S = 5.0
@@ -70,7 +72,11 @@ async def opened_filters(configs: Sequence[FilterConfig]) -> AsyncIterator[tuple
                 judge = _here(config)
             else:
                 limits = ProcessLimits(timeout_s=config.timeout_s, workers=config.workers)
-                judge = (await stack.enter_async_context(FunctionProcesses(config.use, config.options, limits, contract_of(config)))).call
+                judge = (
+                    await stack.enter_async_context(
+                        FunctionProcesses(config.use, config.options, limits, contract_of(config))
+                    )
+                ).call
             filters.append(OpenFilter(config, judge))
         yield tuple(filters)
 
@@ -97,16 +103,19 @@ class Filtering:
         may_plan: Callable[[], bool],
         decide: Callable[[], None],
     ) -> None:
-        """``buffered``: the samples of the groups. ``may_plan``: whether the next step would be planned if it had its groups.
-        ``decide``: called after each verdict."""
+        """``buffered``: the samples of the groups. ``may_plan``: whether the next step would be planned if it had its
+        groups.
+        ``decide``: called after each verdict.
+        """
         self._filters = [one for one in filters if one.config.scope == "group"]
         self._buffer_filters = [one for one in filters if one.config.scope == "buffer"]
         self._source, self._buffered, self._may_plan, self._decide = source, buffered, may_plan, decide
         self.waiter = Waiter()
         """Woken when a group may have become complete, and when a step may be planned that lacks groups."""
         self.counts: Counter[str] = Counter()
-        """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked, ``NAME.failed`` = failed calls.
-        With ``count_only``: what it would have dropped and masked."""
+        """Counts since this start, by filter: ``NAME`` = groups dropped, ``NAME.masked`` = samples masked,
+        ``NAME.failed`` = failed calls. With ``count_only``: what it would have dropped and masked.
+        """
         self.judged = 0
         """Groups judged in this start."""
         self._failure = ""
@@ -123,7 +132,12 @@ class Filtering:
                     if task.id not in self._running and len(self._running) < MAX_AT_ONCE:
                         self._running.add(task.id)
                         group.create_task(self._judge(task, seqs))
-                if self._buffer_filters and not self._choosing and self._may_plan() and (found := self._source.unchosen()):
+                if (
+                    self._buffer_filters
+                    and not self._choosing
+                    and self._may_plan()
+                    and (found := self._source.unchosen())
+                ):
                     self._choosing = True
                     group.create_task(self._choose(found))
                 await self.waiter.wait(LOOK_AGAIN_S)
@@ -163,9 +177,13 @@ class Filtering:
 
     async def _choose(self, found: Sequence[tuple[Task, Sequence[int], float]]) -> None:
         step, versions = self._source.step + 1, self._source.versions
-        groups = [buffer_group(task, self._buffered.of(seqs), versions, step, priority) for task, seqs, priority in found]
+        groups = [
+            buffer_group(task, self._buffered.of(seqs), versions, step, priority) for task, seqs, priority in found
+        ]
         try:
-            choices = await self.choices(FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups)))
+            choices = await self.choices(
+                FilterBuffer(step=step, num_wanted=self._source.rules.groups_per_step, groups=tuple(groups))
+            )
         finally:
             self._choosing = False
         self._source.chosen(step, [(task.id, seqs, choices[task.id]) for task, seqs, _ in found])
@@ -173,7 +191,9 @@ class Filtering:
         self.waiter.wake()  # another group may have become complete meanwhile
 
     async def choices(self, buffer: FilterBuffer) -> dict[int, Verdict]:
-        """Return the verdict of all buffer filters on each group, by task; priorities without the priorities by the group's filters."""
+        """Return the verdict of all buffer filters on each group, by task; priorities without the priorities by the
+        group's filters.
+        """
         verdicts = {group.task: Verdict() for group in buffer.groups}
         for one in self._buffer_filters:
             name = one.config.name
@@ -188,7 +208,9 @@ class Filtering:
             kept = []
             for group, decision in zip(buffer.groups, decisions, strict=True):
                 priority = verdicts[group.task].priority + decision.priority
-                verdicts[group.task] = Verdict(reason="" if decision.keep else _reason(name, decision), priority=priority)
+                verdicts[group.task] = Verdict(
+                    reason="" if decision.keep else _reason(name, decision), priority=priority
+                )
                 if decision.keep:
                     kept.append(replace(group, priority=group.priority + decision.priority))
             buffer = replace(buffer, groups=tuple(kept))

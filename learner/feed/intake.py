@@ -48,7 +48,13 @@ class Intake:
     ) -> None:
         """``recorded``: the records that are to be repeated; a record disappears when it is."""
         self._bus, self._source, self._prompts, self._recorded = bus, source, prompts, recorded
-        self._evaluations, self._senders, self._lost, self._buffered, self._wake = evaluations, senders, lost, buffered, wake
+        self._evaluations, self._senders, self._lost, self._buffered, self._wake = (
+            evaluations,
+            senders,
+            lost,
+            buffered,
+            wake,
+        )
         plans = [record for _, record in recorded if isinstance(record, Plan)]
         self._recorded_steps = {version: step for plan in plans for version, step in plan.version_steps.items()}
         self.failing = FailingTasks()
@@ -57,10 +63,16 @@ class Intake:
         """Samples of the stream that are not read yet."""
 
     async def read(self, vocab_size: int | None, routed: RoutedShape | None = None) -> None:
-        """Background loop: read SAMPLES. ``vocab_size``: as that of the model, ``routed``: sizes of its routing; None = not known."""
+        """Background loop: read SAMPLES. ``vocab_size``: as that of the model, ``routed``: sizes of its routing; None =
+        not known.
+        """
         cursor, registry = self._source.cursor(), VersionRegistry(self._bus)
-        recorded = {seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()}
-        reading = self._bus.samples.read(cursor, vocab_size=vocab_size, routed=routed, checked_before=recorded, on_passed=self._lost.passed)
+        recorded = {
+            seq for _, record in self._recorded if not isinstance(record, Requeue) for seq in record.seqs.tolist()
+        }
+        reading = self._bus.samples.read(
+            cursor, vocab_size=vocab_size, routed=routed, checked_before=recorded, on_passed=self._lost.passed
+        )
         async for received in reading:
             if isinstance(received.sample, Sample):
                 await self._look_up(registry, received.seq, received.sample)
@@ -81,13 +93,17 @@ class Intake:
                 self._wake()
 
     async def _look_up(self, registry: VersionRegistry, seq: int, sample: Sample) -> None:
-        """Read the rows of versions that are new here. A row is written before engines get the weights: no row means no such version."""
+        """Read the rows of versions that are new here. A row is written before engines get the weights: no row means no
+        such version.
+        """
         # The newest first, because it is the likeliest to have no row, and one such version is enough.
         for version in sorted(self._source.unread_versions(sample), reverse=True):
             row = await self._bus.retry(partial(registry.row_for, version, seq))
             if row is not None:
                 self._source.version(version, row.step, max(0, row.after))
-            elif version in self._recorded_steps:  # the registry has lost its row, and a recorded plan with it must be repeated
+            elif (
+                version in self._recorded_steps
+            ):  # the registry has lost its row, and a recorded plan with it must be repeated
                 self._source.version(version, self._recorded_steps[version])
             else:
                 return
@@ -97,18 +113,28 @@ class Intake:
         letters: dict[int, Dead] = {}
         async for seq, told in self._bus.dead.follow():
             if isinstance(told, Dead):
-                letters[told.task] = replace(told, prompt="", reason="")  # without its texts: all dead letters of the run are kept here
+                letters[told.task] = replace(
+                    told, prompt="", reason=""
+                )  # without its texts: all dead letters of the run are kept here
                 if self._source.dead(told.task):
                     self.failing.died(told)
                 self._evaluations.gone(told)
-            elif told.word == REQUEUE and (letter := letters.get(told.task)) is not None and await self._has_prompt(letter, seq):
+            elif (
+                told.word == REQUEUE
+                and (letter := letters.get(told.task)) is not None
+                and await self._has_prompt(letter, seq)
+            ):
                 self._source.requeue(letter)
             self._wake()
 
     async def _has_prompt(self, dead: Dead, seq: int) -> bool:
-        """Return whether the position in a dead letter has a prompt, because later starts must be able to repeat a recorded requeue."""
+        """Return whether the position in a dead letter has a prompt, because later starts must be able to repeat a
+        recorded requeue.
+        """
         try:
-            await asyncio.to_thread(self._prompts.at, dead.prompt_epoch, dead.offset)  # in a thread: it may have megabytes
+            await asyncio.to_thread(
+                self._prompts.at, dead.prompt_epoch, dead.offset
+            )  # in a thread: it may have megabytes
         except (PromptError, IndexError) as error:
             self._bus.refusals.refuse(subjects.DEAD, f"{seq} (requeue of task {dead.task})", error)
             return False

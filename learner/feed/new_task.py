@@ -10,12 +10,17 @@ from tidemill.learner.prompts.curriculum import Curriculum
 from tidemill.learner.prompts.prompt_file import Drawn, PromptFile, sampler_seed
 
 
-async def prompt_for(demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int) -> Drawn | None:
+async def prompt_for(
+    demand: TaskDemand, prompts: PromptFile, curriculum: Curriculum, *, num_epochs: int
+) -> Drawn | None:
     """Return the prompt of a task; None for a new prompt when all passes of the run are issued. Raises PromptError."""
-    # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this one.
+    # In a thread: a row may have megabytes, which are tokenized for seconds, and the loops of the feeder share this
+    # one.
     if demand.reissue_of is not None:
         return await asyncio.to_thread(prompts.at, demand.prompt_epoch, demand.offset)
-    return await asyncio.to_thread(next_prompt, prompts, demand.prompt_epoch, demand.offset, curriculum, num_epochs=num_epochs)
+    return await asyncio.to_thread(
+        next_prompt, prompts, demand.prompt_epoch, demand.offset, curriculum, num_epochs=num_epochs
+    )
 
 
 def task_of(demand: TaskDemand, drawn: Drawn, settings: FeederSettings, *, seed: int, epoch: int) -> Task:
@@ -43,8 +48,11 @@ def task_of(demand: TaskDemand, drawn: Drawn, settings: FeederSettings, *, seed:
     )
 
 
-def next_prompt(prompts: PromptFile, epoch: int, offset: int, curriculum: Curriculum, *, num_epochs: int = 0) -> Drawn | None:
-    """Return the first prompt at or after a position that can be used and is not left out; None if its pass is not of the run.
+def next_prompt(
+    prompts: PromptFile, epoch: int, offset: int, curriculum: Curriculum, *, num_epochs: int = 0
+) -> Drawn | None:
+    """Return the first prompt at or after a position that can be used and is not left out; None if its pass is not of
+    the run.
 
     Raises PromptError when no row can be used. It ends, because no prompt is left out for ever.
     """

@@ -1,4 +1,6 @@
-"""Reports of rank 0 (steps done, versions published, checkpoints written): records them on the bus, then trims the streams."""
+"""Reports of rank 0 (steps done, versions published, checkpoints written): records them on the bus, then trims the
+streams.
+"""
 
 import asyncio
 import logging
@@ -48,7 +50,9 @@ class KeptCheckpoints:
 
 
 class Outcomes:
-    """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished`` at the end."""
+    """Consumes ``server.outcomes``; produces Done records and the checkpoint row, trims the streams; sets ``finished``
+    at the end.
+    """
 
     def __init__(
         self,
@@ -92,7 +96,9 @@ class Outcomes:
         self._plans[plan.step] = (plan.chain, facts)
 
     async def run(self) -> None:
-        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or checkpoint."""
+        """Process reports until cancelled. Raises Fenced, and FeedError for a report of an unexpected step or
+        checkpoint.
+        """
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":
@@ -104,13 +110,19 @@ class Outcomes:
             self._server.outcomes.task_done()
 
     async def _step_done(self, step: int, metrics: dict[str, float], weights_digest: str | None) -> None:
-        # The steps after the checkpoint are executed in order, recorded ones again, so nothing but the next one can be done.
+        # The steps after the checkpoint are executed in order, recorded ones again, so nothing but the next one can be
+        # done.
         if step != self._done + 1 or step not in self._plans:
             raise FeedError("done", f"step {self._done + 1}", step)
         self._done = step
         before = self._earlier.get(step)
         if before is not None and weights_digest and before.weights_digest not in (None, weights_digest):
-            log.error("step %d executed again gave OTHER weights: digest %s before, %s now", step, before.weights_digest, weights_digest)
+            log.error(
+                "step %d executed again gave OTHER weights: digest %s before, %s now",
+                step,
+                before.weights_digest,
+                weights_digest,
+            )
         metrics = metrics | self._plans[step][1]
         metrics |= self.age.done(metrics, time.monotonic(), recorded=before is not None)
         numbers = {name: value for name, value in metrics.items() if math.isfinite(value)}  # readers write JSON
@@ -139,7 +151,9 @@ class Outcomes:
         state = read_state(await asyncio.to_thread(disk.read_state, path))
         chain = self._plans[step][0]
         if (state["step"], state["chain"]) != (step, chain):
-            raise FeedError(f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"]))
+            raise FeedError(
+                f"checkpoint {path}", f"the state of step {step}, chain {chain}", (state["step"], state["chain"])
+            )
         digest = await asyncio.to_thread(disk.manifest_digest, path)
         row = {"directory": str(path), "step": step, "epoch": self._epoch, "chain": chain, "manifest": digest}
         if self._copies is None:
@@ -203,7 +217,9 @@ class Outcomes:
             self.finished.set()
 
     async def _commit(self, row: Value) -> None:
-        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or by the epoch of the stored row."""
+        """Write the row. Raises Fenced for a learner that was replaced, by the newest epoch or by the epoch of the
+        stored row.
+        """
         await self._refuse_if_replaced()
 
         def committed(found: Value | None) -> Value:
@@ -223,15 +239,17 @@ class Outcomes:
         kept = await asyncio.to_thread(disk.prune, self._root, keep=self._keep, latest=latest, spared=spared)
         try:
             oldest = read_state(await asyncio.to_thread(disk.verified_state, kept[-1].path))
-        except CheckpointCorrupt as error:  # of one that was overtaken, for example; it goes with the checkpoints behind it
+        except (
+            CheckpointCorrupt
+        ) as error:  # of one that was overtaken, for example; it goes with the checkpoints behind it
             log.error("streams not trimmed, the oldest checkpoint that is kept is damaged: %s", error)
             return
         history = self._bus.config.history_samples
         if self.fullness >= GIVE_UP_HISTORY_FULL:
             log.warning("SAMPLES is %.0f %% full: its history is given up", 100 * self.fullness)
             history = 0
-        # Actors get the floor of the latest checkpoint: records settle its tasks in every later history. The streams are kept for the
-        # oldest checkpoint, because a restart from it reads them again.
+        # Actors get the floor of the latest checkpoint: records settle its tasks in every later history. The streams
+        # are kept for the oldest checkpoint, because a restart from it reads them again.
         await self._bus.tasks.raise_floor(state["tasks"]["floor"])
         await self._bus.partials.trim(state["tasks"]["floor"] + 1)
         await self._bus.turns.trim(state["tasks"]["floor"] + 1)
@@ -249,7 +267,9 @@ class Outcomes:
         if self.fullness < GIVE_UP_HISTORY_FULL:
             return needed
         late = await cursors.give_up(below, created)
-        log.error("SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed)
+        log.error(
+            "SAMPLES is %.0f %% full: readers %s are left behind at %d", 100 * self.fullness, ", ".join(late), needed
+        )
         return below
 
 
@@ -284,10 +304,12 @@ def facts_of(plan: Plan, batches: Sequence[StepBatch], filtered: int = 0) -> dic
 
 
 def lags_of(batches: Sequence[StepBatch]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is ``lag_T``.
+    """Return the lag of every trainable token in two parts, steps, both >= 0: (in the queue, in flight); their sum is
+    ``lag_T``.
 
-    The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was finished. The rest is
-    the token's age relative to it: the versions that were published while the response was in flight.
+    The queue's part is the lag of the newest trainable token of the sample, which has grown since the response was
+    finished. The rest is the token's age relative to it: the versions that were published while the response was in
+    flight.
     """
     parts = [part for batch in batches for part in batch.micro_batches]
     lags = np.concatenate([part.lag_T[part.loss_mask_T] for part in parts])

@@ -2,9 +2,9 @@
 
     TASKS (rollouts with ``use: dataset``) --lease--> the row's responses --publish--> SAMPLES --> ack
 
-Consumes those tasks alone. Produces their samples, which the feeder then reads like any others, so that plans, checkpoints and the
-accounting treat them alike. Waits for a task (unblocked by the feeder's own issue) and the bus. Keeps no state: a task that is leased when
-this process dies is delivered again, and samples made twice count once.
+Consumes those tasks alone. Produces their samples, which the feeder then reads like any others, so that plans,
+checkpoints and the accounting treat them alike. Waits for a task (unblocked by the feeder's own issue) and the bus.
+Keeps no state: a task that is leased when this process dies is delivered again, and samples made twice count once.
 """
 
 import asyncio
@@ -40,7 +40,9 @@ class RecordedResponses:
         self._bus, self._prompts, self._rollouts = bus, prompts, rollouts
 
     async def run(self, version: Callable[[], int]) -> None:
-        """Background loop. ``version``: returns the newest published version. Raises PromptError for a row that cannot be used."""
+        """Background loop. ``version``: returns the newest published version. Raises PromptError for a row that cannot
+        be used.
+        """
         async with asyncio.TaskGroup() as group:
             for name in self._rollouts:
                 for _ in range(AT_ONCE):
@@ -54,7 +56,9 @@ class RecordedResponses:
                 if lease is not None:
                     await self._answer(lease, version)
             except WireError as error:
-                raise PromptError(f"rollout {rollout}", f"responses with {error.field} of {error.want}", error.got) from error
+                raise PromptError(
+                    f"rollout {rollout}", f"responses with {error.field} of {error.want}", error.got
+                ) from error
             except BusError as error:  # the lease runs out, and the task is delivered again
                 log.warning("task not answered rollout=%s error=%s", rollout, error)
                 lease = None
@@ -66,7 +70,9 @@ class RecordedResponses:
         try:
             async with lease.kept():
                 # In a thread: a conversation is rendered once for each of its turns.
-                for sample in await asyncio.to_thread(samples_of, lease.task, self._prompts, lease.attempt, version=version()):
+                for sample in await asyncio.to_thread(
+                    samples_of, lease.task, self._prompts, lease.attempt, version=version()
+                ):
                     await self._bus.samples.publish(sample)
                 await lease.ack()
         except asyncio.CancelledError:
@@ -75,10 +81,14 @@ class RecordedResponses:
 
 
 def samples_of(task: Task, prompts: PromptFile, attempt: str, *, version: int) -> list[Sample]:
-    """Return the samples of a task: the recorded responses of its row, by index. Raises PromptError for a row that has changed."""
+    """Return the samples of a task: the recorded responses of its row, by index. Raises PromptError for a row that has
+    changed.
+    """
     drawn = prompts.at(task.prompt_epoch, task.offset)
     if len(drawn.recorded) != task.group_size:
-        raise PromptError(drawn.row.where, f"{task.group_size} responses, as when its task was issued", len(drawn.recorded))
+        raise PromptError(
+            drawn.row.where, f"{task.group_size} responses, as when its task was issued", len(drawn.recorded)
+        )
     return [_sample(task, index, one, attempt, version, drawn.row.where) for index, one in enumerate(drawn.recorded)]
 
 
@@ -96,7 +106,8 @@ def _sample(task: Task, index: int, recorded: RecordedSequence, attempt: str, ve
         response=recorded.text,
         rollout_log_probs=np.zeros(length, np.float32) if recorded.log_probs is None else recorded.log_probs,
         loss_mask=recorded.loss_mask,
-        # No version has made these tokens. Of the newest one they count as fresh: their age is not known, and the gate is not for them.
+        # No version has made these tokens. Of the newest one they count as fresh: their age is not known, and the gate
+        # is not for them.
         spans=(Span(version=max(version, task.min_version), num_tokens=length),),
         reward=recorded.reward,
         status=Status.TRUNCATED if recorded.truncated else Status.COMPLETED,

@@ -2,8 +2,9 @@
 
     files of debug.load_rollout -> plan for this layout -> batches -> ranks (ZMQ);  done <- rank 0 -> log PLAN
 
-Consumes the files of each step and the reports of rank 0; produces batches and Done records. Waits for ranks that request steps. It ends
-when the last step is done, or when it is drained. It reads no samples from the bus and writes no checkpoint: a restart begins at step 1.
+Consumes the files of each step and the reports of rank 0; produces batches and Done records. Waits for ranks that
+request steps. It ends when the last step is done, or when it is drained. It reads no samples from the bus and writes no
+checkpoint: a restart begins at step 1.
 """
 
 import asyncio
@@ -41,7 +42,9 @@ END_S = 60.0
 """Deadline for the ranks to request the step after the last."""
 
 
-async def save_step(settings: FeederSettings, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]) -> None:
+async def save_step(
+    settings: FeederSettings, plan: Plan, samples: Sequence[Sample], token_limits: Mapping[int, int]
+) -> None:
     """Write the samples of a planned step, if the run saves them."""
     if settings.debug.save_rollout:
         file = Path(settings.debug.save_rollout.format(step=plan.step))
@@ -75,7 +78,14 @@ class RecordedFeeder:
         async with asyncio.TaskGroup() as group:
             loops = [group.create_task(self._server.run(), name="ranks")]
             self._epoch = await own_epoch(self._bus, self._settings.places.epoch)
-            row = LiveRow(role="feeder", id="feeder", host=socket.gethostname(), pid=os.getpid(), phase="working", epoch=self._epoch)
+            row = LiveRow(
+                role="feeder",
+                id="feeder",
+                host=socket.gethostname(),
+                pid=os.getpid(),
+                phase="working",
+                epoch=self._epoch,
+            )
             async with HeartbeatPublisher(self._bus, row, BEAT_S) as heartbeat:
                 await self._bus.plans.fence(self._epoch)
                 head = await VersionRegistry(self._bus).repaired_head(self._epoch)
@@ -98,7 +108,9 @@ class RecordedFeeder:
                 loop_task.cancel()
 
     async def _finish(self, draining: asyncio.Event) -> None:
-        _, drained, _ = await first_of(self._finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining))
+        _, drained, _ = await first_of(
+            self._finished.wait(), self._wait_drained(draining), self._server.refuse_leave(draining)
+        )
         if drained.cancelled() and not await self._server.end_run(self._num_steps, within_s=END_S):
             log.warning("not every rank requested the end of the run within %.0f s", END_S)
 
@@ -128,11 +140,15 @@ class RecordedFeeder:
         self._text = f"rank 0 to finish step {self._step}"
 
     def _next(self) -> tuple[list[Frames], bytes]:
-        """Read and pack the next step. Returns the frames of each data-parallel rank and their metadata. Raises DebugFileRefused."""
+        """Read and pack the next step. Returns the frames of each data-parallel rank and their metadata. Raises
+        DebugFileRefused.
+        """
         step, learner = self._step + 1, self._settings.learner
         rollout = load_rollout(Path(self._settings.debug.load_rollout.format(step=step)))
         packing = Packing(
-            data_parallel=learner.data_parallel, max_tokens=learner.max_tokens_per_micro_batch, minibatches=learner.minibatches
+            data_parallel=learner.data_parallel,
+            max_tokens=learner.max_tokens_per_micro_batch,
+            minibatches=learner.minibatches,
         )
         plan = planned_again(rollout, step, packing, chain=self._chain)
         batches = build_batches(
@@ -145,12 +161,20 @@ class RecordedFeeder:
         )
         self._facts[step] = facts_of(plan, batches)
         self._chain, self._step = plan.chain, step
-        log.info("loaded step=%d run=%s recorded_step=%d samples=%d", step, rollout.run, rollout.plan.step, len(rollout.samples))
+        log.info(
+            "loaded step=%d run=%s recorded_step=%d samples=%d",
+            step,
+            rollout.run,
+            rollout.plan.step,
+            len(rollout.samples),
+        )
         with_metadata = learner.algorithm.may_need_metadata and self._server.wants_metadata
         return [encode(batch) for batch in batches], encode_metadata(rollout.samples) if with_metadata else b""
 
     async def _report_steps(self) -> None:
-        """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no checkpoints."""
+        """Record the steps that rank 0 reports as done. Versions are in the registry already, and there are no
+        checkpoints.
+        """
         while True:
             outcome = await self._server.outcomes.get()
             if outcome.kind == "done":

@@ -51,12 +51,15 @@ class Resumed:
     """Evaluation tasks that were not settled at the checkpoint, or were issued after it."""
 
 
-async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned: PlannedRows, copies: Copies | None = None) -> Resumed:
+async def resume(
+    bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned: PlannedRows, copies: Copies | None = None
+) -> Resumed:
     """Return the state with which this start begins. The caller has raised the epoch and fenced PLAN and TASKS before.
 
     ``planned``: gets the rows of the tasks of earlier starts, which the files of this one must have.
-    ``copies``: the checkpoints are spread over nodes, or in a store; None = all are below ``root``. Raises StoreFailed, and NoCheckpoint,
-    RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and settings.
+    ``copies``: the checkpoints are spread over nodes, or in a store; None = all are below ``root``. Raises StoreFailed,
+    and NoCheckpoint, RunLost, ReplayMismatch, ConfigRefused: the run cannot be continued with these files, streams and
+    settings.
     """
     row = await bus.rows("run").get(CHECKPOINT_KEY)
     if copies is not None:
@@ -64,7 +67,8 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned:
     checkpoint = None if row is None else await _loaded(root, row[0], copies)
     state: JsonObject = {}
     if checkpoint is None:
-        # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the first one there is.
+        # No checkpoint: the run has just begun, or ended before its first one. All samples are read again from the
+        # first one there is.
         cursor = await bus.samples.cursor()
         source = DataSource(rules, epoch=epoch, created=cursor.created, floor=cursor.floor)
     else:
@@ -73,7 +77,11 @@ async def resume(bus: Bus, *, rules: DataRules, epoch: int, root: Path, planned:
         if ROWS in state:
             differences = await asyncio.to_thread(planned.load, state[ROWS])
             if state["identity"]["prompts_digest"] != rules.prompts_digest:
-                log.warning("the prompts are other files than those of %s: %s; no planned row differs", checkpoint.name, differences)
+                log.warning(
+                    "the prompts are other files than those of %s: %s; no planned row differs",
+                    checkpoint.name,
+                    differences,
+                )
     versions, eval_tasks = await _register_tasks(bus, source, planned)
     recorded, done, executed = await _records(bus, source, versions)
     _refuse_lost_plans(bus.run, root, has_place=row is not None or bool(recorded))
@@ -111,7 +119,8 @@ async def _loaded(root: Path, row: JsonMapping, copies: Copies | None) -> Path:
 
 
 def _usable(root: Path, row: JsonMapping) -> Path:
-    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt ones are set aside.
+    """Return the latest checkpoint of the run or, with an error in the log, the newest valid one before it. Corrupt
+    ones are set aside.
 
     Raises NoCheckpoint if none is valid.
     """
@@ -121,7 +130,9 @@ def _usable(root: Path, row: JsonMapping) -> Path:
     if found is None:
         raise NoCheckpoint(str(root), "none is whole: " + "; ".join(map(str, corrupt.values())))
     for path in corrupt:
-        if not disk.is_spread(path):  # else it is not damaged: the rest is on other nodes, which this start does not have
+        if not disk.is_spread(
+            path
+        ):  # else it is not damaged: the rest is on other nodes, which this start does not have
             disk.set_aside(path)
     return found
 
@@ -135,7 +146,9 @@ async def _refuse_lost_tasks(bus: Bus, source: DataSource, records: Sequence[Pla
     named = [int(task) for record in records if isinstance(record, Plan | Settle) for task in record.tasks]
     wanted, last = max((source.task_floor, *named)), await bus.tasks.last_id()
     if last < wanted:
-        raise ReplayMismatch("stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}")
+        raise ReplayMismatch(
+            "stream TASKS", f"tasks up to {wanted}", f"{last} as the last one: it was made anew; {_STORE_BACK}"
+        )
 
 
 async def _register_tasks(bus: Bus, source: DataSource, planned: PlannedRows) -> tuple[dict[int, int], list[Task]]:
@@ -174,10 +187,13 @@ async def _records(
     async for seq, record in bus.plans.scan(max(1, source.plan_seq)):
         if isinstance(record, Plan):
             versions |= record.version_steps
-        # The last record of the checkpoint is read as well: it shows that the log is the one that the checkpoint was made with.
+        # The last record of the checkpoint is read as well: it shows that the log is the one that the checkpoint was
+        # made with.
         if seq == source.plan_seq:
             if not isinstance(record, Plan) or record.chain != source.chain:
-                raise ReplayMismatch(f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record)
+                raise ReplayMismatch(
+                    f"log PLAN at {seq}", f"the plan of step {source.step}, chain {source.chain}", record
+                )
         elif isinstance(record, Plan | Settle | Requeue):
             recorded.append((seq, record))
         elif isinstance(record, Done):
@@ -193,8 +209,8 @@ async def _records(
 async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoch: int) -> list[tuple[int, JsonObject]]:
     """Record the settings of this start, and return the settings of the steps that it executes again.
 
-    A pair is the last step with these settings, and their record; empty = as of this start. Raises ConfigRefused for a setting that
-    cannot be changed between two steps.
+    A pair is the last step with these settings, and their record; empty = as of this start. Raises ConfigRefused for a
+    setting that cannot be changed between two steps.
     """
     rows = bus.rows("run")
     await rows.put(f"{SETTINGS_KEY}.{epoch}", now)
@@ -203,7 +219,9 @@ async def recorded_settings(bus: Bus, resumed: Resumed, now: JsonObject, *, epoc
         first = resumed.executed.get(step)  # a step that was planned alone has the settings of this start
         then = now if first is None else (await rows.read(f"{SETTINGS_KEY}.{first}"))[0]
         if then is None:
-            log.warning("step %d is executed again with the settings of this start: no row run/%s.%d", step, SETTINGS_KEY, first)
+            log.warning(
+                "step %d is executed again with the settings of this start: no row run/%s.%d", step, SETTINGS_KEY, first
+            )
             then = now
         refuse_built_in(then, now, step)
         record = {} if then == now else then

@@ -1,7 +1,8 @@
-"""Buffer filters: functions that see all complete groups at once, before a step is planned, and decide which of them it takes.
+"""Buffer filters: functions that see all complete groups at once, before a step is planned, and decide which of them it
+takes.
 
-They are users' functions, which run in child processes (``learner/feed/filtering.py``). One is called when there are enough groups for a
-step, and again when others have come while its drops left too few.
+They are users' functions, which run in child processes (``learner/feed/filtering.py``). One is called when there are
+enough groups for a step, and again when others have come while its drops left too few.
 """
 
 import json
@@ -63,7 +64,9 @@ class FilterBuffer:
     """In the order of their tasks, without groups that another filter has dropped."""
 
 
-def buffer_group(task: Task, samples: Sequence[Sample], steps: Mapping[int, int], step: int, priority: float) -> BufferGroup:
+def buffer_group(
+    task: Task, samples: Sequence[Sample], steps: Mapping[int, int], step: int, priority: float
+) -> BufferGroup:
     """Return one group of a FilterBuffer. ``steps``: step by version; ``step``: the next one."""
     return BufferGroup(
         task=task.id,
@@ -87,26 +90,35 @@ def buffer_group(task: Task, samples: Sequence[Sample], steps: Mapping[int, int]
 
 
 def decisions_of(name: str, result: object) -> list[JsonObject] | None:
-    """Return the result of a buffer filter as maps of Decisions, one for each group; None keeps all. Raises RewardFailed.
+    """Return the result of a buffer filter as maps of Decisions, one for each group; None keeps all. Raises
+    RewardFailed.
 
     It is a list with one result for each group, of the forms that ``filters.decision_of`` takes, without ``masked``.
     """
     if result is None:
         return None
     if not isinstance(result, list | tuple):
-        raise RewardFailed(name, f"want a list with a result for each group, or None, got {result!r}"[:500], "buffer filter")
+        raise RewardFailed(
+            name, f"want a list with a result for each group, or None, got {result!r}"[:500], "buffer filter"
+        )
     found = [decision_of(name, one) for one in result]
     if masking := [place for place, one in enumerate(found) if one["masked"]]:
-        raise RewardFailed(name, f"result {masking[0]}: want no 'masked' from a buffer filter, which sees no tokens", "buffer filter")
+        raise RewardFailed(
+            name, f"result {masking[0]}: want no 'masked' from a buffer filter, which sees no tokens", "buffer filter"
+        )
     return found
 
 
 def decisions_in(name: str, found: Sequence[JsonMapping] | None, buffer: FilterBuffer) -> list[Decision]:
-    """Return the Decisions in maps of ``decisions_of`` for the groups of this buffer. Raises RewardFailed for another number of them."""
+    """Return the Decisions in maps of ``decisions_of`` for the groups of this buffer. Raises RewardFailed for another
+    number of them.
+    """
     if found is None:
         return [Decision() for _ in buffer.groups]
     if len(found) != len(buffer.groups):
-        raise RewardFailed(name, f"want a result for each of the {len(buffer.groups)} groups, got {len(found)}", "buffer filter")
+        raise RewardFailed(
+            name, f"want a result for each of the {len(buffer.groups)} groups, got {len(found)}", "buffer filter"
+        )
     return [Decision(keep=one["keep"], reason=one["reason"], priority=one["priority"]) for one in found]
 
 

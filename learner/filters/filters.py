@@ -1,7 +1,8 @@
-"""Filters: functions that decide, for a complete group, whether it is trained, which samples of it are masked, and its priority.
+"""Filters: functions that decide, for a complete group, whether it is trained, which samples of it are masked, and its
+priority.
 
-The filters that ship are here. They are called in the feeder's event loop, in time linear in the group's tokens; those by import path
-run in child processes (``learner/feed/filtering.py``).
+The filters that ship are here. They are called in the feeder's event loop, in time linear in the group's tokens; those
+by import path run in child processes (``learner/feed/filtering.py``).
 """
 
 import base64
@@ -45,7 +46,9 @@ class FilterSample:
     status: Status
     """COMPLETED or TRUNCATED."""
     sequences: tuple[SequenceSize, ...]
-    """Sizes of its token sequences, which lie one after the other in ``tokens`` and, with their response regions, in ``log_probs``."""
+    """Sizes of its token sequences, which lie one after the other in ``tokens`` and, with their response regions, in
+    ``log_probs``.
+    """
     metadata: JsonMapping = field(default_factory=dict)
     lag: int = 0
     """Steps from the weights of its oldest token to the weights of the last planned step."""
@@ -58,7 +61,9 @@ class FilterSample:
     def response_tokens(self) -> NDArray[np.int32]:
         """The tokens of the response regions, [R], each at the place of its log-prob."""
         ends = np.cumsum([one.num_tokens for one in self.sequences])
-        return np.concatenate([self.tokens[end - one.response_length : end] for end, one in zip(ends, self.sequences, strict=True)])
+        return np.concatenate(
+            [self.tokens[end - one.response_length : end] for end, one in zip(ends, self.sequences, strict=True)]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +78,15 @@ class FilterGroup:
     """In the order of their index."""
 
     def values(self, part: str = "") -> NDArray[np.float64]:
-        """Return the reward of each sample, or one part of it, [G]. Raises RewardFailed where a sample lacks the part."""
+        """Return the reward of each sample, or one part of it, [G]. Raises RewardFailed where a sample lacks the
+        part.
+        """
         if lacking := [sample.index for sample in self.samples if part and part not in sample.parts]:
-            raise RewardFailed("", f"want part {part!r} in every reward; sample {lacking[0]} has {sorted(self.samples[0].parts)}", "filter")
+            raise RewardFailed(
+                "",
+                f"want part {part!r} in every reward; sample {lacking[0]} has {sorted(self.samples[0].parts)}",
+                "filter",
+            )
         return np.array([sample.parts[part] if part else sample.reward for sample in self.samples], np.float64)
 
 
@@ -130,10 +141,14 @@ def equal_rewards(group: FilterGroup, *, tolerance: float = 1e-6, part: str = ""
     return Decision(keep=bool(values.max() - values.min() > tolerance))
 
 
-def mean_reward(group: FilterGroup, *, at_least: float = -math.inf, at_most: float = math.inf, part: str = "") -> Decision:
+def mean_reward(
+    group: FilterGroup, *, at_least: float = -math.inf, at_most: float = math.inf, part: str = ""
+) -> Decision:
     """Drop a group with a mean reward below ``at_least`` (reason ``hard``) or above ``at_most`` (reason ``easy``)."""
     mean = float(group.values(part).mean())
-    return Decision(keep=at_least <= mean <= at_most, reason="hard" if mean < at_least else "easy" if mean > at_most else "")
+    return Decision(
+        keep=at_least <= mean <= at_most, reason="hard" if mean < at_least else "easy" if mean > at_most else ""
+    )
 
 
 def truncated(group: FilterGroup, *, max_share: float = 1.0) -> Decision:
@@ -145,7 +160,9 @@ def truncated(group: FilterGroup, *, max_share: float = 1.0) -> Decision:
 def length(group: FilterGroup, *, at_least: int = 0, at_most: int = 2**31) -> Decision:
     """Mask samples with fewer or more tokens that the model has sampled."""
     counts = [int(np.count_nonzero(sample.loss_mask)) for sample in group.samples]
-    return Decision(masked=tuple(one.index for one, n in zip(group.samples, counts, strict=True) if not at_least <= n <= at_most))
+    return Decision(
+        masked=tuple(one.index for one, n in zip(group.samples, counts, strict=True) if not at_least <= n <= at_most)
+    )
 
 
 def repetition(group: FilterGroup, *, window: int = 3000, prob: float = 0.99) -> Decision:
@@ -157,14 +174,17 @@ def repetition(group: FilterGroup, *, window: int = 3000, prob: float = 0.99) ->
 
 
 def longest_run(sample: FilterSample, above: float) -> int:
-    """Return the most sampled tokens in a row with a log-prob above ``above``; tokens of the environment in between are passed over."""
+    """Return the most sampled tokens in a row with a log-prob above ``above``; tokens of the environment in between are
+    passed over.
+    """
     certain = sample.log_probs[sample.loss_mask.astype(np.bool_)] > above
     edges = np.flatnonzero(~np.concatenate([[False], certain, [False]]))
     return int(np.diff(edges).max() - 1)
 
 
 def gibberish(group: FilterGroup, *, vocab_size: int, rare_from: int = 100_000, offset: float = 2.0) -> Decision:
-    """Mask samples with a rare token drawn at high entropy: its id is above ``rare_from``, its log-prob below -ln(vocab_size) - ``offset``.
+    """Mask samples with a rare token drawn at high entropy: its id is above ``rare_from``, its log-prob below
+    -ln(vocab_size) - ``offset``.
 
     Source: prime-rl's filter of this name, with its defaults. Ids grow with rarity in byte-pair vocabularies.
     """
@@ -185,8 +205,8 @@ TABLE = {name: f"tidemill.learner.filters.filters:{name}" for name in BUILT_IN}
 def decision_of(name: str, result: object) -> JsonObject:
     """Return a filter's result as the map of a Decision. Raises RewardFailed.
 
-    It may return a Decision, True or None (keep), False (drop), a text (drop for this reason, "" = keep), a map with some of the fields
-    of a Decision, or an object with ``keep`` and, if it likes, ``reason``.
+    It may return a Decision, True or None (keep), False (drop), a text (drop for this reason, "" = keep), a map with
+    some of the fields of a Decision, or an object with ``keep`` and, if it likes, ``reason``.
     """
     if isinstance(result, str):
         result = {"keep": not result, "reason": result}
@@ -195,27 +215,42 @@ def decision_of(name: str, result: object) -> JsonObject:
     elif not isinstance(result, Mapping) and hasattr(result, "keep"):
         result = {field: getattr(result, field) for field in _FIELDS if hasattr(result, field)}
     if not isinstance(result, Mapping) or not result.keys() <= set(_FIELDS):
-        raise RewardFailed(name, f"want true, false, a reason or a map with some of {', '.join(_FIELDS)}, got {result!r}"[:500], "filter")
+        raise RewardFailed(
+            name,
+            f"want true, false, a reason or a map with some of {', '.join(_FIELDS)}, got {result!r}"[:500],
+            "filter",
+        )
     keep, masked = result.get("keep", True), result.get("masked", ())
     if not isinstance(keep, bool | np.bool_):
         raise RewardFailed(name, f"keep: want true or false, got {keep!r}"[:500], "filter")
-    if not isinstance(masked, list | tuple) or not all(isinstance(one, int) and not isinstance(one, bool) for one in masked):
+    if not isinstance(masked, list | tuple) or not all(
+        isinstance(one, int) and not isinstance(one, bool) for one in masked
+    ):
         raise RewardFailed(name, f"masked: want a list of indexes, got {masked!r}"[:500], "filter")
     try:
         priority = float(result.get("priority", 0.0))
     except (TypeError, ValueError, OverflowError):
         priority = math.nan
     if not abs(priority) <= MAX_PRIORITY:
-        raise RewardFailed(name, f"priority: want a number within +-1e6, got {result.get('priority')!r}"[:500], "filter")
+        raise RewardFailed(
+            name, f"priority: want a number within +-1e6, got {result.get('priority')!r}"[:500], "filter"
+        )
     return {"keep": bool(keep), "reason": _short(result.get("reason")), "masked": list(masked), "priority": priority}
 
 
 def decision_in(name: str, found: JsonMapping, group: FilterGroup) -> Decision:
-    """Return the Decision in a map of ``decision_of`` for this group. Raises RewardFailed for indexes that it does not have."""
+    """Return the Decision in a map of ``decision_of`` for this group. Raises RewardFailed for indexes that it does not
+    have.
+    """
     indexes = {sample.index for sample in group.samples}
     if wrong := sorted(set(found["masked"]) - indexes):
         raise RewardFailed(name, f"masked: want indexes from 0 to {len(indexes) - 1}, got {wrong[0]}", "filter")
-    return Decision(keep=found["keep"], reason=found["reason"], masked=tuple(sorted(set(found["masked"]))), priority=found["priority"])
+    return Decision(
+        keep=found["keep"],
+        reason=found["reason"],
+        masked=tuple(sorted(set(found["masked"]))),
+        priority=found["priority"],
+    )
 
 
 _FIELDS = ("keep", "reason", "masked", "priority")

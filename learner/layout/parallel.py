@@ -39,7 +39,8 @@ class Parallel:
     cp_size: int
     cp_group: dist.ProcessGroup
     ep_size: int
-    """Ranks over which experts are spread. They are replicas, context-parallel or tensor-parallel ranks of one stage."""
+    """Ranks over which experts are spread. They are replicas, context-parallel or tensor-parallel ranks of one stage.
+    """
     sequence_parallel: bool
     """Between the split matrices, each tensor-parallel rank has its own part of the tokens."""
 
@@ -50,7 +51,9 @@ class Parallel:
 
     @property
     def exports(self) -> bool:
-        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of it."""
+        """True if this rank takes part in a push: a rank of the first copy of the model, or one that has experts of
+        it.
+        """
         return self.export_place < num_senders(self.tp_size, self.ep_size)
 
     @property
@@ -76,7 +79,11 @@ class Parallel:
             "pp": (self.pp_rank, self.pp_size),
             "cp": (self.cp_rank, self.cp_size),
         }
-        return {f"{axis}_{name}": value for axis, place in places.items() for name, value in zip(("rank", "size"), place, strict=True)}
+        return {
+            f"{axis}_{name}": value
+            for axis, place in places.items()
+            for name, value in zip(("rank", "size"), place, strict=True)
+        }
 
     @property
     def last_stage(self) -> int:
@@ -99,10 +106,12 @@ class Replicas:
 
 
 def choose_replicas(learner: LearnerConfig, here: Parallel) -> Replicas:
-    """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless it is demanded.
+    """Return the sharing for the settings and this world: none with one copy of the model, overlap only on CUDA unless
+    it is demanded.
 
-    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward pass. With virtual
-    stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its chunks has been reduced early.
+    Gloo has no stream of its own: an overlapped collective gives the same bits there, and takes cores from the backward
+    pass. With virtual stages there is no overlap: Megatron's interleaved schedule ends with an error where one of its
+    chunks has been reduced early.
     """
     if here.dp_size * here.cp_size == 1:
         return Replicas()
@@ -150,16 +159,22 @@ def join(
 ) -> Parallel:
     """Join the other ranks (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT of the environment) and form Megatron's groups.
 
-    Returns this rank's place in them. ``edge_layers``: of the first and of the last stage, 0 = as the others. Raises ValueError when the
-    world size is not a multiple of the ranks of one replica, and for the CPU on a machine with CUDA.
+    Returns this rank's place in them. ``edge_layers``: of the first and of the last stage, 0 = as the others. Raises
+    ValueError when the world size is not a multiple of the ranks of one replica, and for the CPU on a machine with
+    CUDA.
     """
     # Where CUDA is present ``cpu_shim`` does nothing, and Megatron would use the GPU.
     if device.type == "cpu" and torch.cuda.is_available():
-        raise ValueError("learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to train on the CPU)")
+        raise ValueError(
+            "learner.device: want cuda or auto where CUDA is present (hide it with CUDA_VISIBLE_DEVICES= to "
+            "train on the CPU)"
+        )
     world = int(os.environ["WORLD_SIZE"])
     if world % (model := tensor_parallel_size * pipeline_parallel_size * context_parallel_size):
         sizes = f"{tensor_parallel_size} x {pipeline_parallel_size} x {context_parallel_size}"
-        raise ValueError(f"WORLD_SIZE: want a multiple of {model}, tensor x pipeline x context parallel = {sizes}, got {world}")
+        raise ValueError(
+            f"WORLD_SIZE: want a multiple of {model}, tensor x pipeline x context parallel = {sizes}, got {world}"
+        )
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s))
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel_size,
@@ -173,13 +188,15 @@ def join(
     if device.type == "cuda":
         tensor_parallel.model_parallel_cuda_manual_seed(seed)
     else:
-        # The tracker for training saves and restores the generator of a CUDA device; this one does nothing. No random number is drawn in
-        # a step: these models have no dropout.
+        # The tracker for training saves and restores the generator of a CUDA device; this one does nothing. No random
+        # number is drawn in a step: these models have no dropout.
         tensor_parallel.random.initialize_rng_tracker(inference_rng_tracker=True)
     return _place_here(device, virtual_pipeline_size, edge_layers, sequence_parallel=sequence_parallel)
 
 
-def _place_here(device: torch.device, virtual_pipeline_size: int, edge_layers: tuple[int, int], *, sequence_parallel: bool) -> Parallel:
+def _place_here(
+    device: torch.device, virtual_pipeline_size: int, edge_layers: tuple[int, int], *, sequence_parallel: bool
+) -> Parallel:
     """Return this rank's place in the groups that were formed."""
     return Parallel(
         rank=dist.get_rank(),

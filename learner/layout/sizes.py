@@ -1,4 +1,5 @@
-"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, and the values of each family. No torch.
+"""Check whether the learner can train a Hugging Face model, by config.json: family, sizes, and the values of each
+family. No torch.
 
 The values are those of the file, so a key that is missing has the default of transformers' class.
 """
@@ -13,7 +14,18 @@ from tidemill.bus.wire.model_values import as_older
 from tidemill.bus.wire.routed_experts import EXPERTS_OF, num_experts
 from tidemill.learner.errors import ConfigRefused
 
-FAMILIES = ("deepseek_v3", "glm4", "glm4_moe", "llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+FAMILIES = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
 """Values of ``model_type`` that have a bridge."""
 WITH_BIAS = ("deepseek_v3", "glm4_moe")
 """Families with a bias per expert in their routers."""
@@ -22,7 +34,9 @@ LOGITS_AT_ONCE = 1 << 23
 FUSED_CHUNKS = 8
 """Factor of that number with fused kernels, which need no memory beside the logits."""
 OFFLOADED_AT_ONCE = 1 << 26
-"""Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations are rounded up."""
+"""Number of weights with offloaded optimizer state on the device at a time. A power of two, to which pinned allocations
+are rounded up.
+"""
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 """Number of the layer in a Hugging Face name."""
 SPLIT = ("vocab_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -59,19 +73,27 @@ def refusals(
         want = f"one of {', '.join(FAMILIES)}, or learner.bridge for another family"
         return [ConfigRefused(f"{where}: model_type", want, family)]
     family = str(family)
-    found = [*_split_refusals(values, family, where, tensor_parallel), *_expert_layout(values, family, where, expert_parallel)]
+    found = [
+        *_split_refusals(values, family, where, tensor_parallel),
+        *_expert_layout(values, family, where, expert_parallel),
+    ]
     if family in EXPERTS_OF and tensor_parallel > 1 and not sequence_parallel:
         want = "true with learner.tensor_parallel > 1 for a model with experts: every rank sends its own tokens to them"
         found.append(ConfigRefused("learner.sequence_parallel", want, sequence_parallel))
     if not own_bridge:
-        found += (ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family))
+        found += (
+            ConfigRefused(f"{where}: {name}", want, values.get(name)) for name, want in _value_refusals(values, family)
+        )
     layers, heads = values.get("num_hidden_layers"), values.get("num_attention_heads")
     parts = tensor_parallel * context_parallel
     if isinstance(layers, int):
         edges = (first_stage_layers, last_stage_layers)
         found += _stage_refusals(layers, where, pipeline_parallel, virtual_pipeline, edges)
     if isinstance(heads, int) and heads % parts and context_parallel > 1:
-        wanted = f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the heads for attention"
+        wanted = (
+            f"a multiple of learner.tensor_parallel x learner.context_parallel = {parts}, whose ranks divide the "
+            "heads for attention"
+        )
         found.append(ConfigRefused(f"{where}: num_attention_heads", wanted, heads))
     if own_bridge:
         return found
@@ -85,7 +107,8 @@ def refusals(
 
 
 def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: int = 0) -> list[int]:
-    """Return the number of layers of each stage; the stages between the first and the last, and those of 0, have equal numbers of the rest.
+    """Return the number of layers of each stage; the stages between the first and the last, and those of 0, have equal
+    numbers of the rest.
 
     Layers that are left over, which ``refusals`` refuses, are those of the last stage.
     """
@@ -96,7 +119,8 @@ def stage_layers(num_layers: int, pipeline_parallel: int, first: int = 0, last: 
 
 
 def num_senders(tensor_parallel: int, expert_parallel: int, at_most: int = 0) -> int:
-    """Return the number of ranks of each stage that send weights: those that have parts of them, but ``at_most`` (0 = no limit).
+    """Return the number of ranks of each stage that send weights: those that have parts of them, but ``at_most`` (0 =
+    no limit).
 
     They are those of the first copy of the model, and those that have experts of it.
     """
@@ -119,8 +143,12 @@ class Dealt:
         return self._layers.setdefault(layer[1], len(self._layers)) % self._senders if layer else 0
 
 
-def _stage_refusals(layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]) -> Iterator[ConfigRefused]:
-    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 = as the others."""
+def _stage_refusals(
+    layers: int, where: str, pipeline: int, virtual: int, edges: tuple[int, int]
+) -> Iterator[ConfigRefused]:
+    """Yield an error for layers that the stages cannot share. ``edges``: layers of the first and of the last stage, 0 =
+    as the others.
+    """
     given = [f"learner.{name}_stage_layers" for name, one in zip(("first", "last"), edges, strict=True) if one]
     others, rest = pipeline - len(given), layers - sum(edges)
     if not given:
@@ -130,7 +158,9 @@ def _stage_refusals(layers: int, where: str, pipeline: int, virtual: int, edges:
             want = f"a multiple of {factors} = {chunks}, or learner.first_stage_layers or learner.last_stage_layers"
             yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
     elif rest < others or (rest % others if others else rest):
-        want = f"{sum(edges)}, of {' and '.join(given)}" + (f", and equal numbers for {others} other stages" if others else "")
+        want = f"{sum(edges)}, of {' and '.join(given)}" + (
+            f", and equal numbers for {others} other stages" if others else ""
+        )
         yield ConfigRefused(f"{where}: num_hidden_layers", want, layers)
 
 
@@ -195,7 +225,10 @@ def _attention_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str,
 
 def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, str]]:
     if values.get("num_nextn_predict_layers"):
-        yield "num_nextn_predict_layers", "0: layers for multi-token prediction are not trained, and a push would leave them out"
+        yield (
+            "num_nextn_predict_layers",
+            "0: layers for multi-token prediction are not trained, and a push would leave them out",
+        )
     by_softmax = family in ("qwen3_moe", "mixtral") or (family == "qwen2_moe" and values.get("norm_topk_prob"))
     if by_softmax and values.get("num_experts_per_tok") == 1:
         yield "num_experts_per_tok", "> 1: Megatron has no softmax over a single chosen expert"
@@ -207,7 +240,10 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
         yield "topk_method", "noaux_tc"
     groups, chosen = _int(values, "topk_group") or 1, values.get("num_experts_per_tok")
     if _int(values, "n_group") > 1 and chosen != 2 * groups:
-        yield "num_experts_per_tok", f"2 x topk_group = {2 * groups}: the score of a group is then that of its two best experts in Megatron"
+        yield (
+            "num_experts_per_tok",
+            f"2 x topk_group = {2 * groups}: the score of a group is then that of its two best experts in Megatron",
+        )
     elif chosen == 1 and values.get("norm_topk_prob") is not False:
         yield "num_experts_per_tok", "> 1 with norm_topk_prob: true: Megatron does not normalise a single score"
     if "n_shared_experts" in values and not values["n_shared_experts"]:
@@ -215,7 +251,9 @@ def _expert_refusals(values: JsonMapping, family: str) -> Iterator[tuple[str, st
 
 
 def rope_arguments(scaling: Any, *, where: str = "model", family: str = "") -> JsonObject:
-    """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron computes differently."""
+    """Return Megatron's arguments for a Hugging Face ``rope_scaling``. Raises ConfigRefused for one that Megatron
+    computes differently.
+    """
     if not scaling:
         return {}
     given = scaling if isinstance(scaling, Mapping) else {"type": "?"}

@@ -1,7 +1,8 @@
-"""The stages of a pipeline, each of which has a part of the layers: results of the last one, and the weights of all of them.
+"""The stages of a pipeline, each of which has a part of the layers: results of the last one, and the weights of all of
+them.
 
-Loss, log-probs and diagnostics exist on the last stage. They are broadcast, so that every rank goes on with the same numbers, and the code
-of a step does not depend on its stage. Knows the groups of ``parallel``; no model.
+Loss, log-probs and diagnostics exist on the last stage. They are broadcast, so that every rank goes on with the same
+numbers, and the code of a step does not depend on its stage. Knows the groups of ``parallel``; no model.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,8 +22,12 @@ def is_last(here: Parallel) -> bool:
     return here.pp_rank == here.pp_size - 1
 
 
-def tensors_of_last(values: Sequence[Tensor] | None, lengths: Sequence[int], width: int, here: Parallel) -> list[Tensor]:
-    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: those of the last stage; None elsewhere."""
+def tensors_of_last(
+    values: Sequence[Tensor] | None, lengths: Sequence[int], width: int, here: Parallel
+) -> list[Tensor]:
+    """Return the last stage's float32 tensors [length, width] on all stages. ``values``: those of the last stage; None
+    elsewhere.
+    """
     assert (values is not None) == is_last(here)
     whole = torch.empty(sum(lengths), width, device=here.device) if values is None else torch.cat(list(values))
     if here.pp_size > 1:
@@ -31,7 +36,9 @@ def tensors_of_last(values: Sequence[Tensor] | None, lengths: Sequence[int], wid
 
 
 def of_last(value: T | None, here: Parallel) -> T:
-    """Return the last stage's value, without tensors on a device, on all stages. ``value``: that of the last stage; None elsewhere."""
+    """Return the last stage's value, without tensors on a device, on all stages. ``value``: that of the last stage;
+    None elsewhere.
+    """
     found = [value]
     if here.pp_size > 1:
         dist.broadcast_object_list(found, src=here.last_stage, group=here.pp_group, device=here.device)
@@ -50,8 +57,8 @@ def values_of_all(own: T, here: Parallel) -> list[T]:
 def of_all(own: Iterator[tuple[str, Tensor]], here: Parallel) -> Iterator[tuple[str, Tensor]]:
     """Yield the named tensors of all stages, in the order of the stages, on each of them; collective over the stages.
 
-    Each stage in turn broadcasts its tensors one at a time, so that a rank that keeps none has one tensor of another stage at most.
-    All ranks must run the iterator to its end.
+    Each stage in turn broadcasts its tensors one at a time, so that a rank that keeps none has one tensor of another
+    stage at most. All ranks must run the iterator to its end.
     """
     for stage in range(here.pp_size):
         source = dist.get_global_rank(here.pp_group, stage)

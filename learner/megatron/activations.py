@@ -1,11 +1,14 @@
-"""Outputs of the modules of Megatron's model for single prompts, under names that other implementations of the model share.
+"""Outputs of the modules of Megatron's model for single prompts, under names that other implementations of the model
+share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) |
+norm | log_probs
 
     rank: its layers, its tokens, its heads -> whole outputs of the stage (tensor-, context-parallel ranks) -> rank 0: all stages, in order
 
-The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to an expert, else 0.
-Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H = hidden size, W = width of an output.
+The numbers of the layers are those of the whole model at every layout. ``.mlp.experts`` is 1 where a token is sent to
+an expert, else 0. Shape letters: T = tokens of one prompt, with padding; C = those of this context-parallel rank; H =
+hidden size, W = width of an output.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -67,11 +70,14 @@ class _Place:
     """Value in the output of the module."""
 
 
-def module_outputs(policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, W].
+def module_outputs(
+    policy: Policy, prompts: Sequence[Sequence[int]], names: str = "*"
+) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
+    W].
 
-    One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all ranks; rank 0 gets the
-    whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
+    One prompt at a time, without padding beyond that of the layout, under the current weights. Collective over all
+    ranks; rank 0 gets the whole outputs of all stages, the other ranks get none. Latent attention has no attention.qkv.
     """
     here, found = policy.parallel, {}
     in_first_column = here.dp_rank == here.tp_rank == here.cp_rank == 0
@@ -104,7 +110,9 @@ def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[s
         """Take the log-probs. Returns a loss that is not used."""
         if fnmatchcase(LOG_PROBS, names):
             weight_VH = output_weight(policy.chunks[-1])
-            taken[LOG_PROBS] = log_probs_and_entropy(hidden_CH, weight_VH, prompt.targets_T, group=here.tp_group)[0][:, None]
+            taken[LOG_PROBS] = log_probs_and_entropy(hidden_CH, weight_VH, prompt.targets_T, group=here.tp_group)[0][
+                :, None
+            ]
         return hidden_CH.new_zeros(()), None
 
     with _hooked(places, taken), megatron_device():
@@ -115,12 +123,16 @@ def _of_stage(policy: Policy, tokens: Sequence[int], names: str) -> list[tuple[s
 
 
 def _prompt(tokens: Sequence[int], here: Parallel) -> _Prompt:
-    """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide its tokens."""
+    """Return this rank's part of a prompt, with padding as a sequence of its own to a multiple of the ranks that divide
+    its tokens.
+    """
     padding = -len(tokens) % (here.tp_size * here.cp_size)
     ends = [0, len(tokens), *([len(tokens) + padding] if padding else [])]
     ids_T, targets_T = torch.tensor([*tokens, *[0] * padding]), torch.tensor([*tokens[1:], *[0] * (padding + 1)])
     positions_T = torch.cat([torch.arange(end - start) for start, end in pairwise(ends)])
-    ids_C, targets_C, positions_C = (own_part(one, here.cp_rank, here.cp_size).to(here.device) for one in (ids_T, targets_T, positions_T))
+    ids_C, targets_C, positions_C = (
+        own_part(one, here.cp_rank, here.cp_size).to(here.device) for one in (ids_T, targets_T, positions_T)
+    )
     return _Prompt(tokens_T=ids_C, targets_T=targets_C, packed=packed_row(np.array(ends, np.int32), positions_C))
 
 

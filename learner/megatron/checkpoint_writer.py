@@ -4,8 +4,9 @@
     Staged.write      any thread, no collective: write this rank's file
     Staged.finish     rank 0, with the results of all ranks: write the index (.metadata)
 
-Megatron's own writer starts helper processes even for a synchronous save: a spawned manager, which outlives a killed rank, and forks of
-a process that has threads. The files have the same format (torch.distributed.checkpoint), and Megatron's loader reads them.
+Megatron's own writer starts helper processes even for a synchronous save: a spawned manager, which outlives a killed
+rank, and forks of a process that has threads. The files have the same format (torch.distributed.checkpoint), and
+Megatron's loader reads them.
 """
 
 import io
@@ -34,7 +35,8 @@ from tidemill.learner.errors import CheckpointUnwritten
 
 
 class HostCopies:
-    """Host memory of a rank for its part of a checkpoint, kept from one checkpoint to the next: the first allocation is the slow one.
+    """Host memory of a rank for its part of a checkpoint, kept from one checkpoint to the next: the first allocation is
+    the slow one.
 
     Page-locked on CUDA, where copies from the device run at the speed of the bus then.
     """
@@ -98,10 +100,14 @@ def files_of(results: Sequence[WriteResult]) -> list[str]:
 
 
 class StagedSave(TorchDistSaveShardedStrategy):
-    """Save strategy for ``dist_checkpointing.save`` that writes no tensors: ``staged`` has them afterwards. Collective."""
+    """Save strategy for ``dist_checkpointing.save`` that writes no tensors: ``staged`` has them afterwards.
+    Collective.
+    """
 
     def __init__(self, copies: HostCopies | None = None) -> None:
-        """``copies``: memory for copies of the tensors, which may change after ``save`` then; None = not before they are written."""
+        """``copies``: memory for copies of the tensors, which may change after ``save`` then; None = not before they
+        are written.
+        """
         super().__init__("torch_dist", 1)
         self._copies = copies
         self.staged: Staged | None = None
@@ -130,14 +136,20 @@ class StagedSave(TorchDistSaveShardedStrategy):
         self.staged = Staged(Path(checkpoint_dir), plan, metadata, _Content(content), writer)
 
 
-def _plan(state: dict[str, Any], planner: MCoreSavePlanner, writer: torch_checkpoint.FileSystemWriter) -> tuple[SavePlan, Metadata | None]:
-    """Return this rank's part of the plan of all ranks and, on rank 0, the index. Collective; the steps are those of torch's ``save``."""
+def _plan(
+    state: dict[str, Any], planner: MCoreSavePlanner, writer: torch_checkpoint.FileSystemWriter
+) -> tuple[SavePlan, Metadata | None]:
+    """Return this rank's part of the plan of all ranks and, on rank 0, the index. Collective; the steps are those of
+    torch's ``save``.
+    """
     ranks = _DistWrapper(None, True, 0)
     metadata: Metadata | None = None
 
     def local_plan() -> SavePlan:
         """Return the items of this rank."""
-        planner.set_up_planner(state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator)
+        planner.set_up_planner(
+            state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=ranks.is_coordinator
+        )
         writer.set_up_storage_writer(ranks.is_coordinator, rank=ranks.rank, use_collectives=True)
         return writer.prepare_local_plan(planner.create_local_plan())
 

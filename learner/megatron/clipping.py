@@ -1,7 +1,7 @@
 """The norm of the gradients over all ranks, and clipping by it: Megatron's rules, in a few kernels.
 
-Megatron 0.16 without Apex and Transformer Engine takes the norm of one tensor after the other, waits for the device after each, and scales
-each by an operation of its own. The bits are the same as its own on the CPU.
+Megatron 0.16 without Apex and Transformer Engine takes the norm of one tensor after the other, waits for the device
+after each, and scales each by an operation of its own. The bits are the same as its own on the CPU.
 """
 
 import math
@@ -17,7 +17,9 @@ SMALL = 1.0e-6
 
 
 def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the norm of all gradients, float32, of all ranks of ``group``; collective over it. ``device``: that of a rank without any."""
+    """Return the norm of all gradients, float32, of all ranks of ``group``; collective over it. ``device``: that of a
+    rank without any.
+    """
     norms = torch.stack(torch._foreach_norm(list(grads))) if grads else torch.zeros(1, device=device)
     square = torch.linalg.vector_norm(norms) ** 2
     dist.all_reduce(square, group=group)
@@ -25,15 +27,19 @@ def norm_over_ranks(grads: Sequence[Tensor], group: dist.ProcessGroup, device: t
 
 
 def clip_factor(norm: float, most: float) -> float:
-    """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to ``most``."""
+    """Return the factor for gradients of norm ``norm``: 1 up to ``most``, and above it that which reduces the norm to
+    ``most``.
+    """
     return min(1.0, most / (norm + SMALL))
 
 
 @torch.no_grad()
 def clipped(inner: Any, most: float, device: torch.device) -> float:
-    """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the norm before that.
+    """Scale the gradients of Megatron's optimizers, which are ready, where their norm is above ``most``. Returns the
+    norm before that.
 
-    One collective serves all optimizers with gradients over the same ranks. Otherwise (experts) each has one of its own.
+    One collective serves all optimizers with gradients over the same ranks. Otherwise (experts) each has one of its
+    own.
     """
     shared, optimizers = inner.grads_states_parallel_group_is_shared(), inner.chained_optimizers
     by_group = [optimizers] if shared else [[each] for each in optimizers]

@@ -1,7 +1,8 @@
-"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Reads those of Megatron itself, too.
+"""A learner's checkpoint as a Hugging Face directory, and back, in one process on the CPU. Reads those of Megatron
+itself, too.
 
-The layout that saved a checkpoint does not matter: tensors are found by their names and global shapes. A checkpoint made of a model
-directory has weights and nothing else; it begins a run (``learner.from_checkpoint``), and resumes none.
+The layout that saved a checkpoint does not matter: tensors are found by their names and global shapes. A checkpoint
+made of a model directory has weights and nothing else; it begins a run (``learner.from_checkpoint``), and resumes none.
 """
 
 import pickle
@@ -35,10 +36,12 @@ _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def to_model(checkpoint: Path, out: Path, model_dir: Path, here: Parallel, *, bridge_class: str = "") -> int:
-    """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step of the checkpoint.
+    """Write the model of a checkpoint to ``out``, with configuration and tokenizer of ``model_dir``. Returns the step
+    of the checkpoint.
 
     Adapters are merged into the weights, and written to ``out/adapter`` as well. ``here``: that of ``one_process``.
-    ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model, CheckpointCorrupt, OSError.
+    ``bridge_class``: as for ``build_policy``. Raises ConfigRefused for a checkpoint of another model,
+    CheckpointCorrupt, OSError.
     """
     policy, step = _loaded(checkpoint, model_dir, here, bridge_class)
     snapshot.write(out, dict(policy.export()), version=-1, step=step, model_dir=model_dir)
@@ -60,7 +63,9 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: s
     if out.exists():
         raise FileExistsError(f"{out}: want a new directory, got one that exists")
     tuning = Tuning(trains=False)
-    policy = build_policy(model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=tuning, bridge_class=bridge_class)
+    policy = build_policy(
+        model_dir, dtype=_dtype_of_model(model_dir), parallel=here, tuning=tuning, bridge_class=bridge_class
+    )
     aside = out.with_name(f"{out.name}-{nonce()}.tmp")
     aside.mkdir(parents=True)
     try:
@@ -72,19 +77,25 @@ def to_checkpoint(model_dir: Path, out: Path, here: Parallel, *, bridge_class: s
 
 
 def _loaded(checkpoint: Path, model_dir: Path, here: Parallel, bridge_class: str) -> tuple[Policy, int]:
-    """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt, OSError."""
+    """Return a policy with the weights of a checkpoint, and its step. Raises ConfigRefused, CheckpointCorrupt,
+    OSError.
+    """
     if (checkpoint / MANIFEST).exists():
         disk.verify(checkpoint)
     with _readable(checkpoint):
         lora = load_common_state_dict(str(checkpoint)).get("facts", {}).get("lora")
         tuning = Tuning(lora=_lora(lora), trains=False)
-        policy = build_policy(model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning, bridge_class=bridge_class)
+        policy = build_policy(
+            model_dir, dtype=_dtype(checkpoint), parallel=here, tuning=tuning, bridge_class=bridge_class
+        )
         return policy, state.load_model(checkpoint, policy=policy, setting="--model")
 
 
 @contextmanager
 def one_process() -> Iterator[Parallel]:
-    """Form Megatron's groups of this process alone. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment are those of one."""
+    """Form Megatron's groups of this process alone. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT of the environment
+    are those of one.
+    """
     here = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     try:
         yield here
@@ -99,7 +110,15 @@ def _readable(checkpoint: Path) -> Iterator[None]:
         yield
     except LearnerError:
         raise
-    except (CheckpointingException, CheckpointException, pickle.UnpicklingError, EOFError, RuntimeError, KeyError, ValueError) as error:
+    except (
+        CheckpointingException,
+        CheckpointException,
+        pickle.UnpicklingError,
+        EOFError,
+        RuntimeError,
+        KeyError,
+        ValueError,
+    ) as error:
         reason = str(error).strip().splitlines()
         raise CheckpointCorrupt(
             str(checkpoint), "common.pt, .metadata, *.distcp", "a readable torch_dist checkpoint", reason[:1]
@@ -115,7 +134,9 @@ def _dtype(checkpoint: Path) -> str:
 
 
 def _dtype_of_model(model_dir: Path) -> str:
-    """Return the dtype of the weights of a model directory. Raises ConfigRefused for another than those of the learner."""
+    """Return the dtype of the weights of a model directory. Raises ConfigRefused for another than those of the
+    learner.
+    """
     for path in sorted(model_dir.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # it is no mapping

@@ -1,7 +1,8 @@
-"""Context managers that let Megatron-core run without CUDA: it names the CUDA device in a few places, which become the CPU.
+"""Context managers that let Megatron-core run without CUDA: it names the CUDA device in a few places, which become the
+CPU.
 
-No patch is permanent: ``megatron_device()`` is entered around building a model, a forward-backward pass and an optimizer step. With CUDA
-it does nothing.
+No patch is permanent: ``megatron_device()`` is entered around building a model, a forward-backward pass and an
+optimizer step. With CUDA it does nothing.
 """
 
 import contextlib
@@ -17,11 +18,16 @@ from torch.overrides import TorchFunctionMode
 class _CudaMeansCpu(TorchFunctionMode):
     """Replaces ``device="cuda"``, ``Tensor.cuda()`` and ``Tensor.type()`` in the calls of Megatron-core 0.16.
 
-    Its schedules and optimizers create their scalars on "cuda", and its optimizers recognise parameters by "torch.cuda.FloatTensor".
+    Its schedules and optimizers create their scalars on "cuda", and its optimizers recognise parameters by
+    "torch.cuda.FloatTensor".
     """
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is torch.Tensor.cuda:
             return args[0]
@@ -54,7 +60,9 @@ class _Stream:
 
 
 def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Return a tensor of sizes as Megatron wants it for an exchange of tokens: Megatron converts only those on a CUDA device."""
+    """Return a tensor of sizes as Megatron wants it for an exchange of tokens: Megatron converts only those on a CUDA
+    device.
+    """
     return tensor.detach().numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -70,13 +78,17 @@ _ANSWERS: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (megatron_random, "_get_cuda_rng_state"): lambda *_, **__: None,
     (megatron_random, "_set_cuda_rng_state"): lambda *_, **__: None,
 }
-"""Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation saves and restores
-the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts has a stream of its own."""
+"""Replacements: rotary positions and gradient buffers query the device, checkpoints synchronise with it; recomputation
+saves and restores the generator of the CUDA device, beside that of the CPU; the exchange of tokens between experts has
+a stream of its own.
+"""
 
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """Map "cuda" to the device of this process inside the context. Not re-entrant; only one thread may be inside at a time."""
+    """Map "cuda" to the device of this process inside the context. Not re-entrant; only one thread may be inside at a
+    time.
+    """
     if torch.cuda.is_available():
         yield
         return
@@ -93,7 +105,9 @@ def megatron_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plain_torch() -> Iterator[None]:
-    """Suspend ``megatron_device()`` inside it, for code that calls torch often and never names CUDA (the model's forward)."""
+    """Suspend ``megatron_device()`` inside it, for code that calls torch often and never names CUDA (the model's
+    forward).
+    """
     if torch.cuda.is_available():
         yield
         return

@@ -56,8 +56,12 @@ class _Update:
 class Critic:
     """A value function that is trained beside a policy. All methods are collective over all ranks."""
 
-    def __init__(self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig, collector: Collector | None = None) -> None:
-        """``model``: one with a value head (``build_policy(..., value_head=True)``). ``collector``: gets the values of each token."""
+    def __init__(
+        self, model: Policy, optimizer: PolicyOptimizer, config: CriticConfig, collector: Collector | None = None
+    ) -> None:
+        """``model``: one with a value head (``build_policy(..., value_head=True)``). ``collector``: gets the values of
+        each token.
+        """
         self.model, self.optimizer, self._config, self._collector = model, optimizer, config, collector
         self._clip = config.value_clip or math.inf
 
@@ -77,13 +81,16 @@ class Critic:
         values = tensors_of_last(results, [len(row.seen.mask_T) for row in rows], 1, self.model.parallel)
         return [replace(row.seen, values_T=each_T1[:, 0]) for row, each_T1 in zip(rows, values, strict=True)]
 
-    def train(self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed) -> dict[str, float]:
+    def train(
+        self, minibatches: Sequence[tuple[Sequence[Row], Denominators]], batch: StepBatch, *, summed: Summed
+    ) -> dict[str, float]:
         """Take an optimizer step for each minibatch of ``batch``; its rows have ``values_T`` and ``returns_T``.
 
         Returns the metrics ``critic/``.
 
-        The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped on all ranks. A
-        minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would still move.
+        The loss is a mean over the trainable tokens of the minibatch on all ranks. A step that is not finite is skipped
+        on all ranks. A minibatch without such tokens, of demonstrations alone, is none: with gradients of 0 Adam would
+        still move.
         """
         every = [row.seen for rows, _ in minibatches for row in rows]
         fit = summed(torch.stack([_fit_sums(seen) for seen in every]).sum(0))
@@ -142,16 +149,21 @@ class Critic:
         if self._collector is not None:
             self._collector.row(of_critic(seen, values_T))
         place = (values_T, seen.values_T, seen.returns_T, seen.mask_T)
-        total = aggregate(value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean")
+        total = aggregate(
+            value_loss(*place, clip=self._clip), seen.mask_T, seen.sample_T, denominators, mode="token_mean"
+        )
         clipped = value_clipped(*place, clip=self._clip).sum()
         return total, torch.stack([total.detach().double(), clipped.double(), seen.mask_T.sum().double()])
 
 
-def open_critic(learner: LearnerConfig, policy: Policy, model_dir: Path, collector: Collector | None = None) -> Critic | None:
+def open_critic(
+    learner: LearnerConfig, policy: Policy, model_dir: Path, collector: Collector | None = None
+) -> Critic | None:
     """Return the critic that the algorithm needs, on the ranks and in the memory of the policy; None = it needs none.
 
-    It starts from ``learner.critic.path``, or from the policy's initial weights, with a value head of zeros. Its routers, if it has any,
-    choose anew in every pass, without a balancing loss. Raises ConfigRefused as ``build_policy``.
+    It starts from ``learner.critic.path``, or from the policy's initial weights, with a value head of zeros. Its
+    routers, if it has any, choose anew in every pass, without a balancing loss. Raises ConfigRefused as
+    ``build_policy``.
     """
     if not learner.algorithm.by_critic:
         return None

@@ -1,6 +1,7 @@
 """Hooks: functions of users that every rank calls within a step, at the same place on all ranks. Knows no schedule.
 
-A step that is repeated after a restart must give the same weights, so a hook that changes anything has to be a function of its argument.
+A step that is repeated after a restart must give the same weights, so a hook that changes anything has to be a function
+of its argument.
 """
 
 from collections.abc import Callable
@@ -41,7 +42,9 @@ class BeforeStep:
     chunks: tuple[GPTModel, ...]
     """The model on this rank: Megatron's modules, in the order of the layers. Gradients are set to 0 after the hook."""
     optimizer: Any
-    """Megatron's optimizer, or ``OffloadedAdam`` (``learner.offload_optimizer``); its learning rate is set after the hook."""
+    """Megatron's optimizer, or ``OffloadedAdam`` (``learner.offload_optimizer``); its learning rate is set after the
+    hook.
+    """
 
 
 class Hooks:

@@ -1,7 +1,8 @@
-"""The weights that a model begins with: those of its Hugging Face directory, or of a checkpoint of Megatron's own training.
+"""The weights that a model begins with: those of its Hugging Face directory, or of a checkpoint of Megatron's own
+training.
 
-Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes. Only the model's tensors are read, never
-those of the optimizer.
+Megatron's checkpoint may be of any layout: tensors are found by their names and global shapes. Only the model's tensors
+are read, never those of the optimizer.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,14 +26,19 @@ OTHER_NAMES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-"""Ends of the keys of a mixture's and of latent attention's norms: in Megatron's own layers, and in those of Transformer Engine, with which
-Megatron trains on CUDA. Those of other layers are the same. Source: ``gpt_layer_specs.py`` of megatron-core 0.16.1."""
+"""Ends of the keys of a mixture's and of latent attention's norms: in Megatron's own layers, and in those of
+Transformer Engine, with which Megatron trains on CUDA. Those of other layers are the same. Source:
+``gpt_layer_specs.py`` of megatron-core 0.16.1.
+"""
 _OF_THE_MODEL = ("embedding.", "decoder.", "output_layer.")
-"""Beginnings of the names of all tensors that the learner trains; those of layers for further tokens (``mtp.``) are left out."""
+"""Beginnings of the names of all tensors that the learner trains; those of layers for further tokens (``mtp.``) are
+left out.
+"""
 
 
 def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, checkpoint: Path | None) -> None:
-    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``, collectively, inside ``megatron_device``.
+    """Load this rank's part of the weights of ``model_dir``, or of Megatron's ``checkpoint``, collectively, inside
+    ``megatron_device``.
 
     Raises ConfigRefused when a tensor is missing or has another shape.
     """
@@ -48,7 +54,8 @@ def load_initial(bridge: Any, chunks: Sequence[GPTModel], model_dir: Path, check
 
 
 def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) -> int:
-    """Load the weights of one iteration of Megatron's training, collectively, inside ``megatron_device``. Returns its number.
+    """Load the weights of one iteration of Megatron's training, collectively, inside ``megatron_device``. Returns its
+    number.
 
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model or one that is not complete.
     """
@@ -62,7 +69,11 @@ def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) 
     with plain_torch():
         loaded, unused, _ = dist_checkpointing.load(content, str(iteration), strict="return_all")
     if more := sorted(name for name in unused if name.startswith(_OF_THE_MODEL) and "_extra_state" not in name):
-        raise ConfigRefused(setting, "a checkpoint of the model in model.path, and of no more layers or parts", f"{more[0]} in {iteration}")
+        raise ConfigRefused(
+            setting,
+            "a checkpoint of the model in model.path, and of no more layers or parts",
+            f"{more[0]} in {iteration}",
+        )
     for number, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded[str(number)] | _without_data(chunk))
     return int(loaded.get("iteration", 0))
@@ -70,7 +81,10 @@ def load_megatron(iteration: Path, chunks: Sequence[GPTModel], *, setting: str) 
 
 def _sharded(chunk: GPTModel, there: Mapping[str, object]) -> JsonObject:
     """Return the sharded state of a chunk, with layers and experts in one tensor or apart, as in the checkpoint."""
-    metadata = {"non_homogeneous_layers": torch_dist.layers_apart(there), "singleton_local_shards": torch_dist.parts_apart(there)}
+    metadata = {
+        "non_homogeneous_layers": torch_dist.layers_apart(there),
+        "singleton_local_shards": torch_dist.parts_apart(there),
+    }
     listed = chunk.config.moe_layer_freq
     if isinstance(listed, list) and all(listed):
         chunk.config.moe_layer_freq = 1  # the same; but with a list Megatron gives each layer tensors of its own
@@ -82,12 +96,18 @@ def _sharded(chunk: GPTModel, there: Mapping[str, object]) -> JsonObject:
 
 
 def _without_data(chunk: GPTModel) -> JsonObject:
-    """Return the entries of a chunk that have no tensor and are in no checkpoint of every kind of layers: state of Transformer Engine."""
-    return {name: value for name, value in chunk.state_dict().items() if name.endswith("_extra_state") or is_adapter(name)}
+    """Return the entries of a chunk that have no tensor and are in no checkpoint of every kind of layers: state of
+    Transformer Engine.
+    """
+    return {
+        name: value for name, value in chunk.state_dict().items() if name.endswith("_extra_state") or is_adapter(name)
+    }
 
 
 def _take_other_names(part: JsonMapping, there: Collection[str]) -> None:
-    """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine have for them."""
+    """Change the keys of tensors that are missing in a checkpoint to those that Megatron's layers of Transformer Engine
+    have for them.
+    """
     for tensor in part.values():
         for ours, theirs in OTHER_NAMES.items():
             if isinstance(tensor, ShardedTensor) and tensor.key not in there and tensor.key.endswith(ours):
@@ -95,15 +115,27 @@ def _take_other_names(part: JsonMapping, there: Collection[str]) -> None:
                 tensor.key = other if other in there else tensor.key
 
 
-def refuse_another_model(directory: Path, model: JsonMapping, setting: str, want: str, *, exactly: bool = False) -> None:
+def refuse_another_model(
+    directory: Path, model: JsonMapping, setting: str, want: str, *, exactly: bool = False
+) -> None:
     """Raise ConfigRefused when a tensor of the model is missing in the checkpoint, or has another shape there.
 
-    It may have more rows of the vocabulary, which Megatron pads to a multiple of a number of its command line, unless ``exactly``.
+    It may have more rows of the vocabulary, which Megatron pads to a multiple of a number of its command line, unless
+    ``exactly``.
     """
-    there = {name: tuple(part.global_shape) for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()}
+    there = {
+        name: tuple(part.global_shape)
+        for name, part in dist_checkpointing.load_tensors_metadata(str(directory)).items()
+    }
     for part in _tensors(model):
         shape, found = tuple(part.global_shape), there.get(part.key)
-        if found is not None and part.allow_shape_mismatch and not exactly and found[1:] == shape[1:] and found[0] > shape[0]:
+        if (
+            found is not None
+            and part.allow_shape_mismatch
+            and not exactly
+            and found[1:] == shape[1:]
+            and found[0] > shape[0]
+        ):
             continue
         if found != shape:
             got = f"has the shape {found}" if found is not None else "is missing"
@@ -111,7 +143,9 @@ def refuse_another_model(directory: Path, model: JsonMapping, setting: str, want
 
 
 def _tensors(model: JsonMapping) -> Iterator[ShardedTensor]:
-    """Yield the sharded tensors of a model, and those that its factories make, as of the two halves of a gated layer."""
+    """Yield the sharded tensors of a model, and those that its factories make, as of the two halves of a gated
+    layer.
+    """
     for entry in model.values():
         parts = nested_values(entry.build()) if isinstance(entry, ShardedTensorFactory) else [entry]
         yield from (part for part in parts if isinstance(part, ShardedTensor))

@@ -1,8 +1,9 @@
-"""Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all tokens in memory.
+"""Log-probs of the sampled tokens and entropies from hidden states and the output weight, without the logits of all
+tokens in memory.
 
-Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in ``main_grad``.
-Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns (token ids) of one chunk of it,
-K = listed ids of each token, J = 1 + K: the target and the listed ids.
+Knows torch and a process group; of Megatron only that its data-parallel wrapper keeps a weight's gradient in
+``main_grad``. Shape letters: T = tokens, H = hidden size, V = this rank's part of the vocabulary, C = the columns
+(token ids) of one chunk of it, K = listed ids of each token, J = 1 + K: the target and the listed ids.
 """
 
 from collections.abc import Iterator
@@ -19,7 +20,9 @@ from tidemill.learner.megatron.layers.context import gather_parts
 
 
 @torch.no_grad()
-def logits_at(hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, here: Parallel, *, temperature: float | Tensor) -> Tensor:
+def logits_at(
+    hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, here: Parallel, *, temperature: float | Tensor
+) -> Tensor:
     """Return the logits / temperature at the places ``at_K`` of the whole row, [K, V] float32, on all ranks of the row.
 
     Collective over the tensor- and context-parallel ranks, which have the same places. A temperature of 0 counts as 1;
@@ -37,9 +40,10 @@ def logits_at(hidden_CH: Tensor, weight_VH: Tensor, at_K: Tensor, here: Parallel
 
 
 CHUNK_ELEMENTS = LOGITS_AT_ONCE
-"""Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so each row of the
-weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks. Logits that fit into one chunk are
-kept for the backward pass, larger ones are computed again."""
+"""Number of logits in memory at once (32 MB in float32). A chunk is some columns of the vocabulary for all tokens, so
+each row of the weight's gradient comes from one chunk, and only the gradient of the hidden states is a sum over chunks.
+Logits that fit into one chunk are kept for the backward pass, larger ones are computed again.
+"""
 
 
 def log_probs_and_entropy(
@@ -52,28 +56,35 @@ def log_probs_and_entropy(
     fused: bool = False,
     placeholder: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``, both [T].
+    """Return ``log softmax(z / temperature)[target]`` and ``-sum p log p`` of the logits ``z = hidden @ weight.T``,
+    both [T].
 
-    Both are differentiable, and float32 (float64 for float64). Matrix products are in the dtype of the inputs, as those of a linear layer;
-    sums over chunks (the normaliser, the entropy, the gradient of the hidden states) are float32. Temperature 0 (greedy) leaves the logits
-    unscaled, as the engines do. A tensor has the temperature of each token, [T], above 0: the hidden states are divided by it, in float32
-    at least, and rounded to their dtype.
+    Both are differentiable, and float32 (float64 for float64). Matrix products are in the dtype of the inputs, as those
+    of a linear layer; sums over chunks (the normaliser, the entropy, the gradient of the hidden states) are float32.
+    Temperature 0 (greedy) leaves the logits unscaled, as the engines do. A tensor has the temperature of each token,
+    [T], above 0: the hidden states are divided by it, in float32 at least, and rounded to their dtype.
 
-    ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this rank has all. Its
-    ranks have the same hidden states, and the gradients of these are summed over it here.
+    ``group``: the ranks with the other parts of the vocabulary, in order, equally long; None or a group of one = this
+    rank has all. Its ranks have the same hidden states, and the gradients of these are summed over it here.
 
-    ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but float64.
+    ``fused``: between the products take the kernels of ``layers/fused_log_probs.py``, which have every dtype but
+    float64.
 
-    Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward pass. Of more, only
-    the inputs and tensors of size T are kept, and the backward pass computes them again chunk by chunk (a fourth product beside the three
-    of a linear layer). It adds the gradient of a weight that has ``main_grad`` (Megatron's DistributedDataParallel) to that, in its dtype,
-    and returns none for it. Megatron's hook adds the gradient of another use (the embedding of tied weights) as always.
+    Logits of one chunk (``CHUNK_ELEMENTS``; with ``fused`` ``FUSED_CHUNKS`` times as many) are kept for the backward
+    pass. Of more, only the inputs and tensors of size T are kept, and the backward pass computes them again chunk by
+    chunk (a fourth product beside the three of a linear layer). It adds the gradient of a weight that has ``main_grad``
+    (Megatron's DistributedDataParallel) to that, in its dtype, and returns none for it. Megatron's hook adds the
+    gradient of another use (the embedding of tied weights) as always.
 
-    ``placeholder``: return a gradient without values instead of none, and tell Megatron's hook not to add it (``grad_added_to_main_grad``,
-    as its own linear layers do). ``overlap_grad_reduce`` needs that for a weight that this rank uses nowhere else.
-    Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log p + H).
+    ``placeholder``: return a gradient without values instead of none, and tell Megatron's hook not to add it
+    (``grad_added_to_main_grad``, as its own linear layers do). ``overlap_grad_reduce`` needs that for a weight that
+    this rank uses nowhere else.
+    Source: Milakov, Gimelshein 2018 (online normaliser); Shoeybi et al. 2019 (parallel cross entropy); dH/dz = -p (log
+    p + H).
     """
-    log_probs_TJ, entropy_T = _log_probs(hidden_TH, weight_VH, targets_T[:, None], temperature, group, _How(fused, placeholder))
+    log_probs_TJ, entropy_T = _log_probs(
+        hidden_TH, weight_VH, targets_T[:, None], temperature, group, _How(fused, placeholder)
+    )
     return log_probs_TJ[:, 0], entropy_T
 
 
@@ -88,7 +99,8 @@ def listed_log_probs(
     fused: bool = False,
     placeholder: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the same pass.
+    """Return those of ``log_probs_and_entropy``, and the log-probs of the listed ids of each token, [T, K], from the
+    same pass.
 
     All are differentiable. An id may be listed twice, or be the target.
     """
@@ -98,16 +110,23 @@ def listed_log_probs(
 
 
 @torch.no_grad()
-def most_probable(hidden_TH: Tensor, weight_VH: Tensor, count: int, *, group: dist.ProcessGroup | None = None) -> Tensor:
-    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K]; all ids of a smaller vocabulary.
+def most_probable(
+    hidden_TH: Tensor, weight_VH: Tensor, count: int, *, group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Return the ids of the ``count`` largest logits of each token, largest first, [T, K]; all ids of a smaller
+    vocabulary.
 
     ``group`` as for ``log_probs_and_entropy``; its ranks return the same.
     """
-    best_TK = torch.empty(len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device)
+    best_TK = torch.empty(
+        len(hidden_TH), 0, dtype=torch.promote_types(weight_VH.dtype, torch.float32), device=hidden_TH.device
+    )
     ids_TK = torch.empty(best_TK.shape, dtype=torch.int64, device=hidden_TH.device)
     for start, z_TC in _Logits(hidden_TH, weight_VH, 1.0).chunks():
         found_TK, column_TK = z_TC.topk(min(count, z_TC.shape[1]), dim=1)
-        best_TK, ids_TK = _largest(count, torch.cat([best_TK, found_TK], dim=1), torch.cat([ids_TK, column_TK + start], dim=1))
+        best_TK, ids_TK = _largest(
+            count, torch.cat([best_TK, found_TK], dim=1), torch.cat([ids_TK, column_TK + start], dim=1)
+        )
     if group is None or dist.get_world_size(group) == 1:
         return ids_TK
     ids_TK += dist.get_rank(group) * len(weight_VH)
@@ -133,7 +152,12 @@ class _How(NamedTuple):
 
 
 def _log_probs(
-    hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, temperature: float | Tensor, group: dist.ProcessGroup | None, how: _How
+    hidden_TH: Tensor,
+    weight_VH: Tensor,
+    ids_TJ: Tensor,
+    temperature: float | Tensor,
+    group: dist.ProcessGroup | None,
+    how: _How,
 ) -> tuple[Tensor, Tensor]:
     if isinstance(temperature, Tensor):
         hidden_TH, temperature = (hidden_TH / temperature[:, None]).to(hidden_TH.dtype), 1.0
@@ -148,12 +172,20 @@ def _log_probs(
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, ids_TJ: Tensor, scale: float, group: dist.ProcessGroup | None, how: _How
+        ctx: Any,
+        hidden_TH: Tensor,
+        weight_VH: Tensor,
+        ids_TJ: Tensor,
+        scale: float,
+        group: dist.ProcessGroup | None,
+        how: _How,
     ) -> tuple[Tensor, Tensor]:
         """Return log-probs, [T, J], and entropies, [T]."""
         local_TJ, mine_TJ = _local_ids(ids_TJ, len(weight_VH), group)
         logits = _Logits(hidden_TH, weight_VH, scale, fused=how.fused)
-        highest_T = torch.full(ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device)
+        highest_T = torch.full(
+            ids_TJ.shape[:1], torch.finfo(logits.dtype).min, dtype=logits.dtype, device=hidden_TH.device
+        )
         sums = _Sums(highest_T, torch.zeros_like(highest_T), torch.zeros_like(highest_T))
         picked_TJ = torch.zeros(ids_TJ.shape, dtype=logits.dtype, device=hidden_TH.device)
         for start, z_TC in logits.chunks():
@@ -169,7 +201,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             sum_T, moment_T = _relative(sum_T, moment_T, highest_T - top_T)
             highest_T = top_T
         picked_TJ = torch.where(mine_TJ, picked_TJ - highest_T[:, None], 0.0)
-        *picked_JT, sum_T, moment_T = _all_reduced(torch.stack([*picked_TJ.unbind(1), sum_T, moment_T]), group, dist.ReduceOp.SUM)
+        *picked_JT, sum_T, moment_T = _all_reduced(
+            torch.stack([*picked_TJ.unbind(1), sum_T, moment_T]), group, dist.ReduceOp.SUM
+        )
         # log p = (z - m) - log Z and H = log Z - sum((z - m) e^(z - m)) / Z with Z = sum(e^(z - m)).
         log_sum_T = sum_T.log()
         entropy_T = log_sum_T - moment_T / sum_T
@@ -180,7 +214,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_TJ: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of hidden states and weight; of one with ``main_grad``, to which it was added, None or a placeholder."""
+        """Return the gradients of hidden states and weight; of one with ``main_grad``, to which it was added, None or a
+        placeholder.
+        """
         hidden_TH, weight_VH, local_TJ, mine_TJ, normalizer_T, entropy_T, kept_TV = ctx.saved_tensors
         logits = _Logits(hidden_TH, weight_VH, ctx.scale, kept_TV, fused=ctx.how.fused)
         totals = _Gradients(hidden_TH, weight_VH, in_one_chunk=kept_TV is not None, frozen=not ctx.needs_input_grad[1])
@@ -194,14 +230,18 @@ class _LogProbsAndEntropy(torch.autograd.Function):
             grad_entropy_T=grad_entropy_T if with_entropy else None,
         )
         for start, z_TC in logits.chunks():
-            grad_TC = _fused_gradient(given, start, z_TC, logits) if ctx.how.fused else _gradient(given, start, z_TC, logits)
+            grad_TC = (
+                _fused_gradient(given, start, z_TC, logits) if ctx.how.fused else _gradient(given, start, z_TC, logits)
+            )
             totals.add(start, grad_TC.to(weight_VH.dtype))
         grad_TH = _all_reduced(totals.hidden_TH, ctx.group, dist.ReduceOp.SUM).to(hidden_TH.dtype)
         return grad_TH, totals.of_weight(placeholder=ctx.how.placeholder), None, None, None, None
 
 
 class _Sums(NamedTuple):
-    """Sums over the logits so far, [T]: their highest m, sum(e^(z - m)), and for the entropy the moment sum((z - m) e^(z - m))."""
+    """Sums over the logits so far, [T]: their highest m, sum(e^(z - m)), and for the entropy the moment sum((z - m)
+    e^(z - m)).
+    """
 
     highest_T: Tensor
     sum_T: Tensor
@@ -239,7 +279,9 @@ class _Given(NamedTuple):
 
 
 def _gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") -> Tensor:
-    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h = by the entropy."""
+    """Return the gradient by the unscaled logits: sum_J g (1[id] - p) - h p (log p + H), g = that by the log-probs, h =
+    by the entropy.
+    """
     column_TJ, inside_TJ = _columns(given.ids_TJ, given.mine_TJ, start, z_TC.shape[1])
     grad_T1 = given.grad_log_probs_TJ.sum(1, keepdim=True)
     log_p_TC = z_TC.sub_(given.normalizer_T[:, None])
@@ -274,7 +316,9 @@ def _fused_gradient(given: _Given, start: int, z_TC: Tensor, logits: "_Logits") 
 class _Logits:
     """Logits in chunks of columns, all in the same memory: a chunk is valid until the next one."""
 
-    def __init__(self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False) -> None:
+    def __init__(
+        self, hidden_TH: Tensor, weight_VH: Tensor, scale: float, kept_TV: Tensor | None = None, *, fused: bool = False
+    ) -> None:
         """``kept_TV``: the unscaled logits if they were kept, else they are computed.
 
         ``fused``: the chunks are the products as they are; otherwise they are scaled, and in float32 at least.
@@ -287,7 +331,9 @@ class _Logits:
         self._memory: dict[str, Tensor] = {}
 
     def chunks(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield (first column, logits [T, C]); the caller may overwrite the logits, unless they are ``kept`` and ``fused``."""
+        """Yield (first column, logits [T, C]); the caller may overwrite the logits, unless they are ``kept`` and
+        ``fused``.
+        """
         if self.kept is None and len(self._weight_VH) <= self._width:
             self.kept = self._hidden_TH @ self._weight_VH.t()
         if self.kept is not None:
@@ -295,7 +341,9 @@ class _Logits:
             return
         for start in range(0, len(self._weight_VH), self._width):
             weight_CH = self._weight_VH[start : start + self._width]
-            product_TC = torch.mm(self._hidden_TH, weight_CH.t(), out=self._part("product", len(weight_CH), weight_CH.dtype))
+            product_TC = torch.mm(
+                self._hidden_TH, weight_CH.t(), out=self._part("product", len(weight_CH), weight_CH.dtype)
+            )
             if self._fused:
                 yield start, product_TC
                 continue
@@ -312,7 +360,8 @@ class _Logits:
         return self._part("spare", z_TC.shape[1], self.dtype)
 
     def _part(self, name: str, width: int, dtype: torch.dtype) -> Tensor:
-        # Memory of these sizes is unmapped when it is freed, and mapping it again for each chunk would cost more than the arithmetic in it.
+        # Memory of these sizes is unmapped when it is freed, and mapping it again for each chunk would cost more than
+        # the arithmetic in it.
         num_tokens = len(self._hidden_TH)
         if name not in self._memory:
             widest = min(self._width, len(self._weight_VH))
@@ -373,7 +422,9 @@ def _local_ids(ids_TJ: Tensor, num_local: int, group: dist.ProcessGroup | None) 
 
 
 def _columns(local_TJ: Tensor, mine_TJ: Tensor, start: int, width: int) -> tuple[Tensor, Tensor]:
-    """Return the ids as columns of the chunk that begins at ``start``, and a mask of those in it; another id is any column."""
+    """Return the ids as columns of the chunk that begins at ``start``, and a mask of those in it; another id is any
+    column.
+    """
     column_TJ = local_TJ - start
     return column_TJ.clamp(0, width - 1), mine_TJ & (column_TJ >= 0) & (column_TJ < width)
 

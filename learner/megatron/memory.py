@@ -1,7 +1,8 @@
 """The learner's memory on an accelerator that it shares with engines: released between steps and resumed for each.
 
-``PlainMemory`` moves nothing; it is for CPUs and for an accelerator that is not shared. ``SaverMemory`` (torch_memory_saver) unmaps the
-device memory and keeps its content in pinned host memory. Both track the same states, so that a use of released memory is an error on both.
+``PlainMemory`` moves nothing; it is for CPUs and for an accelerator that is not shared. ``SaverMemory``
+(torch_memory_saver) unmaps the device memory and keeps its content in pinned host memory. Both track the same states,
+so that a use of released memory is an error on both.
 """
 
 import ctypes
@@ -22,10 +23,14 @@ KEPT, SCRATCH = "learner", "learner-scratch"
 
 
 class Memory(Protocol):
-    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; ``resume`` restores every tensor (except gradients)."""
+    """Accelerator memory of one rank. ``release`` and ``resume`` alternate; ``resume`` restores every tensor (except
+    gradients).
+    """
 
     def region(self, *, scratch: bool = False) -> AbstractContextManager[None]:
-        """Register allocations inside the context for ``release``; with ``scratch`` their content is not kept. Do not nest."""
+        """Register allocations inside the context for ``release``; with ``scratch`` their content is not kept. Do not
+        nest.
+        """
         ...
 
     def release(self) -> None:
@@ -72,10 +77,14 @@ def process_saver() -> Any:
     try:
         from torch_memory_saver import torch_memory_saver
     except ImportError as error:
-        raise ImportError("learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'") from error
-    torch_memory_saver.hook_mode = "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
-    # One reference too many, so that the interpreter does not free its pools at the end: freed outside of a region, they end the process
-    # with status 1 (torch_memory_saver 0.0.10, "only support interesting region").
+        raise ImportError(
+            "learner.colocated on CUDA wants the package torch-memory-saver: pip install 'tidemill[gpu]'"
+        ) from error
+    torch_memory_saver.hook_mode = (
+        "torch"  # an allocator of this process; the default mode needs LD_PRELOAD before it starts
+    )
+    # One reference too many, so that the interpreter does not free its pools at the end: freed outside of a region,
+    # they end the process with status 1 (torch_memory_saver 0.0.10, "only support interesting region").
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(torch_memory_saver))
     return torch_memory_saver
 

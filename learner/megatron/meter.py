@@ -1,7 +1,7 @@
 """Speed and memory of a rank's step: FLOPs and TFLOP/s, the share of the device's peak (MFU), peak memory.
 
-Only the operations of training are counted (``flops.py``). Recomputation, old and reference log-probs and the values before a step take
-time and count as none.
+Only the operations of training are counted (``flops.py``). Recomputation, old and reference log-probs and the values
+before a step take time and count as none.
 """
 
 import json
@@ -27,11 +27,11 @@ PASSES = 3
 class StepFlops:
     """Operations of the forward and backward pass of one model.
 
-    Counted are the matrix products of the layers, the output layer and attention, as the formula needs them: without the embedding,
-    norms and activations, without padding, and without recomputation (model FLOPs utilisation, not that of the hardware).
-    A causal query has its own and the earlier positions as keys. Of routed experts those of a token count. Source: Chowdhery et al. 2022
-    (PaLM), appendix B: 6 N per token and 12 x layers x heads x head size per pair of positions, of which it counts all instead of the
-    causal half.
+    Counted are the matrix products of the layers, the output layer and attention, as the formula needs them: without
+    the embedding, norms and activations, without padding, and without recomputation (model FLOPs utilisation, not that
+    of the hardware). A causal query has its own and the earlier positions as keys. Of routed experts those of a token
+    count. Source: Chowdhery et al. 2022 (PaLM), appendix B: 6 N per token and 12 x layers x heads x head size per pair
+    of positions, of which it counts all instead of the causal half.
     """
 
     per_token: int
@@ -47,13 +47,17 @@ class StepFlops:
         """
         hidden, layers = values["hidden_size"], values["num_hidden_layers"]
         projections, pair = _latent_attention(values) if values.get("kv_lora_rank") else _attention(values)
-        mlps = sum(_experts(values) if sparse else 3 * hidden * values["intermediate_size"] for sparse in sparse_layers(values))
+        mlps = sum(
+            _experts(values) if sparse else 3 * hidden * values["intermediate_size"] for sparse in sparse_layers(values)
+        )
         weights = layers * projections + mlps + hidden * (1 if value_head else values["vocab_size"])
         return cls(per_token=PASSES * PER_PRODUCT * weights, per_pair=PASSES * PER_PRODUCT * layers * pair)
 
     @classmethod
     def read(cls, model_dir: Path, *, value_head: bool = False) -> "StepFlops":
-        """Return the operations for a Hugging Face directory that the learner can train. ``value_head``: as for ``of``."""
+        """Return the operations for a Hugging Face directory that the learner can train. ``value_head``: as for
+        ``of``.
+        """
         return cls.of(json.loads((model_dir / "config.json").read_text()), value_head=value_head)
 
     def step(self, lengths: Iterable[int]) -> int:
@@ -61,12 +65,16 @@ class StepFlops:
         return sum(length * self.per_token + length * (length + 1) // 2 * self.per_pair for length in lengths)
 
     def utilisation(self, lengths: Iterable[int], *, seconds: float, peak: float) -> float:
-        """Return the share of ``peak`` operations per second (of all devices together) that a step of ``seconds`` used: MFU."""
+        """Return the share of ``peak`` operations per second (of all devices together) that a step of ``seconds`` used:
+        MFU.
+        """
         return self.step(lengths) / (seconds * peak)
 
 
 def _attention(values: JsonMapping) -> tuple[int, int]:
-    """Return the weights of a layer's attention, and the products of a query with a key and of its share with a value."""
+    """Return the weights of a layer's attention, and the products of a query with a key and of its share with a
+    value.
+    """
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     kv_heads = values.get("num_key_value_heads") or heads
     head = values.get("head_dim") or hidden // heads
@@ -75,7 +83,9 @@ def _attention(values: JsonMapping) -> tuple[int, int]:
 
 def _latent_attention(values: JsonMapping) -> tuple[int, int]:
     """Return the same two numbers for queries, keys and values from latents (DeepSeek-V3)."""
-    hidden, heads, rotary, value = (values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim"))
+    hidden, heads, rotary, value = (
+        values[name] for name in ("hidden_size", "num_attention_heads", "qk_rope_head_dim", "v_head_dim")
+    )
     query, latent, rank = values["qk_nope_head_dim"] + rotary, values["kv_lora_rank"], values.get("q_lora_rank")
     queries = rank * (hidden + heads * query) if rank else hidden * heads * query
     keys = hidden * (latent + rotary) + latent * heads * (values["qk_nope_head_dim"] + value)
@@ -90,30 +100,48 @@ def _experts(values: JsonMapping) -> int:
     return hidden * num_experts(values) + 3 * hidden * (inner * values["num_experts_per_tok"] + shared)
 
 
-PEAK_TFLOPS = (("B200", 2250.0), ("GH200", 989.0), ("H200", 989.0), ("H100 PCIE", 756.0), ("H100", 989.0), ("A100", 312.0), ("L40S", 362.0))
-"""Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets, without sparsity."""
+PEAK_TFLOPS = (
+    ("B200", 2250.0),
+    ("GH200", 989.0),
+    ("H200", 989.0),
+    ("H100 PCIE", 756.0),
+    ("H100", 989.0),
+    ("A100", 312.0),
+    ("L40S", 362.0),
+)
+"""Dense bfloat16 peak by a part of the device's name, the first that fits. Source: NVIDIA's data sheets, without
+sparsity.
+"""
 
 
 class Meter:
     """Measures the steps of one policy, and of its critic if it has one, on this rank."""
 
-    def __init__(self, policy: Policy, flops: StepFlops, critic: StepFlops | None = None, *, warmup_steps: int = 0) -> None:
+    def __init__(
+        self, policy: Policy, flops: StepFlops, critic: StepFlops | None = None, *, warmup_steps: int = 0
+    ) -> None:
         """``warmup_steps``: first steps, in which the critic alone is trained."""
         here = policy.parallel
         self._flops, self._critic, self._warmup_steps, self._device = flops, critic, warmup_steps, here.device
         self._shared_by = here.tp_size * here.pp_size * here.cp_size
         self._on_cuda = self._device.type == "cuda"
-        self._peak = peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
+        self._peak = (
+            peak_tflops(torch.cuda.get_device_name(self._device)) if self._on_cuda and policy.config.bf16 else None
+        )
 
     def operations(self, batch: StepBatch) -> float:
-        """Return this rank's part of the operations of training its rows, padding included; stages are taken to be equal."""
+        """Return this rank's part of the operations of training its rows, padding included; stages are taken to be
+        equal.
+        """
         lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
         trained = [self._flops] if self._critic is None or batch.step > self._warmup_steps else []
         trained += [] if self._critic is None else [self._critic]
         return sum(flops.step(lengths) for flops in trained) / self._shared_by
 
     def metrics(self, batch: StepBatch, seconds: float) -> dict[str, float]:
-        """Return ``train/tflops``; on CUDA the peak of this step's memory, and ``train/mfu`` for a known device in bfloat16."""
+        """Return ``train/tflops``; on CUDA the peak of this step's memory, and ``train/mfu`` for a known device in
+        bfloat16.
+        """
         rate = self.operations(batch) / seconds / 1e12
         found = {"train/tflops": rate}
         if self._peak is not None:

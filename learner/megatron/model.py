@@ -1,6 +1,7 @@
 """The policy: Megatron's GPTModel built from a Hugging Face directory and wrapped for data parallelism.
 
-A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages it has several.
+A rank has one chunk of it: the whole model, or with pipeline parallelism its stage of the layers. With virtual stages
+it has several.
 """
 
 import hashlib
@@ -44,7 +45,9 @@ class Policy:
     """The model's chunks on this rank, their data-parallel wrappers, and the bridge to their Hugging Face names."""
 
     chunks: tuple[GPTModel, ...]
-    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage the output layer."""
+    """In the order of the layers: the first one of the first stage has the embedding, the last one of the last stage
+    the output layer.
+    """
     ddps: tuple[DistributedDataParallel, ...]
     """The wrappers that the schedule and the optimizer use, one for each chunk."""
     bridge: Any
@@ -73,7 +76,8 @@ class Policy:
         return ddp
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before the name.
+        """Yield the weights of this rank under Megatron's names; of several chunks with the number of the chunk before
+        the name.
 
         They are the parameters, and the biases of routers, which Adam does not train.
         """
@@ -101,9 +105,11 @@ class Policy:
         return self.megatron_checkpoint is not None or (self.adapters is not None and self.adapters.loaded)
 
     def gather(self) -> None:
-        """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over the replicas.
+        """Complete the weights after an optimizer step that left gathering to the next forward pass; collective over
+        the replicas.
 
-        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find whole weights.
+        The trainer calls it at the end of a batch: export, copies and digests, which some replicas take alone, find
+        whole weights.
         """
         for ddp in self.ddps if self.replicas.overlap_param_gather else ():
             groups = [*ddp.bucket_groups, *ddp.expert_parallel_bucket_groups]
@@ -111,9 +117,11 @@ class Policy:
                 ddp.start_param_sync(force_sync=True)
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the ranks of one copy of the model.
+        """Yield the whole weights under Hugging Face names, in a fixed order; collective over the ranks of one copy of
+        the model.
 
-        Adapters are merged into them. Other weights of this stage that are not split over ranks are views on the live ones.
+        Adapters are merged into them. Other weights of this stage that are not split over ranks are views on the live
+        ones.
         Raises MemoryReleased.
         """
         own = self.export_stage()
@@ -126,8 +134,9 @@ class Policy:
         yield from exported if self.adapters is None else self.adapters.merged(exported)
 
     def export_part(self, senders: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of this stage that this rank sends, as ``export_stage``. ``senders``: ranks of the stage among which its layers
-        are dealt out, of those that have parts of them. All of these run the iterator to its end; any other rank gets nothing.
+        """Yield the weights of this stage that this rank sends, as ``export_stage``. ``senders``: ranks of the stage
+        among which its layers are dealt out, of those that have parts of them. All of these run the iterator to its
+        end; any other rank gets nothing.
         """
         here, dealt = self.parallel, Dealt(senders)
         for name, tensor in self.export_stage() if here.exports else ():
@@ -149,11 +158,15 @@ class Policy:
             pass
 
     def digest(self) -> str:
-        """Return a digest of the exported weights: SHA-256 over names and the SHA-256 of each tensor, in the order of the names.
+        """Return a digest of the exported weights: SHA-256 over names and the SHA-256 of each tensor, in the order of
+        the names.
 
         It does not depend on how they are split, and no tensor is kept for it. Collective as ``export``.
         """
-        sums = {name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest() for name, tensor in self.export()}
+        sums = {
+            name: hashlib.sha256(tensor.contiguous().cpu().view(torch.uint8).numpy().data).digest()
+            for name, tensor in self.export()
+        }
         total = hashlib.sha256()
         for name, of_tensor in sorted(sums.items()):
             total.update(name.encode() + of_tensor)
@@ -176,16 +189,25 @@ def build_policy(
 ) -> Policy:
     """Build the model on this rank, in ``memory``, and load the directory's weights into it. Returns the policy.
 
-    ``megatron_checkpoint``: a checkpoint of Megatron's own training with the weights, of any layout; loading it is collective.
+    ``megatron_checkpoint``: a checkpoint of Megatron's own training with the weights, of any layout; loading it is
+    collective.
 
-    ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per token in place of the
-    logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty = that of the model type.
+    ``tuning``: the weights that are trained; None = all. ``value_head``: the model of a critic, with one value per
+    token in place of the logits; it is never exported. ``bridge_class``: import path of the bridge's class; empty =
+    that of the model type.
     Raises ConfigRefused for a model that the learner cannot train.
     """
-    kind, memory, replicas, mixture = DTYPES[dtype], memory or PlainMemory(), replicas or Replicas(), mixture or Mixture()
+    kind, memory, replicas, mixture = (
+        DTYPES[dtype],
+        memory or PlainMemory(),
+        replicas or Replicas(),
+        mixture or Mixture(),
+    )
     with megatron_device():
         with _refusals_of_megatron():
-            bridge = open_bridge(model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class)
+            bridge = open_bridge(
+                model_dir, dtype=kind, parallel=parallel, wanted=kernels, mixture=mixture, own=bridge_class
+            )
         with memory.region():
             with _refusals_of_megatron():
                 chunks = tuple(_chunk(bridge, parallel, number) for number in range(parallel.vp_size))
@@ -195,7 +217,10 @@ def build_policy(
                 _give_value_head(chunks, bridge.config, parallel)
             adapters = tune(chunks, bridge, parallel, tuning or Tuning())
             inner = [_in_float16(bridge.config, chunk) if kind == torch.bfloat16 else chunk for chunk in chunks]
-        ddps = tuple(_data_parallel(bridge.config, one, replicas, memory, is_first=number == 0) for number, one in enumerate(inner))
+        ddps = tuple(
+            _data_parallel(bridge.config, one, replicas, memory, is_first=number == 0)
+            for number, one in enumerate(inner)
+        )
     return Policy(
         chunks=chunks,
         ddps=ddps,
@@ -212,13 +237,17 @@ def build_policy(
 
 @contextmanager
 def _refusals_of_megatron() -> Iterator[None]:
-    """Raise ConfigRefused, which ends the run, for a model or settings that Megatron's own checks refuse: no restart cures them."""
+    """Raise ConfigRefused, which ends the run, for a model or settings that Megatron's own checks refuse: no restart
+    cures them.
+    """
     try:
         yield
     except LearnerError:
         raise
     except (ValueError, AssertionError, NotImplementedError) as error:
-        raise ConfigRefused("learner, model.path", "a model and settings that Megatron takes", described(error)) from error
+        raise ConfigRefused(
+            "learner, model.path", "a model and settings that Megatron takes", described(error)
+        ) from error
 
 
 def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
@@ -228,7 +257,8 @@ def _chunk(bridge: Any, parallel: Parallel, number: int) -> GPTModel:
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage)
     chunk: GPTModel = bridge.build(pre_process=first, post_process=last, vp_stage=stage)
     for parameter in chunk.parameters():
-        # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several ranks share.
+        # Only split parameters have the attributes by which Megatron's optimizer finds the parameters that several
+        # ranks share.
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     return chunk.to(parallel.device)
 
@@ -241,7 +271,9 @@ def _give_value_head(chunks: tuple[GPTModel, ...], config: Any, parallel: Parall
             chunk.output_layer = ValueHead(config, device=parallel.device)
 
 
-def _data_parallel(config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool) -> DistributedDataParallel:
+def _data_parallel(
+    config: Any, inner: torch.nn.Module, replicas: Replicas, memory: Memory, *, is_first: bool
+) -> DistributedDataParallel:
     """Wrap a chunk. Gradients are scratch memory, because each minibatch sets them to zero first."""
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,  # gradients of many micro-batches and ranks are added up, each much smaller than the sum
@@ -280,10 +312,14 @@ def _in_float16(config: Any, module: GPTModel) -> torch.nn.Module:
     return inner
 
 
-def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None) -> "WeightBackup":
-    """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None = the policy's).
+def reference_weights(
+    policy: Policy, model_dir: Path, reference_dir: Path, *, dtype: torch.dtype | None = None
+) -> "WeightBackup":
+    """Return a backup with the weights of another model of the same architecture, without adapters, in ``dtype`` (None
+    = the policy's).
 
-    They pass through the policy, whose initial weights (of ``model_dir``, unless it has a checkpoint of Megatron) are loaded again.
+    They pass through the policy, whose initial weights (of ``model_dir``, unless it has a checkpoint of Megatron) are
+    loaded again.
     """
     with megatron_device(), torch.no_grad():
         policy.bridge.load(policy.chunks, reference_dir)
@@ -295,7 +331,8 @@ def reference_weights(policy: Policy, model_dir: Path, reference_dir: Path, *, d
 
 
 def initial_weights(policy: Policy, *, dtype: torch.dtype | None = None) -> "WeightBackup":
-    """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no copy of the model.
+    """Return a backup of the weights of the model directory: with adapters a zero for the second matrix of each, and no
+    copy of the model.
 
     Call it before the first step.
     """
@@ -313,17 +350,25 @@ class WeightBackup:
     """
 
     def __init__(
-        self, policy: Policy, *, dtype: torch.dtype | None = None, whole: bool = False, names: Collection[str] | None = None
+        self,
+        policy: Policy,
+        *,
+        dtype: torch.dtype | None = None,
+        whole: bool = False,
+        names: Collection[str] | None = None,
     ) -> None:
         """``dtype`` of the copies; None = that of the weights. A moving average of bfloat16 weights needs float32.
 
-        ``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless ``whole``.
+        ``names``: Megatron's names of the weights to copy; None = all, and of a model with adapters only these, unless
+        ``whole``.
         """
         self._policy = policy
         if names is None and policy.adapters is not None and not whole:
             names = policy.adapters.names()
         self._copies = {
-            name: _empty_on_host(weight, dtype) for name, weight in policy.named_weights() if names is None or name in set(names)
+            name: _empty_on_host(weight, dtype)
+            for name, weight in policy.named_weights()
+            if names is None or name in set(names)
         }
         self.refresh()
 
@@ -356,10 +401,12 @@ class WeightBackup:
 
 
 class OtherWeights:
-    """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for bit.
+    """Context in which the model has the weights of one backup after the other, and its own again afterwards, bit for
+    bit.
 
-    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its address: its own
-    weights go to the host once and come back once, for any number of backups. On the CPU parameters only point to the copies.
+    On a device the contents are copied in place, because release, resume and gradient buffers know a parameter by its
+    address: its own weights go to the host once and come back once, for any number of backups. On the CPU parameters
+    only point to the copies.
     """
 
     def __init__(self, policy: Policy, *, in_place: bool | None = None) -> None:
@@ -377,7 +424,9 @@ class OtherWeights:
 
     @torch.no_grad()
     def take(self, backup: WeightBackup) -> None:
-        """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the context."""
+        """Give the model the weights of ``backup``, and its own where that has none. It must not change inside the
+        context.
+        """
         for name, weight in self._policy.named_weights():
             if name in backup.tensors:
                 if name not in self._away:

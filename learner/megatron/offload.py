@@ -1,8 +1,9 @@
 """Adam with its state in host memory: the moments, and the float32 main weights of a model in bfloat16.
 
-A step copies the state to the device block by block, updates it there with the fused kernel that the optimizer on the device uses,
-and copies it back, so the weights have the same bits with and without offload. Megatron's HybridDeviceOptimizer is not used: it
-computes on the host's cores instead, and needs CUDA to be built (docs/decisions/022-optimizer-state-in-rectangles.md).
+A step copies the state to the device block by block, updates it there with the fused kernel that the optimizer on the
+device uses, and copies it back, so the weights have the same bits with and without offload. Megatron's
+HybridDeviceOptimizer is not used: it computes on the host's cores instead, and needs CUDA to be built
+(docs/decisions/022-optimizer-state-in-rectangles.md).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,13 @@ from tidemill.learner.layout.sizes import OFFLOADED_AT_ONCE
 from tidemill.learner.megatron.clipping import clip_factor, norm_over_ranks
 from tidemill.learner.megatron.optimizer_pieces import MAIN, STATE, Piece
 
-_SETTINGS = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True, "fused": True}
+_SETTINGS = {
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+    "default_config": True,
+    "fused": True,
+}
 """Settings by which Megatron's optimizers recognise their parameter groups in a checkpoint."""
 
 
@@ -38,7 +45,9 @@ class Block:
 
 
 class OffloadedAdam:
-    """Adam over the pieces of one rank. It has those methods and attributes of Megatron's optimizers that the learner uses."""
+    """Adam over the pieces of one rank. It has those methods and attributes of Megatron's optimizers that the learner
+    uses.
+    """
 
     def __init__(
         self,
@@ -71,7 +80,9 @@ class OffloadedAdam:
         found = []
         for block in self.blocks:
             parts = {name: block.views(flat) for name, flat in block.host.items()}
-            found += [(piece, {name: views[at] for name, views in parts.items()}) for at, piece in enumerate(block.pieces)]
+            found += [
+                (piece, {name: views[at] for name, views in parts.items()}) for at, piece in enumerate(block.pieces)
+            ]
         return found
 
     def zero_grad(self) -> None:
@@ -117,7 +128,8 @@ class OffloadedAdam:
             piece
             for piece in self._pieces
             # ``shared``: the last stage's copy of a tied embedding
-            if tensor_parallel.param_is_not_tensor_parallel_duplicate(piece.parameter) and not getattr(piece.parameter, "shared", False)
+            if tensor_parallel.param_is_not_tensor_parallel_duplicate(piece.parameter)
+            and not getattr(piece.parameter, "shared", False)
         ]
         grads = [piece.of(piece.parameter.main_grad) for piece in mine]  # type: ignore[attr-defined]
         return norm_over_ranks(grads, self._group(), next(self._ddps[0].parameters()).device)

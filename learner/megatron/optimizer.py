@@ -1,4 +1,5 @@
-"""Adam, SGD or an optimizer of torch, with clipping and a learning rate that is a pure function of the step or of the trained tokens.
+"""Adam, SGD or an optimizer of torch, with clipping and a learning rate that is a pure function of the step or of the
+trained tokens.
 
 All ranks skip a step that is not finite.
 """
@@ -64,13 +65,16 @@ PIECES = "optimizer_pieces"
 
 
 class PolicyOptimizer:
-    """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one in host memory."""
+    """Adam for one policy, with float32 main weights in bfloat16: Megatron's optimizer (plain or distributed), or one
+    in host memory.
+    """
 
     def __init__(self, policy: Policy, config: OptimizerConfig, *, steps: int, offload: bool = False) -> None:
         """``offload``: keep the state in host memory. Raises ConfigRefused where that is not possible."""
         self._config, self._steps, self._policy = config, steps, policy
         self.tokens = (0.0, 0.0)
-        """Tokens trained before this step and until its end, which the trainer sets: the place in a schedule by tokens."""
+        """Tokens trained before this step and until its end, which the trainer sets: the place in a schedule by tokens.
+        """
         self._has_state = False
         self._reset_for = 0
         """Step for which the state was last set to 0."""
@@ -84,7 +88,9 @@ class PolicyOptimizer:
         self._pieces = [piece for ddp in policy.ddps for piece in pieces_of(ddp)]
         self._most = config.clip_grad or math.inf
         """The largest norm of the gradients that is not clipped."""
-        offloaded = partial(OffloadedAdam, policy.ddps, self._pieces, distributed=self._distributed, clip_grad=self._most)
+        offloaded = partial(
+            OffloadedAdam, policy.ddps, self._pieces, distributed=self._distributed, clip_grad=self._most
+        )
         self._offloaded = offloaded() if offload else None
         self.inner: Any = self._offloaded or self._megatrons()
         """Megatron's optimizer, or ``OffloadedAdam``."""
@@ -117,7 +123,9 @@ class PolicyOptimizer:
             group["fused"] = True  # one kernel for all parameters of a group, on the CPU too
         if config.name == "sgd":
             for one in inner.chained_optimizers:
-                one.init_state_fn = _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
+                one.init_state_fn = (
+                    _without_momentum  # Megatron has none for SGD, and calls it before it loads a checkpoint
+                )
         return inner
 
     def configure(self, config: OptimizerConfig, *, steps: int) -> None:
@@ -138,13 +146,15 @@ class PolicyOptimizer:
         self.inner.zero_grad()
 
     def step(self, step: int, *, loss: float, scale: float = 1.0) -> tuple[float | None, float]:
-        """Clip and apply the gradients in step ``step``. Collective over all ranks; call it inside ``megatron_device()``.
+        """Clip and apply the gradients in step ``step``. Collective over all ranks; call it inside
+        ``megatron_device()``.
 
-        ``loss``: this rank's part of the minimised loss. ``scale`` multiplies the learning rate. All settings of Adam are set here, so
-        an optimizer that was loaded from a checkpoint continues with the configuration of this start.
+        ``loss``: this rank's part of the minimised loss. ``scale`` multiplies the learning rate. All settings of Adam
+        are set here, so an optimizer that was loaded from a checkpoint continues with the configuration of this start.
 
-        Returns the gradient norm before clipping and the learning rate. The norm is None when the step was skipped because loss,
-        gradients or learning rate are not finite on some rank; then weights and Adam's state are unchanged on every rank.
+        Returns the gradient norm before clipping and the learning rate. The norm is None when the step was skipped
+        because loss, gradients or learning rate are not finite on some rank; then weights and Adam's state are
+        unchanged on every rank.
         """
         if step in self._config.reset_at and step != self._reset_for:
             self._reset()
@@ -153,7 +163,10 @@ class PolicyOptimizer:
         if not self._finite(step, loss, rate):
             return None, rate
         if not rate:
-            log.warning("step %d trains nothing: its learning rate is 0; raise learner.optimizer.min_lr or lr_decay_tokens", step)
+            log.warning(
+                "step %d trains nothing: its learning rate is 0; raise learner.optimizer.min_lr or lr_decay_tokens",
+                step,
+            )
         for group in self.inner.param_groups:
             group["lr"] = rate * group["lr_mult"]
             group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
@@ -185,7 +198,8 @@ class PolicyOptimizer:
                         tensor.zero_()
 
     def _finite(self, step: int, loss: float, rate: float) -> bool:
-        """Return whether loss, rate and gradients are finite on all ranks, the same on each: NaN and infinity of any rank survive the sum.
+        """Return whether loss, rate and gradients are finite on all ranks, the same on each: NaN and infinity of any
+        rank survive the sum.
 
         A sum of squares beyond float32 counts as not finite, because Megatron computes the norm for clipping from it.
         """
@@ -198,13 +212,21 @@ class PolicyOptimizer:
         if bool(torch.isfinite(sums).all()) and float(sums[2]) < torch.finfo(torch.float32).max:
             return True
         norm = math.sqrt(sum(squares))
-        log.error("step %d skipped: want finite loss and gradients, got loss=%g gradient_norm=%g on rank %d", step, loss, norm, here.rank)
+        log.error(
+            "step %d skipped: want finite loss and gradients, got loss=%g gradient_norm=%g on rank %d",
+            step,
+            loss,
+            norm,
+            here.rank,
+        )
         return False
 
     def _reduced(self) -> Iterator[Tensor]:
-        """Yield the gradients that this rank has reduced: with a distributed optimizer its share of each bucket, else all of them.
+        """Yield the gradients that this rank has reduced: with a distributed optimizer its share of each bucket, else
+        all of them.
 
-        The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not finite either.
+        The rest of a bucket then has this rank's own sum. Where that is not finite, the share of another rank is not
+        finite either.
         """
         for buffer in (buffer for ddp in self._policy.ddps for buffer in buffers_of(ddp)):
             group = buffer.data_parallel_group
@@ -222,13 +244,20 @@ class PolicyOptimizer:
         return "sgd" if self._config.name == "sgd" else "adam"
 
     def sharded(self, model: Mapping[str, Any], *, is_loading: bool) -> dict[str, Any]:
-        """Return the optimizer's part of a checkpoint; ``model``: the sharded state of all chunks. The names are those of the plain one."""
+        """Return the optimizer's part of a checkpoint; ``model``: the sharded state of all chunks. The names are those
+        of the plain one.
+        """
         if not self._in_pieces:
             return {"optimizer": self.inner.sharded_state_dict(model, is_loading=is_loading)}
-        entries = {PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)}
+        entries = {
+            PIECES: sharded_pieces(model, self._state_of_pieces(), replicated=not self._distributed and self._experts)
+        }
         if is_loading:
             return entries
-        settings = [{name: value for name, value in group.items() if name not in ("params", "blocks")} for group in self.inner.param_groups]
+        settings = [
+            {name: value for name, value in group.items() if name not in ("params", "blocks")}
+            for group in self.inner.param_groups
+        ]
         common = {"param_groups": settings, "state": {"common_step": torch.tensor(float(self._taken))}}
         return {"optimizer": {"optimizer": common} if self._policy.config.bf16 else common, **entries}
 
@@ -240,7 +269,9 @@ class PolicyOptimizer:
         common = loaded["optimizer"].get("optimizer", loaded["optimizer"])
         self._taken = int(common["state"].get("common_step", 0))  # the plain optimizer leaves out 0
         own = {tensor.untyped_storage().data_ptr() for _, named in self._state_of_pieces() for tensor in named.values()}
-        assert all(tensor.untyped_storage().data_ptr() in own for tensor in loaded[PIECES]), "Megatron has loaded into other tensors"
+        assert all(tensor.untyped_storage().data_ptr() in own for tensor in loaded[PIECES]), (
+            "Megatron has loaded into other tensors"
+        )
         if self._offloaded is not None:
             self._offloaded.steps = self._taken
         else:
@@ -255,7 +286,9 @@ class PolicyOptimizer:
         return self._offloaded.tensors() if self._offloaded is not None else state_of_pieces(self.inner, self._pieces)
 
     def _memory_of_state(self) -> AbstractContextManager[None]:
-        """Return the memory region of the first step, which allocates Adam's moments; a context without effect afterwards."""
+        """Return the memory region of the first step, which allocates Adam's moments; a context without effect
+        afterwards.
+        """
         first, self._has_state = not self._has_state and self._offloaded is None, True
         return self._policy.memory.region() if first else nullcontext()
 

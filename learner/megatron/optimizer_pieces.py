@@ -1,12 +1,12 @@
 """The part of the optimizer's state that one rank has, and its place in a checkpoint.
 
-With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, and Adam's moments and main weights exist
-for that range alone. A range may begin and end inside a row of a matrix; in a checkpoint it is stored as at most three rectangles of that
-matrix, under the names that the plain optimizer has. So one optimizer loads the state of the other, over any number of ranks, and no rank
-gathers more than its own part.
+With a distributed optimizer every data-parallel rank owns an equal range of each gradient bucket, and Adam's moments
+and main weights exist for that range alone. A range may begin and end inside a row of a matrix; in a checkpoint it is
+stored as at most three rectangles of that matrix, under the names that the plain optimizer has. So one optimizer loads
+the state of the other, over any number of ranks, and no rank gathers more than its own part.
 
-Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's step, and the plain
-optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md).
+Megatron's own formats for its DistributedOptimizer are not used: without Apex or Transformer Engine they lose Adam's
+step, and the plain optimizer cannot read them (docs/decisions/022-optimizer-state-in-rectangles.md).
 """
 
 import math
@@ -48,7 +48,9 @@ def whole_pieces(ddp: DistributedDataParallel) -> list[Piece]:
 
 
 def buffers_of(ddp: DistributedDataParallel) -> list[Any]:
-    """Return all gradient buffers; those of experts are apart, because other ranks have the same experts than have the same layers."""
+    """Return all gradient buffers; those of experts are apart, because other ranks have the same experts than have the
+    same layers.
+    """
     return [*ddp.buffers, *ddp.expert_parallel_buffers]
 
 
@@ -70,12 +72,15 @@ def own_pieces(ddp: DistributedDataParallel) -> list[Piece]:
 def sharded_pieces(
     model: Mapping[str, Any], tensors: Sequence[tuple[Piece, Mapping[str, Tensor]]], *, replicated: bool = False
 ) -> list[ShardedTensor]:
-    """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters themselves.
+    """Return the checkpoint entries of the pieces' state; ``model``: the model's sharded state, with the parameters
+    themselves.
 
-    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them. ``replicated``: other
-    data-parallel ranks have the same pieces.
+    ``tensors``: each piece with its flat tensors by name; the entries are views of them, so loading fills them.
+    ``replicated``: other data-parallel ranks have the same pieces.
     """
-    of_parameter = {id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])}
+    of_parameter = {
+        id(each.data): each for each in nested_values(extract_sharded_tensors_and_factories(dict(model))[0])
+    }
     return [
         entry
         for piece, named in tensors
@@ -85,7 +90,9 @@ def sharded_pieces(
 
 
 def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> Iterator[tuple[ShardedTensor, int]]:
-    """Yield the model's entries of a parameter, each with its first element: two for the joint projection of a gated MLP, else one."""
+    """Yield the model's entries of a parameter, each with its first element: two for the joint projection of a gated
+    MLP, else one.
+    """
     start = 0
     for place in entry.build() if isinstance(entry, ShardedTensorFactory) else [entry]:
         yield place, start
@@ -93,7 +100,9 @@ def _places(entry: ShardedTensor | ShardedTensorFactory, parameter: Tensor) -> I
     assert start == parameter.numel(), f"{entry.key}: its parts have {start} elements of {parameter.numel()}"
 
 
-def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor], replicated: bool) -> Iterator[ShardedTensor]:
+def _entries(
+    place: ShardedTensor, start: int, piece: Piece, named: Mapping[str, Tensor], replicated: bool
+) -> Iterator[ShardedTensor]:
     """Yield the parts of a piece that lie in ``place``, which begins at element ``start`` of the parameter."""
     first, last = max(piece.start, start), min(piece.end, start + math.prod(place.local_shape))
     width = math.prod(place.local_shape[1:])
@@ -114,13 +123,17 @@ def _entries(place: ShardedTensor, start: int, piece: Piece, named: Mapping[str,
                 local_shape=(*before, *inner),
                 global_offset=tuple(offset),
                 axis_fragmentations=None,  # not a regular grid
-                replica_id=place.replica_id if replicated else (*place.replica_id[:-1], 0),  # 0: no other data-parallel rank has it
+                replica_id=place.replica_id
+                if replicated
+                else (*place.replica_id[:-1], 0),  # 0: no other data-parallel rank has it
                 prepend_axis_num=0,
             )
 
 
 def rectangles(first: int, last: int, width: int) -> list[tuple[int, int, int, int]]:
-    """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns), in the elements' order."""
+    """Cut elements ``first`` to ``last`` of a matrix with rows of ``width`` into (row, column, rows, columns), in the
+    elements' order.
+    """
     found = []
     while first < last:
         row, column = divmod(first, width)
@@ -140,17 +153,25 @@ def make_leaves(inner: Any) -> None:
     """
     for distributed in inner.chained_optimizers:
         for group, shards in zip(distributed.optimizer.param_groups, distributed.shard_fp32_groups, strict=True):
-            assert [*map(id, group["params"])][: len(shards)] == [*map(id, shards)], "Megatron orders its groups in another way"
+            assert [*map(id, group["params"])][: len(shards)] == [*map(id, shards)], (
+                "Megatron orders its groups in another way"
+            )
             for at, shard in enumerate(shards):
                 shards[at] = group["params"][at] = shard.detach()
                 tensor_parallel.copy_tensor_model_parallel_attributes(shards[at], shard)
-                if getattr(shard, "shared", False):  # the last stage's copy of a tied embedding, which counts once in the norm
+                if getattr(
+                    shard, "shared", False
+                ):  # the last stage's copy of a tied embedding, which counts once in the norm
                     shards[at].shared = True
 
 
 def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, dict[str, Tensor]]]:
-    """Return each piece with its state in Megatron's optimizers (one, and a second for experts); it is made here if no step has made it."""
-    mains = {id(parameter): (main, each.optimizer) for each in inner.chained_optimizers for parameter, main in _mains(each)}
+    """Return each piece with its state in Megatron's optimizers (one, and a second for experts); it is made here if no
+    step has made it.
+    """
+    mains = {
+        id(parameter): (main, each.optimizer) for each in inner.chained_optimizers for parameter, main in _mains(each)
+    }
     found = []
     for piece in pieces:
         main, adam = mains[id(piece.parameter)]
@@ -160,7 +181,9 @@ def state_of_pieces(inner: Any, pieces: Sequence[Piece]) -> list[tuple[Piece, di
             # Every parameter needs a step of its own, because torch counts it in place.
             state.update(step=torch.zeros((), device=main.device), **{name: torch.zeros_like(main) for name in STATE})
         named = {name: state[name].view(-1) for name in STATE}
-        found.append((piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach().view(-1)}))
+        found.append(
+            (piece, named if piece.parameter.dtype == torch.float32 else {**named, MAIN: main.detach().view(-1)})
+        )
     return found
 
 
@@ -173,7 +196,10 @@ def _mains(optimizer: Any) -> Iterator[tuple[Tensor, Tensor]]:
         )
     elif hasattr(optimizer, "float16_groups"):
         own = optimizer.fp32_from_fp32_groups
-        pairs = (*zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True), *zip(own, own, strict=True))
+        pairs = (
+            *zip(optimizer.float16_groups, optimizer.fp32_from_float16_groups, strict=True),
+            *zip(own, own, strict=True),
+        )
     else:
         pairs = tuple((group["params"], group["params"]) for group in optimizer.optimizer.param_groups)
     for models, mains in pairs:

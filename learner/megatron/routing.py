@@ -3,8 +3,9 @@
     R2: old log-probs: record -> ``PackedRow.experts`` -> training: replay, forward and recomputed
     R3: the samples' experts -> ``PackedRow.experts`` -> old log-probs and training: replay
 
-A small change of the weights, or another kernel, may send a token to other experts, so that its ratio of probabilities jumps although the
-policy has hardly moved. The weights of the experts are those of the current router, which has a gradient; only the choice is replayed.
+A small change of the weights, or another kernel, may send a token to other experts, so that its ratio of probabilities
+jumps although the policy has hardly moved. The weights of the experts are those of the current router, which has a
+gradient; only the choice is replayed.
 Sources: Zheng et al. 2025 (Group Sequence Policy Optimization), section 5.3; Ma et al. 2025 (arXiv 2510.11370).
 """
 
@@ -27,10 +28,12 @@ from tidemill.learner.megatron.layers.context import gather_parts
 def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable[[Tensor], Tensor]:
     """Return Megatron's ``grad_scale_func`` for one minibatch: the balancing loss counts as its mean over all tokens.
 
-    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. The ranks that share a row by tensor or context
-    parallelism have parts of its loss, which their gradients add up; each data-parallel rank has rows of its own.
+    That is the sum over the rows of (loss of the row x tokens of the row) / ``tokens``. The ranks that share a row by
+    tensor or context parallelism have parts of its loss, which their gradients add up; each data-parallel rank has rows
+    of its own.
 
-    ``tokens``: number of tokens of the minibatch on all data-parallel ranks, without padding. ``scale_loss`` scales the objective.
+    ``tokens``: number of tokens of the minibatch on all data-parallel ranks, without padding. ``scale_loss`` scales the
+    objective.
     """
 
     def scale(value: Tensor) -> Tensor:
@@ -41,25 +44,34 @@ def balanced(scale_loss: Callable[[Tensor], Tensor], tokens: Tensor) -> Callable
 
 
 class Routing:
-    """The routers of one model. Megatron's setters for all models of a process are not used: a second model would follow them."""
+    """The routers of one model. Megatron's setters for all models of a process are not used: a second model would
+    follow them.
+    """
 
     def __init__(self, chunks: Sequence[GPTModel] = (), *, given: bool = False) -> None:
         """``given``: the rows have their experts already."""
         self._all: dict[int, Any] = {layer: router for chunk in chunks for layer, router in _routers(chunk)}
         self._row: PackedRow | None = None
-        by_chunk = [[(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay] for chunk in chunks]
+        by_chunk = [
+            [(layer, router.router_replay) for layer, router in _routers(chunk) if router.router_replay]
+            for chunk in chunks
+        ]
         routers = [one for own in by_chunk for one in own]
         self._replays: list[Any] = [replay for _, replay in routers]
         ends = list(accumulate(map(len, by_chunk), initial=0))
         self._of_chunks = [slice(start, end) for start, end in pairwise(ends)]
         """Places of each chunk's routers among those of this rank."""
         # The layers of a stage are some of the model's.
-        sparse = [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
+        sparse = (
+            [at for at, has_experts in enumerate(chunks[0].config.moe_layer_freq) if has_experts] if routers else []
+        )
         self._places = [sparse.index(layer) for layer, _ in routers]
         self._given, self._mode = given, ""
 
     def own(self, experts_TEK: Tensor) -> tuple[Tensor, ...]:
-        """Return those of the given experts, [T, layers with experts, K], that belong to this model's layers, [T, K] each."""
+        """Return those of the given experts, [T, layers with experts, K], that belong to this model's layers, [T, K]
+        each.
+        """
         return tuple(experts_TEK[:, place].contiguous() for place in self._places) if self._given else ()
 
     @contextmanager
@@ -70,15 +82,19 @@ class Routing:
 
     @contextmanager
     def given(self) -> Iterator[None]:
-        """Send the tokens of every row to their given experts inside the context; without given ones the routers choose."""
+        """Send the tokens of every row to their given experts inside the context; without given ones the routers
+        choose.
+        """
         with self._in("replay" if self._given else ""):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known ones, choose.
+        """Send the tokens of every row to its experts inside the context; rows without any, and tokens without known
+        ones, choose.
 
-        A row of padding, which the interleaved schedule adds, has none. A layer that is computed again takes the same ones.
+        A row of padding, which the interleaved schedule adds, has none. A layer that is computed again takes the same
+        ones.
         """
         with self._in("replay"):
             yield
@@ -102,13 +118,19 @@ class Routing:
         for layer, router in self._all.items():
             router.register_forward_hook(partial(self._note, layer, here))
 
-    def _note(self, layer: int, here: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]) -> None:
+    def _note(
+        self, layer: int, here: Parallel, router: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor]
+    ) -> None:
         if self._row is None:  # a pass of recomputation, which comes behind that of its row
             return
         with torch.no_grad():
             weights_TE, sent_TE = outputs
             experts_TK = sent_TE.nonzero()[:, 1].view(-1, router.topk)
-            found: tuple[Tensor, ...] = experts_TK.int(), weights_TE.gather(1, experts_TK), _affinities(router, inputs[0])
+            found: tuple[Tensor, ...] = (
+                experts_TK.int(),
+                weights_TE.gather(1, experts_TK),
+                _affinities(router, inputs[0]),
+            )
             # With experts, tensor parallelism is never without sequence parallelism.
             for size, group in ((here.tp_size, here.tp_group), (here.cp_size, here.cp_group)):
                 found = tuple(gather_parts(values, group) for values in found) if size > 1 else found
@@ -120,14 +142,20 @@ class Routing:
         """Record or replay one row's pass through a chunk of the model, which happens inside the context."""
         self._row = packed
         try:
-            with self._recorded_or_replayed(packed, self._of_chunks[chunk]) if self._replays and self._mode else nullcontext():
+            with (
+                self._recorded_or_replayed(packed, self._of_chunks[chunk])
+                if self._replays and self._mode
+                else nullcontext()
+            ):
                 yield
         finally:
             self._row = None
 
     @contextmanager
     def _recorded_or_replayed(self, packed: PackedRow, own: slice) -> Iterator[None]:
-        """``own``: places of the chunk's routers. Chunks of different rows alternate; each chunk gets the rows in their order."""
+        """``own``: places of the chunk's routers. Chunks of different rows alternate; each chunk gets the rows in their
+        order.
+        """
         replays = self._replays[own]
         if self._mode == "record":
             _act(replays, RouterReplayAction.RECORD)
@@ -164,6 +192,8 @@ def _act(replays: Sequence[Any], action: RouterReplayAction) -> None:
 
 
 def _affinities(router: Any, hidden: Tensor) -> Tensor:
-    """Return the affinity of each token to all experts, [T, E] float32: before groups, the bias of experts and the choice."""
+    """Return the affinity of each token to all experts, [T, E] float32: before groups, the bias of experts and the
+    choice.
+    """
     logits_TE = router.gating(hidden).flatten(0, -2).float()
     return logits_TE.sigmoid() if router.score_function == "sigmoid" else logits_TE.softmax(-1)

@@ -1,6 +1,7 @@
 """A StepBatch as tensors: the micro-batches of a rank, and the values that all of them share.
 
-Shape letters: T = tokens of a packed micro-batch, N = samples of the step on all ranks, C = turns, K = parts of the reward.
+Shape letters: T = tokens of a packed micro-batch, N = samples of the step on all ranks, C = turns, K = parts of the
+reward.
 """
 
 from dataclasses import dataclass
@@ -23,14 +24,18 @@ from tidemill.learner.megatron.routing import Routing
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of the whole row."""
+    """A micro-batch on the device. Tokens and targets are this context-parallel rank's part of the row; all else is of
+    the whole row.
+    """
 
     tokens_T: Tensor
     targets_T: Tensor
     position_T: Tensor
     """Index of the target in its response, from 0."""
     temperature: float | Tensor
-    """Sampling temperature of all samples of the step, or, where they differ, that of each token's sample, [T]; 1 for padding."""
+    """Sampling temperature of all samples of the step, or, where they differ, that of each token's sample, [T]; 1 for
+    padding.
+    """
     packed: PackedRow
     turn_T: Tensor
     """Index of the turn that sampled the target, 0..C-1; -1 where not trainable."""
@@ -77,7 +82,9 @@ class Step:
 
 
 def step_of(batch: StepBatch, *, constant: float) -> Step:
-    """Return the values that the rows of a batch share. ``constant``: that of the denominators; 0 = the longest response."""
+    """Return the values that the rows of a batch share. ``constant``: that of the denominators; 0 = the longest
+    response.
+    """
     return Step(
         rewards_N=tensor_of(batch.rewards_N).double(),
         groups_N=tensor_of(batch.groups_N),
@@ -91,7 +98,8 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
             trainable_C=tensor_of(batch.turn_tokens_C).long(),
         ),
         parts=RewardParts(
-            names=batch.part_names, values_NK=tensor_of(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names))
+            names=batch.part_names,
+            values_NK=tensor_of(batch.parts_NK).double().view(len(batch.rewards_N), len(batch.part_names)),
         ),
         metadata=batch.metadata,
         minibatches_N=tensor_of(batch.minibatches_N),
@@ -102,7 +110,9 @@ def step_of(batch: StepBatch, *, constant: float) -> Step:
 
 
 def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) -> list[Row]:
-    """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model they are for."""
+    """Return the micro-batches of a batch on the device of this rank, its part of each. ``routing``: that of the model
+    they are for.
+    """
     rows = [_row(micro_batch, batch, here) for micro_batch in batch.micro_batches]
     if routing is not None and batch.routing != (0, 0):
         for row, micro_batch in zip(rows, batch.micro_batches, strict=True):
@@ -112,13 +122,21 @@ def rows_of(batch: StepBatch, here: Parallel, routing: Routing | None = None) ->
 
 
 def _part_of_router(values_T: Tensor, here: Parallel) -> Tensor:
-    """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the tokens there, too."""
+    """Return this rank's part of values of a row's tokens where experts are chosen: sequence parallelism divides the
+    tokens there, too.
+    """
     part = own_part(values_T, here.cp_rank, here.cp_size)
-    return own_part(part, here.tp_rank, here.tp_size)  # with experts, tensor parallelism is never without sequence parallelism
+    return own_part(
+        part, here.tp_rank, here.tp_size
+    )  # with experts, tensor parallelism is never without sequence parallelism
 
 
 def _row(micro_batch: MicroBatch, batch: StepBatch, here: Parallel) -> Row:
-    demonstration_N, temperatures_N, top_k = tensor_of(batch.demonstration_N), tensor_of(batch.temperatures_N), batch.teacher_top_k
+    demonstration_N, temperatures_N, top_k = (
+        tensor_of(batch.demonstration_N),
+        tensor_of(batch.temperatures_N),
+        batch.teacher_top_k,
+    )
     to = partial(torch.Tensor.to, device=here.device, non_blocking=True)
     part = partial(own_part, rank=here.cp_rank, size=here.cp_size)
     mask_T, sample_T = tensor_of(micro_batch.loss_mask_T), tensor_of(micro_batch.sample_T).long()

@@ -51,7 +51,8 @@ class _Filler:
 
 
 class _Rotations:
-    """The rotary positions of rows, which the chunks' core attention finds there: not longer than needed, as a step has many rows.
+    """The rotary positions of rows, which the chunks' core attention finds there: not longer than needed, as a step has
+    many rows.
 
     A row serves several models, and one may turn its queries and keys in another way.
     """
@@ -79,16 +80,23 @@ class _Rotations:
 
 
 def run_rows(
-    policy: Policy, rows: Sequence[Row], finish: Callable[[Row, Tensor], tuple[Tensor, Result]], *, forward_only: bool = False
+    policy: Policy,
+    rows: Sequence[Row],
+    finish: Callable[[Row, Tensor], tuple[Tensor, Result]],
+    *,
+    forward_only: bool = False,
 ) -> list[Result] | None:
-    """Run every row through the model, forward and (unless ``forward_only``) backward. Collective; call it inside ``megatron_device()``.
+    """Run every row through the model, forward and (unless ``forward_only``) backward. Collective; call it inside
+    ``megatron_device()``.
 
-    ``finish(row, hidden_TH)`` returns (loss, result); it is called on the last stage. Returns the results there in the order of the rows,
-    and None on the other stages.
+    ``finish(row, hidden_TH)`` returns (loss, result); it is called on the last stage. Returns the results there in the
+    order of the rows, and None on the other stages.
     """
 
     def after(row: Row | _Filler, output: Tensor) -> tuple[Tensor, Tensor, Result | None]:
-        """Return (loss, number of tokens, result) for the schedule. The number is 0: the loss has its denominators already."""
+        """Return (loss, number of tokens, result) for the schedule. The number is 0: the loss has its denominators
+        already.
+        """
         none = torch.zeros((), dtype=torch.int, device=output.device)
         with plain_torch():
             if isinstance(row, _Filler):
@@ -131,9 +139,11 @@ def run_rows(
 
 
 def _padding_mask(policy: Policy, packed: PackedRow, model: Any) -> Tensor | None:
-    """Return the tokens that the routers of a chunk leave out of their counts, [1, T], True = padding; None = none, or nothing is counted.
+    """Return the tokens that the routers of a chunk leave out of their counts, [1, T], True = padding; None = none, or
+    nothing is counted.
 
-    The chunk with the embedding divides the mask over the tensor-parallel ranks itself; a later one needs this rank's part.
+    The chunk with the embedding divides the mask over the tensor-parallel ranks itself; a later one needs this rank's
+    part.
     """
     if packed.padding_T is None or not policy.mixture.counts_tokens:
         return None

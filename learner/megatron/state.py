@@ -1,8 +1,8 @@
 """A rank's training state in a checkpoint, saved and loaded with Megatron's distributed checkpoints (``torch_dist``).
 
-It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and a critic. The caller
-provides a directory that no other process uses, makes it durable afterwards, and stores position and data state. Saving and loading are
-collective over all ranks.
+It consists of model, optimizer, random generators and, where there are any, proximal weights, a changing reference and
+a critic. The caller provides a directory that no other process uses, makes it durable afterwards, and stores position
+and data state. Saving and loading are collective over all ranks.
 """
 
 import logging
@@ -74,7 +74,9 @@ class PeerReader(CachedMetadataFileSystemReader):
 
 
 class PeerLoad(TorchDistLoadShardedStrategy):
-    """Load strategy for ``dist_checkpointing.load``: Megatron's own with ``PeerReader``, which it has no parameter for."""
+    """Load strategy for ``dist_checkpointing.load``: Megatron's own with ``PeerReader``, which it has no parameter
+    for.
+    """
 
     def __init__(self, files: CheckpointFiles) -> None:
         super().__init__()
@@ -93,7 +95,9 @@ class PeerLoad(TorchDistLoadShardedStrategy):
             # Megatron uses this function, too: it loads in place, and ranks may have different keys.
             warnings.filterwarnings("ignore", message=".*load_state_dict.*", category=FutureWarning)
             try:
-                torch_checkpoint.load_state_dict(content, PeerReader(Path(checkpoint_dir), self._files), planner=planner)
+                torch_checkpoint.load_state_dict(
+                    content, PeerReader(Path(checkpoint_dir), self._files), planner=planner
+                )
             except CheckpointException as error:
                 _raise_corrupt(error)
                 raise
@@ -139,17 +143,23 @@ def stage(
     numbers: Mapping[str, float] | None = None,
     copies: HostCopies | None = None,
 ) -> Staged:
-    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or one for all).
+    """Plan this rank's part of the state after ``step`` for ``directory`` (existing and empty; on each node its own, or
+    one for all).
 
-    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common part then.
-    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten, MemoryReleased.
+    With ``copies`` the state may change afterwards; without, not before it is written. Rank 0 has written the common
+    part then.
+    ``numbers``: scalars of the algorithm, equal on all ranks; ``load`` returns them. Raises CheckpointUnwritten,
+    MemoryReleased.
     """
     policy.memory.want("a checkpoint")
     strategy = StagedSave(copies)
     with megatron_device():
         content = _sharded(policy, optimizer, proximal, beside, is_loading=False)
         content["rng"] = _rng_object(_rng_state())
-        content["facts"] = _facts(step, policy, proximal, beside) | {"optimizer": optimizer.kind, "numbers": dict(numbers or {})}
+        content["facts"] = _facts(step, policy, proximal, beside) | {
+            "optimizer": optimizer.kind,
+            "numbers": dict(numbers or {}),
+        }
         with _torch_reason(directory):
             dist_checkpointing.save(content, str(directory), strategy)
     assert strategy.staged is not None
@@ -158,14 +168,19 @@ def stage(
 
 @contextmanager
 def _torch_reason(directory: Path) -> Iterator[None]:
-    """Raise CheckpointUnwritten for a file that torch could not write: its own error names neither the file nor the reason."""
+    """Raise CheckpointUnwritten for a file that torch could not write: its own error names neither the file nor the
+    reason.
+    """
     try:
         yield
     except RuntimeError as error:
         if "iostream" not in str(error):
             raise
         free_mb = shutil.disk_usage(directory).free / 1e6
-        reason = f"rank {dist.get_rank()}: torch could not write its part ({error}), and {free_mb:.0f} MB are free on the disk"
+        reason = (
+            f"rank {dist.get_rank()}: torch could not write its part ({error}), and {free_mb:.0f} MB are free on "
+            "the disk"
+        )
         raise CheckpointUnwritten(str(directory), reason) from error
 
 
@@ -179,8 +194,14 @@ def save(
     beside: Beside = NOTHING_BESIDE,
     numbers: Mapping[str, float] | None = None,
 ) -> None:
-    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``, and OSError."""
-    _write_all(stage(directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers))
+    """Write the state after ``step`` into a directory that all ranks share, without a manifest. Raises as ``stage``,
+    and OSError.
+    """
+    _write_all(
+        stage(
+            directory, step=step, policy=policy, optimizer=optimizer, proximal=proximal, beside=beside, numbers=numbers
+        )
+    )
 
 
 def _write_all(staged: Staged) -> None:
@@ -203,21 +224,27 @@ def load(
 ) -> tuple[int, dict[str, float]]:
     """Load the state of ``directory``, which may have been saved by another number of ranks.
 
-    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step and the numbers of
-    the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights that are needed, or no node has a range
-    intact, and ConfigRefused when it is one of another model.
+    With ``files``, which may be on other nodes, the directory needs only Megatron's metadata files. Returns the step
+    and the numbers of the checkpoint. Raises CheckpointCorrupt when it has another format or lacks proximal weights
+    that are needed, or no node has a range intact, and ConfigRefused when it is one of another model.
     """
     facts = load_common_state_dict(str(directory))["facts"]
     _refuse_missing_state(directory, facts, optimizer, proximal)
-    _refuse_other_adapters(directory, facts, policy, "the settings of learner.lora and the model that this run began with")
+    _refuse_other_adapters(
+        directory, facts, policy, "the settings of learner.lora and the model that this run began with"
+    )
     _refuse_other_roles(directory, facts, beside)
     with megatron_device(), policy.memory.region():
         content = _sharded(policy, optimizer, proximal, beside, is_loading=True)
         for key in _keys(policy, "model"):
-            refuse_another_model(directory, content[key], "model.path", "the model this run began with (another one needs another run)")
+            refuse_another_model(
+                directory, content[key], "model.path", "the model this run began with (another one needs another run)"
+            )
         if beside.critic is not None:
             for key in _keys(beside.critic.model, "model"):
-                refuse_another_model(directory, content["critic"][key], "learner.critic.path", "the critic this run began with")
+                refuse_another_model(
+                    directory, content["critic"][key], "learner.critic.path", "the critic this run began with"
+                )
         same_world = facts["world"] == dist.get_world_size()
         if same_world:
             # The object has one part for each rank that saved, so another number of ranks cannot load it.
@@ -236,7 +263,11 @@ def load(
     if same_world:
         _restore_rng(loaded["rng"])
     else:
-        log.warning("random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d", facts["world"], dist.get_world_size())
+        log.warning(
+            "random generators are not restored saved_by_ranks=%d loaded_by_ranks=%d",
+            facts["world"],
+            dist.get_world_size(),
+        )
     return int(facts["step"]), dict(facts.get("numbers", {}))
 
 
@@ -251,13 +282,16 @@ def load_weights(directory: Path, *, policy: Policy, optimizer: PolicyOptimizer)
 
 
 def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
-    """Load only the weights of a checkpoint of Tidemill or of Megatron, saved with any parallel layout. Returns its step.
+    """Load only the weights of a checkpoint of Tidemill or of Megatron, saved with any parallel layout. Returns its
+    step.
 
     Raises ConfigRefused, which names ``setting``, for a checkpoint of another model.
     """
     common = load_common_state_dict(str(directory))
     facts = common.get("facts", {})  # Megatron's have none, and no adapters
-    _refuse_other_adapters(directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)")
+    _refuse_other_adapters(
+        directory, facts, policy, f"{directory} with the same, or a model directory of it (tidemill convert)"
+    )
     with megatron_device(), policy.memory.region():
         if not facts:
             return load_megatron(directory, policy.chunks, setting=setting)
@@ -271,7 +305,9 @@ def load_model(directory: Path, *, policy: Policy, setting: str) -> int:
 
 
 def save_model(directory: Path, *, policy: Policy) -> None:
-    """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest. Raises OSError."""
+    """Write only the weights into a directory that all ranks share, as a checkpoint of step 0, without a manifest.
+    Raises OSError.
+    """
     strategy = StagedSave()
     with megatron_device():
         facts = _facts(0, policy, None, NOTHING_BESIDE) | {"weights_only": True}
@@ -280,8 +316,12 @@ def save_model(directory: Path, *, policy: Policy) -> None:
     _write_all(strategy.staged)
 
 
-def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None) -> None:
-    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in this format."""
+def _refuse_missing_state(
+    directory: Path, facts: JsonMapping, optimizer: PolicyOptimizer, proximal: WeightBackup | None
+) -> None:
+    """Raise CheckpointCorrupt or ConfigRefused when the checkpoint does not have the state that this rank needs, in
+    this format.
+    """
     if facts["format"] != FORMAT:
         raise CheckpointCorrupt(str(directory), "common.pt", f"format {FORMAT}", facts["format"])
     if proximal is not None and not facts["proximal"]:
@@ -294,9 +334,16 @@ def _refuse_missing_state(directory: Path, facts: JsonMapping, optimizer: Policy
 
 
 def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> None:
-    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that saved."""
+    """Raise ConfigRefused for a run that has or has not a critic, or a reference that changes, unlike the run that
+    saved.
+    """
     roles = {
-        "critic": ("learner.algorithm.advantage", "one with a critic (gae, vtrace)", "one without a critic", beside.critic),
+        "critic": (
+            "learner.algorithm.advantage",
+            "one with a critic (gae, vtrace)",
+            "one without a critic",
+            beside.critic,
+        ),
         "reference": (
             "learner.algorithm.kl",
             "reference_every or reference_ema > 0",
@@ -307,18 +354,25 @@ def _refuse_other_roles(directory: Path, facts: JsonMapping, beside: Beside) -> 
     for name, (setting, there, absent, now) in roles.items():
         saved = bool(facts.get(name, False))
         if saved is not (now is not None):
-            want = f"{there if saved else absent}, as in the run that saved {directory}; undo the change, or start another run"
+            want = (
+                f"{there if saved else absent}, as in the run that saved {directory}; undo the change, or start "
+                "another run"
+            )
             raise ConfigRefused(setting, want, absent if saved else there)
 
 
 def _refuse_other_adapters(directory: Path, facts: JsonMapping, policy: Policy, want: str) -> None:
-    """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on another model."""
+    """Raise ConfigRefused when the checkpoint has no adapters and the policy has, or the reverse, or others, or ones on
+    another model.
+    """
     there: JsonMapping | None = facts.get("lora")
     here = None if policy.adapters is None else policy.adapters.facts()
     if there == here:
         return
     if there is None or here is None:
-        raise ConfigRefused("learner.lora.rank", f"{want}: {directory} has {'no' if there is None else 'only'} adapters", _rank_of(here))
+        raise ConfigRefused(
+            "learner.lora.rank", f"{want}: {directory} has {'no' if there is None else 'only'} adapters", _rank_of(here)
+        )
     name = next(name for name, value in there.items() if here.get(name) != value)
     field = "model.path" if name == "base" else f"learner.lora.{name}"
     raise ConfigRefused(field, f"{want}: {there[name]!r} in {directory}", here.get(name))
@@ -367,7 +421,9 @@ def _keys(policy: Policy, name: str) -> list[str]:
 
 
 def _model(policy: Policy) -> dict[str, Any]:
-    """Return the sharded state of each chunk at its place: of a model with adapters only these, because its directory has the rest."""
+    """Return the sharded state of each chunk at its place: of a model with adapters only these, because its directory
+    has the rest.
+    """
     return {key: _entries(policy, chunk) for key, chunk in zip(_keys(policy, "model"), policy.chunks, strict=True)}
 
 
@@ -383,7 +439,12 @@ def _load_chunks(policy: Policy, loaded: Mapping[str, Any]) -> None:
 
 def _facts(step: int, policy: Policy, proximal: WeightBackup | None, beside: Beside) -> JsonObject:
     roles = {"proximal": proximal, "reference": beside.reference, "critic": beside.critic}
-    facts = {"format": FORMAT, "step": step, "world": dist.get_world_size(), **{name: role is not None for name, role in roles.items()}}
+    facts = {
+        "format": FORMAT,
+        "step": step,
+        "world": dist.get_world_size(),
+        **{name: role is not None for name, role in roles.items()},
+    }
     return facts if policy.adapters is None else facts | {"lora": policy.adapters.facts()}
 
 

@@ -1,4 +1,5 @@
-"""The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics, Adam.
+"""The optimizer steps of one StepBatch: micro-batches through Megatron's schedule, the objective, its diagnostics,
+Adam.
 
     batch -> old and reference log-probs, where needed -> advantages -> for each minibatch: corrections, loss, backward, Adam
 
@@ -55,7 +56,9 @@ _Terms = tuple[Denominators, Supervised | None]
 
 
 _Listed = tuple[Tensor | None, Tensor | None]
-"""Ids of the most probable tokens, of this context-parallel rank's part, and their log-probs, of the whole row; None = not listed here."""
+"""Ids of the most probable tokens, of this context-parallel rank's part, and their log-probs, of the whole row; None =
+not listed here.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,8 @@ class Trainer:
         collector: Collector | None = None,
         hooks: HooksConfig = NO_HOOKS,
     ) -> None:
-        """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for an episode.
+        """``turn_gamma``: discount of the returns of turns, each of which has an advantage of its own; None = one for
+        an episode.
 
         ``collector``: gets the values of each token.
         """
@@ -118,7 +122,12 @@ class Trainer:
         self._collector = collector
         if collector is not None:
             policy.routing.observe(policy.parallel)
-        self._policy, self._optimizer, self._proximal, self._reference = policy, optimizer, others.proximal, others.reference
+        self._policy, self._optimizer, self._proximal, self._reference = (
+            policy,
+            optimizer,
+            others.proximal,
+            others.reference,
+        )
         self._others = OtherWeights(policy)
         assert others.reference is not None or not algorithm.needs_reference, "the algorithm needs a reference model"
         assert (critic is not None) is algorithm.by_critic, "the algorithm decides whether there is a critic"
@@ -126,7 +135,8 @@ class Trainer:
         self.kl_scale = 1.0
         """Factor of the KL coefficients, which the adaptive controller sets; part of the checkpoint."""
         self.baselines: dict[str, float] = {}
-        """Running baseline of each role, in units of the reward, with ``advantage: rae``; part of the checkpoint then."""
+        """Running baseline of each role, in units of the reward, with ``advantage: rae``; part of the checkpoint then.
+        """
         self._trained_tokens = 0.0
         self._lag_buckets = diagnostics.num_lag_buckets(max_lag)
         self._set(algorithm, turn_gamma)
@@ -140,7 +150,9 @@ class Trainer:
         """Coefficient of the entropy bonus, which ``entropy_target`` moves; part of the checkpoint then."""
 
     def configure(self, settings: StepSettings) -> None:
-        """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step before."""
+        """Take over the settings of the next steps, as a start does that continues from a checkpoint of the step
+        before.
+        """
         numbers = self.numbers
         self._set(settings.algorithm, settings.turn_gamma)
         self._optimizer.configure(settings.optimizer, steps=settings.steps)
@@ -155,15 +167,21 @@ class Trainer:
         return {"kl_scale": self.kl_scale, "trained_tokens": self._trained_tokens, **adaptive, **running}
 
     def restore(self, numbers: Mapping[str, float]) -> None:
-        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a schedule needs."""
+        """Go on with the ``numbers`` of a checkpoint. Raises ConfigRefused for one without a count of tokens that a
+        schedule needs.
+        """
         self.kl_scale = numbers["kl_scale"]
         if self._algorithm.entropy_target and "entropy_coef" in numbers:  # missing where the target was set later
             self.entropy_bonus = EntropyBonus(coef=numbers["entropy_coef"], low=bool(numbers["entropy_low"]))
         if self._algorithm.advantage in RUNNING:
-            self.baselines = {name.removeprefix(_BASELINE): one for name, one in numbers.items() if name.startswith(_BASELINE)}
+            self.baselines = {
+                name.removeprefix(_BASELINE): one for name, one in numbers.items() if name.startswith(_BASELINE)
+            }
         if "trained_tokens" not in numbers and any(optimizer.by_tokens for optimizer in self._optimizers):
             raise ConfigRefused(
-                "learner.optimizer.warmup_tokens, lr_decay_tokens", "0: the checkpoint has no count of trained tokens", "> 0"
+                "learner.optimizer.warmup_tokens, lr_decay_tokens",
+                "0: the checkpoint has no count of trained tokens",
+                "> 0",
             )
         self._trained_tokens = numbers.get("trained_tokens", 0.0)
 
@@ -172,11 +190,12 @@ class Trainer:
         return [self._optimizer] if self._critic is None else [self._optimizer, self._critic.optimizer]
 
     def train(self, batch: StepBatch) -> dict[str, float]:
-        """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over all ranks.
+        """Take the optimizer steps and return their metrics (``docs/metrics.md``), equal on all ranks. Collective over
+        all ranks.
 
-        A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any split over ranks.
-        A minibatch with a loss or gradients that are not finite is skipped on all ranks: weights and optimizer do not change, and it counts
-        only in ``train/skipped_minibatches``. Raises MemoryReleased.
+        A loss is a sum over all trainable tokens of its minibatch, with denominators of the whole minibatch, for any
+        split over ranks. A minibatch with a loss or gradients that are not finite is skipped on all ranks: weights and
+        optimizer do not change, and it counts only in ``train/skipped_minibatches``. Raises MemoryReleased.
         """
         self._policy.memory.want("a step")
         began = time.perf_counter()
@@ -203,8 +222,12 @@ class Trainer:
             ]
             taught = {}
             if self._critic is not None:
-                taught = self._critic.train([(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed)
-            updates = [self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)]
+                taught = self._critic.train(
+                    [(part, terms[0]) for part, terms in minibatches], batch, summed=self._summed
+                )
+            updates = [
+                self._minibatch(part, step, terms, batch, number) for number, (part, terms) in enumerate(minibatches)
+            ]
             self._policy.gather()
         # The reduced metrics are equal on all ranks, so every rank computes the same next coefficients.
         metrics = self._metrics(updates)
@@ -237,7 +260,9 @@ class Trainer:
         scored = all(len(row.teacher_log_probs_T) for row in batch.micro_batches)
         if self._algorithm.needs_teacher and not (scored and batch.teacher_top_k >= self._algorithm.distill_top_k):
             want = "samples with the scores of a teacher (learner.algorithm.distill_teacher: engine)"
-            raise ConfigRefused(f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run")
+            raise ConfigRefused(
+                f"step {batch.step}: teacher_log_probs", want, "samples without them, such as those of an older run"
+            )
 
     def _with_log_probs(self, rows: list[Row], batch: StepBatch) -> list[Row]:
         """Return the rows with log-probs of the proximal and the reference policy, where the objective needs them."""
@@ -246,7 +271,8 @@ class Trainer:
         published_every = 1 if self._proximal is None else 2
         with self._others as others:
             if self._algorithm.needs_old(minibatches=batch.num_minibatches, published_every=published_every):
-                # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are rarer than steps.
+                # Before the first minibatch, the weights of this moment are the proximal policy, unless versions are
+                # rarer than steps.
                 if self._proximal is not None:
                     others.take(self._proximal)
                 self._hooks.before_log_probs(BeforeLogProbs(policy="proximal", batch=batch, chunks=chunks))
@@ -280,7 +306,10 @@ class Trainer:
             advantages = objective.turn_advantages(rewards_N, step.groups_N, step.turns, gamma=self._turn_gamma)
         advantages = advantages.float().to(self._policy.parallel.device)
         places = (row.seen.sample_T if self._turn_gamma is None else row.turn_T for row in rows)
-        rows = [replace(row, seen=self._advised(row.seen, advantages, place_T)) for row, place_T in zip(rows, places, strict=True)]
+        rows = [
+            replace(row, seen=self._advised(row.seen, advantages, place_T))
+            for row, place_T in zip(rows, places, strict=True)
+        ]
         if not objective.by_token:
             return rows
         seen = objective.with_token_returns([row.seen for row in rows], kl_scale=self.kl_scale, summed=self._summed)
@@ -300,7 +329,10 @@ class Trainer:
             advantages_N[kept_N], self.baselines = self._objective.over_running_baselines(*place, self.baselines)
             return advantages_N
         advantages_N[kept_N] = self._objective.advantages(
-            *(column_N[kept_N] for column_N in columns), parts=parts, truncated_N=step.truncated_N[kept_N], metadata=metadata
+            *(column_N[kept_N] for column_N in columns),
+            parts=parts,
+            truncated_N=step.truncated_N[kept_N],
+            metadata=metadata,
         )
         return advantages_N
 
@@ -328,14 +360,20 @@ class Trainer:
             coupled = self._objective.coupled([row.seen for row in rows], summed=self._summed, gathered=self._gathered)
         warms_up = self._warms_up(batch.step)
         if not warms_up:
-            moment = BeforeStep(minibatch=number, batch=batch, chunks=self._policy.chunks, optimizer=self._optimizer.inner)
+            moment = BeforeStep(
+                minibatch=number, batch=batch, chunks=self._policy.chunks, optimizer=self._optimizer.inner
+            )
             self._hooks.before_step(moment)
         self._optimizer.zero_grad()
         loss = partial(self._loss, step=step, denominators=denominators, coupled=coupled, supervised=supervised)
         if self._policy.mixture.aux_loss_coef:
             tokens = self._summed(torch.stack([(row.seen.sample_T >= 0).sum() for row in rows]).sum())
             self._policy.config.grad_scale_func = balanced(self._optimizer.inner.scale_loss, tokens)
-        biases = [(bias, bias.clone()) for bias in self._policy.router_biases()] if self._policy.mixture.bias_update_rate else []
+        biases = (
+            [(bias, bias.clone()) for bias in self._policy.router_biases()]
+            if self._policy.mixture.bias_update_rate
+            else []
+        )
         with self._policy.routing.replaying():
             parts = run_rows(self._policy, rows, loss, forward_only=warms_up)
         sums = self._sums(parts)
@@ -362,13 +400,19 @@ class Trainer:
         return update
 
     def _denominators(self, step: Step, minibatch: int) -> _Terms:
-        """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has none."""
+        """Return the denominators of the samples of policies, and the term of the demonstrations; None = the step has
+        none.
+        """
         if not step.demonstration_N.any():
             return step.denominators(minibatch, ~step.demonstration_N), None
         algorithm = self._algorithm
         all_N = torch.ones_like(step.demonstration_N)
         own_N, others_N = (all_N, all_N) if algorithm.loss == "sft" else (step.demonstration_N, ~step.demonstration_N)
-        term = Supervised(coef=algorithm.demonstration_coef, mode=self._objective.mode, denominators=step.denominators(minibatch, own_N))
+        term = Supervised(
+            coef=algorithm.demonstration_coef,
+            mode=self._objective.mode,
+            denominators=step.denominators(minibatch, own_N),
+        )
         return step.denominators(minibatch, others_N), term
 
     def _metrics(self, updates: list[_Update]) -> dict[str, float]:
@@ -381,7 +425,9 @@ class Trainer:
         # Nothing was trained, and means over no token would be NaN.
         if not taken:
             return metrics | {"train/tokens": 0.0}
-        sums = diagnostics.all_reduced(diagnostics.merged(update.sums for update in taken), self._policy.parallel.dp_group)
+        sums = diagnostics.all_reduced(
+            diagnostics.merged(update.sums for update in taken), self._policy.parallel.dp_group
+        )
         norms = [update.norm for update in taken if update.norm is not None]
         return {
             **metrics,
@@ -392,7 +438,8 @@ class Trainer:
         }
 
     def _adapt(self, metrics: dict[str, float], batch: StepBatch) -> None:
-        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic alone is trained.
+        """Move the coefficients of KL (by the samples of policies) and entropy to their targets; not while the critic
+        alone is trained.
 
         Adds them, and the mean of the running baselines, to the metrics.
         """
@@ -400,7 +447,9 @@ class Trainer:
         if kl.target and num_samples and "train/kl_reference" in metrics and not self._warms_up(batch.step):
             counted = counted_samples(num_samples, kl.horizon)
             divergence = metrics["train/kl_reference"]
-            self.kl_scale = next_coefficient(self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted)
+            self.kl_scale = next_coefficient(
+                self.kl_scale, divergence, target=kl.target, horizon=kl.horizon, num_samples=counted
+            )
         if self.baselines:
             metrics["train/baseline_mean"] = math.fsum(self.baselines.values()) / len(self.baselines)
         if self._algorithm.needs_reference:
@@ -409,7 +458,11 @@ class Trainer:
         if algorithm.entropy_target:
             metrics["train/entropy_coef"] = self.entropy_bonus.applied
             if "train/entropy" in metrics and not self._warms_up(batch.step):
-                bounds = {"target": algorithm.entropy_target, "delta": algorithm.entropy_delta, "most": algorithm.entropy_coef_max}
+                bounds = {
+                    "target": algorithm.entropy_target,
+                    "delta": algorithm.entropy_delta,
+                    "most": algorithm.entropy_coef_max,
+                }
                 self.entropy_bonus = self.entropy_bonus.after(metrics["train/entropy"], **bounds)
 
     # ---- over the ranks
@@ -440,12 +493,18 @@ class Trainer:
     # ---- through the model
 
     def _forward_only(self, rows: list[Row], *, list_most: int = 0) -> list[_Scores]:
-        """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable tokens to list."""
+        """Return the scores of each row, without gradient, on all ranks. ``list_most``: number of the most probable
+        tokens to list.
+        """
         here = self._policy.parallel
 
         def collect(row: Row, hidden_TH: Tensor) -> tuple[Tensor, tuple[Tensor, _Listed]]:
             """Return a loss that is not used, log-probs and entropies, [T, 2], and the listed tokens."""
-            ids_TK = most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=here.tp_group) if list_most else None
+            ids_TK = (
+                most_probable(hidden_TH, output_weight(self._policy.chunks[-1]), list_most, group=here.tp_group)
+                if list_most
+                else None
+            )
             *both, listed_TK = self._log_probs(replace(row, listed_TK=ids_TK), hidden_TH, listed=True)
             return both[0].sum(), (torch.stack(both, dim=1), (ids_TK, listed_TK))
 
@@ -454,11 +513,14 @@ class Trainer:
         both_TT2 = tensors_of_last(None if results is None else [both_T2 for both_T2, _ in results], lengths, 2, here)
         listed: list[_Listed] = [(None, None)] * len(rows) if results is None else [listed for _, listed in results]
         return [
-            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=each) for both_T2, each in zip(both_TT2, listed, strict=True)
+            _Scores(log_probs_T=both_T2[:, 0], entropy_T=both_T2[:, 1], listed=each)
+            for both_T2, each in zip(both_TT2, listed, strict=True)
         ]
 
     def _sums(self, parts: list[Sums] | None) -> Sums:
-        """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere None."""
+        """Return the sums over the rows on all stages; ``parts``: those of the rows on the last stage, elsewhere
+        None.
+        """
         here = self._policy.parallel
         merged = None if parts is None else diagnostics.merged(parts)
         if merged is not None and here.pp_size == 1:
@@ -466,7 +528,9 @@ class Trainer:
         return of_last(None if merged is None else merged.to("cpu"), here).to(here.device)
 
     def _log_probs(self, row: Row, hidden_TH: Tensor, *, listed: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on all ranks of it."""
+        """Return log-probs, entropies, and with ``listed`` the log-probs of the teacher's tokens, of the whole row on
+        all ranks of it.
+        """
         here, weight_VH = self._policy.parallel, output_weight(self._policy.chunks[-1])
         inputs, fused = (hidden_TH, weight_VH, row.targets_T), self._policy.bridge.kernels.fused_log_probs
         overlapped = self._policy.replicas.overlap_grad_reduce and not is_embedding_too(self._policy.chunks[-1])
@@ -503,14 +567,21 @@ class Trainer:
             listed_TK=listed_TK,
         )
         if self._collector is not None:
-            self._collector.row(fields.of_policy(seen, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor)))
+            self._collector.row(
+                fields.of_policy(seen, log_probs_T, entropy_T, loss, anchor=str(self._algorithm.anchor))
+            )
             at_K = seen.mask_T.nonzero()[:LOGITS_POSITIONS, 0]
             if len(at_K):
                 weight_VH = output_weight(self._policy.chunks[-1])
                 logits_KV = logits_at(hidden_TH, weight_VH, at_K, self._policy.parallel, temperature=row.temperature)
                 self._collector.logits(logits_KV, at_K)
         sums = diagnostics.token_sums(
-            seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=row.position_T, loss=loss, lag_buckets=self._lag_buckets
+            seen,
+            log_probs_T=log_probs_T,
+            entropy_T=entropy_T,
+            position_T=row.position_T,
+            loss=loss,
+            lag_buckets=self._lag_buckets,
         )
         more: dict[str, Tensor] = {}
         if supervised is not None:
@@ -546,7 +617,9 @@ def _prepare(policy: Policy, optimizer: PolicyOptimizer) -> None:
     policy.config.finalize_model_grads_func = _finalize_unscaled
     policy.config.grad_scale_func = optimizer.inner.scale_loss
     if policy.replicas.overlap_grad_reduce:  # only the last micro-batch of a minibatch may start a reduction
-        policy.config.no_sync_func = policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
+        policy.config.no_sync_func = (
+            policy.ddp.no_sync if len(policy.ddps) == 1 else [ddp.no_sync for ddp in policy.ddps]
+        )
 
 
 def _finalize_unscaled(model: list[Any], num_tokens: Tensor | None = None, **groups: Any) -> None:

@@ -1,4 +1,6 @@
-"""The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters alone (``learner.lora``)."""
+"""The weights that are trained: all, all but those that ``learner.optimizer.freeze`` names, or adapters alone
+(``learner.lora``).
+"""
 
 import json
 import shutil
@@ -21,7 +23,9 @@ from tidemill.learner.settings.schedule import frozen_names
 from tidemill.weightstore.store.snapshot import ASIDE, rename_into_place
 
 ADAPTER = "adapter"
-"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top of it."""
+"""Directory of the adapters inside that of the merged model: beside the model's files, libraries would load them on top
+of it.
+"""
 
 
 def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraConfig, model_dir: Path) -> None:
@@ -29,7 +33,11 @@ def write_adapter(directory: Path, tensors: Mapping[str, Tensor], config: LoraCo
     aside = directory.with_name(directory.name + ASIDE)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
-    save_file({name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()}, aside / WEIGHTS, metadata={"format": "pt"})
+    save_file(
+        {name: tensor.to("cpu").contiguous() for name, tensor in tensors.items()},
+        aside / WEIGHTS,
+        metadata={"format": "pt"},
+    )
     (aside / CONFIG).write_text(json.dumps(config.peft(str(model_dir.resolve())), indent=2), encoding="utf-8")
     rename_into_place(aside, directory, durable=True)
 
@@ -52,7 +60,9 @@ class Tuning:
 
 
 def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tuning) -> Adapters | None:
-    """Freeze weights and add adapters, before the chunks are wrapped for data parallelism. Returns the adapters. Raises ConfigRefused."""
+    """Freeze weights and add adapters, before the chunks are wrapped for data parallelism. Returns the adapters. Raises
+    ConfigRefused.
+    """
     adapters = None
     if tuning.lora.rank:
         adapters = Adapters(chunks, bridge, parallel, tuning.lora, seed=tuning.seed)
@@ -63,7 +73,8 @@ def tune(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, tuning: Tu
             chunk.requires_grad_(False)
         embedding = getattr(chunk, "embedding", None)
         if embedding is not None and not any(parameter.requires_grad for parameter in embedding.parameters()):
-            # A recomputed layer that gets an input without gradient returns an output that has none, and nothing in it would be trained.
+            # A recomputed layer that gets an input without gradient returns an output that has none, and nothing in it
+            # would be trained.
             embedding.register_forward_hook(_with_gradient)
     return adapters
 
@@ -83,12 +94,18 @@ def _freeze(chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, pattern
             frozen = frozen_names(patterns, names)
             if frozen and len(frozen) < len(names):
                 raise ConfigRefused(
-                    "learner.optimizer.freeze", f"all or none of {', '.join(names)}, which are one tensor in Megatron", sorted(frozen)
+                    "learner.optimizer.freeze",
+                    f"all or none of {', '.join(names)}, which are one tensor in Megatron",
+                    sorted(frozen),
                 )
             parameter.requires_grad_(not frozen)
-    trains = stages.values_of_all(any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel)
+    trains = stages.values_of_all(
+        any(parameter.requires_grad for chunk in chunks for parameter in chunk.parameters()), parallel
+    )
     if not any(trains):
         raise ConfigRefused("learner.optimizer.freeze", "patterns that leave weights to train", list(patterns))
     if not all(trains):
         want = "patterns that leave weights to train in every stage, or a lower learner.pipeline_parallel"
-        raise ConfigRefused("learner.optimizer.freeze", want, f"{list(patterns)}, which leave none in stage {trains.index(False)}")
+        raise ConfigRefused(
+            "learner.optimizer.freeze", want, f"{list(patterns)}, which leave none in stage {trains.index(False)}"
+        )

@@ -5,8 +5,9 @@
     probes    calls to the other nodes, while there are no ranks
     ranks     run_part (ranks/process.py), while an attempt runs
 
-Consumes rows and the ends of its children. Produces its row and, as the leader, the attempts. Waits for the other nodes (at most
-``nodes_wait_s``, its row names them) and for its children. Unblocked by a change of a row, the end of a child, or ``draining``.
+Consumes rows and the ends of its children. Produces its row and, as the leader, the attempts. Waits for the other nodes
+(at most ``nodes_wait_s``, its row names them) and for its children. Unblocked by a change of a row, the end of a child,
+or ``draining``.
 """
 
 import asyncio
@@ -79,7 +80,9 @@ async def call(other: NodeRow) -> str:
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(CALL_S):
-            reader, writer = await asyncio.open_connection(other.address.strip("[]"), other.probe_port, limit=_MOST_LINE)
+            reader, writer = await asyncio.open_connection(
+                other.address.strip("[]"), other.probe_port, limit=_MOST_LINE
+            )
             line = await reader.readline()
     except TimeoutError:
         return f"no answer within {CALL_S:.0f} s"
@@ -97,7 +100,9 @@ async def call(other: NodeRow) -> str:
 class Probes:
     """The calls of one agent, made while it has no ranks."""
 
-    def __init__(self, mine: Callable[[], NodeRow], others: Callable[[], Mapping[int, NodeRow]], on_results: Callable[..., None]) -> None:
+    def __init__(
+        self, mine: Callable[[], NodeRow], others: Callable[[], Mapping[int, NodeRow]], on_results: Callable[..., None]
+    ) -> None:
         """``others``: rows of the nodes as last read. ``on_results`` is called with the new ``reached``."""
         self._mine, self._others, self._on_results = mine, others, on_results
         self._wake = Waiter()
@@ -113,11 +118,17 @@ class Probes:
             await self._wake.wait(AGAIN_S)
 
     async def look(self) -> None:
-        """Call the offers that are not reached yet, all at the same time, and report the results for those that stand."""
+        """Call the offers that are not reached yet, all at the same time, and report the results for those that
+        stand.
+        """
         mine = self._mine()
         if mine.phase is not Phase.READY:
             return
-        offers = [row for row in self._others().values() if row.node != mine.node and row.phase is Phase.READY and row.probe_port]
+        offers = [
+            row
+            for row in self._others().values()
+            if row.node != mine.node and row.phase is Phase.READY and row.probe_port
+        ]
         called = [row for row in offers if mine.reached.get(row.nonce) != REACHED]
         results = dict(zip([row.nonce for row in called], await asyncio.gather(*map(call, called)), strict=True))
         if self._mine().nonce != mine.nonce:
@@ -157,8 +168,11 @@ class Limits:
 class Agent:
     """One node's agent, from its claim of the node rank to its end."""
 
-    def __init__(self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]) -> None:
-        """``row``: the facts of this node, without nonces and keys. ``bind``: address to listen on, which may differ from the advertised.
+    def __init__(
+        self, bus: Bus, row: NodeRow, work: Work, *, bind: str, limits: Limits, on_change: Callable[[NodeRow], None]
+    ) -> None:
+        """``row``: the facts of this node, without nonces and keys. ``bind``: address to listen on, which may differ
+        from the advertised.
 
         ``on_change`` is called with the row when its phase, wait or reason has changed.
         """
@@ -183,11 +197,18 @@ class Agent:
         return self._own.row
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Run attempts until the last step is done, or drained. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
+        """Run attempts until the last step is done, or drained. Raises NodeRefused, NodeReplaced, LearnerEnded,
+        BusUnavailable.
+        """
         async with AsyncExitStack() as stack:
             self._own.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
             await self._own.claim(self._limits.silence_s)
-            works = {"row": self._own.keep(), "view": self._view.run(), "probes": self._probes.run(), "stop": self._stop_on(draining)}
+            works = {
+                "row": self._own.keep(),
+                "view": self._view.run(),
+                "probes": self._probes.run(),
+                "stop": self._stop_on(draining),
+            }
             loops = [asyncio.create_task(work, name=name) for name, work in works.items()]
             for loop in loops:
                 loop.add_done_callback(lambda _: self._wake.wake())
@@ -278,11 +299,15 @@ class Agent:
         missing = isinstance(action, Wait) and action.missing
         self._missing_since = (self._missing_since or now) if missing else None
         if self._missing_since is not None and now - self._missing_since > self._limits.wait_s:
-            raise LearnerEnded(f"not all {self.row.nodes} nodes are there after {self._limits.wait_s:.0f} s; missing: {text}")
+            raise LearnerEnded(
+                f"not all {self.row.nodes} nodes are there after {self._limits.wait_s:.0f} s; missing: {text}"
+            )
 
     async def _form(self, action: Form) -> None:
         """Write the next attempt. Its feeder admits the ranks of the other nodes."""
-        self._keys = replace(self._keys, others_public=tuple(row.key for row in action.offers if row.node != self.row.node))
+        self._keys = replace(
+            self._keys, others_public=tuple(row.key for row in action.offers if row.node != self.row.node)
+        )
         await self._attempts.form(self.row, action.offers, self._keys.feeder_public)
 
     # ---- ranks
@@ -339,7 +364,9 @@ class Agent:
         now = time.monotonic()
         self._bad_ends.append(now)
         if len(self._bad_ends) == self._limits.bad_ends and now - self._bad_ends[0] < self._limits.window_s:
-            await self._give_up(f"{len(self._bad_ends)} failed attempts within {self._limits.window_s:.0f} s; the last one: {reason}")
+            await self._give_up(
+                f"{len(self._bad_ends)} failed attempts within {self._limits.window_s:.0f} s; the last one: {reason}"
+            )
         if self.row.node == LEADER:
             await self._attempts.try_record(self.row, State.ENDING, reason)
         self._renew(reason)

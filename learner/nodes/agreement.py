@@ -9,25 +9,42 @@ from tidemill.learner.nodes.node_rows import NodeRow
 
 
 def refuse_unlike(offers: Sequence[NodeRow]) -> None:
-    """Raise NodeRefused for nodes with other versions, settings or numbers, and for addresses that cannot connect them."""
+    """Raise NodeRefused for nodes with other versions, settings or numbers, and for addresses that cannot connect
+    them.
+    """
     leader = offers[0]
     for row in offers[1:]:
         if row.nodes != leader.nodes:
             raise NodeRefused(
-                row.name, f"--nodes {leader.nodes}, as {leader.name}", f"{row.nodes}", "start all agents with the same number"
+                row.name,
+                f"--nodes {leader.nodes}, as {leader.name}",
+                f"{row.nodes}",
+                "start all agents with the same number",
             )
         if bool(row.devices) != bool(leader.devices):
             got = "devices" if row.devices else "none"
-            raise NodeRefused(row.name, f"{'devices' if leader.devices else 'no devices'}, as {leader.name}", got, "learner.device: cpu")
+            raise NodeRefused(
+                row.name,
+                f"{'devices' if leader.devices else 'no devices'}, as {leader.name}",
+                got,
+                "learner.device: cpu",
+            )
         for name in sorted({*leader.versions, *row.versions}):
             want, got = leader.versions.get(name, "none"), row.versions.get(name, "none")
             if want != got:
-                cure = "use the same configuration on all nodes" if name == "settings" else "install the same versions on all nodes"
+                cure = (
+                    "use the same configuration on all nodes"
+                    if name == "settings"
+                    else "install the same versions on all nodes"
+                )
                 raise NodeRefused(row.name, f"{name} {want}, as {leader.name}", got, cure)
     if len({row.place for row in offers}) > 1 or not leader.place:
         for row in offers:
             if is_loopback(row.address):
-                cure = f"--host ADDRESS, or a --bus address of the network; {row.name} is reached under {row.address} by itself only"
+                cure = (
+                    f"--host ADDRESS, or a --bus address of the network; {row.name} is reached under "
+                    f"{row.address} by itself only"
+                )
                 raise NodeRefused(row.name, "an address that the other nodes reach", row.address, cure)
 
 
@@ -49,5 +66,8 @@ def refuse_public(address: str, *, insecure: bool) -> None:
     if public and not insecure:
         want = "an address of a private network: the ranks' own connections have no authentication"
         raise NodeRefused(
-            "learner: address of this node", want, f"{address}, which is public", "--host ADDRESS, or learner.insecure_network: true"
+            "learner: address of this node",
+            want,
+            f"{address}, which is public",
+            "--host ADDRESS, or learner.insecure_network: true",
         )

@@ -1,4 +1,6 @@
-"""The leader's writes of the row ``attempt``: a new attempt from offers, and the states of the present one. By compare-and-set."""
+"""The leader's writes of the row ``attempt``: a new attempt from offers, and the states of the present one. By
+compare-and-set.
+"""
 
 import asyncio
 import logging
@@ -22,11 +24,15 @@ class Work(Protocol):
     """The ranks of one node."""
 
     def opened(self, bus: Bus) -> AbstractAsyncContextManager[None]:
-        """Run the servers of this node, from the claim of its row to the end of its agent. Raises OSError, BusUnavailable."""
+        """Run the servers of this node, from the claim of its row to the end of its agent. Raises OSError,
+        BusUnavailable.
+        """
         raise NotImplementedError
 
     def layout(self, offers: Sequence[NodeRow]) -> tuple[int, ...]:
-        """Return the number of ranks of each node. Raises NodeRefused for nodes that cannot run the learner together. Only the leader's."""
+        """Return the number of ranks of each node. Raises NodeRefused for nodes that cannot run the learner together.
+        Only the leader's.
+        """
         raise NotImplementedError
 
     async def check(self, proof: str) -> None:
@@ -38,7 +44,8 @@ class Work(Protocol):
         raise NotImplementedError
 
     async def run(self, part: Part, draining: asyncio.Event, on_step: Callable[[], None]) -> None:
-        """Run the processes until they have ended with success, or drained. When cancelled, it ends them first. Raises ChildFailed.
+        """Run the processes until they have ended with success, or drained. When cancelled, it ends them first. Raises
+        ChildFailed.
 
         ``on_step`` is called after steps of its ranks.
         """
@@ -64,7 +71,9 @@ class Attempts:
         self._ports.close()
 
     async def form(self, me: NodeRow, offers: Sequence[NodeRow], feeder_key: str) -> None:
-        """Write the next attempt; nodes that do not fit together give one that has failed. Raises RowConflict, BusError, OSError."""
+        """Write the next attempt; nodes that do not fit together give one that has failed. Raises RowConflict,
+        BusError, OSError.
+        """
         reading = self._view.reading
         assert reading is not None
         refused: NodeRefused | None = None
@@ -100,10 +109,14 @@ class Attempts:
         if reading is None or reading.attempt is None or not reading.attempt.has(me):
             return
         log.info("attempt epoch=%d state=%s reason=%s", reading.attempt.epoch, state, reason or "-")
-        await self._write(replace(reading.attempt, state=state, reason=cut(reason), exit_code=exit_code), reading.revision)
+        await self._write(
+            replace(reading.attempt, state=state, reason=cut(reason), exit_code=exit_code), reading.revision
+        )
 
     async def try_record(self, me: NodeRow, state: State, reason: str, exit_code: int = 0) -> None:
-        """Record a state for the other agents, which also see it in this node's row, unless the attempt is over already."""
+        """Record a state for the other agents, which also see it in this node's row, unless the attempt is over
+        already.
+        """
         reading = self._view.reading
         try:
             if reading is not None and reading.attempt is not None and reading.attempt.state not in _OVER:

@@ -31,7 +31,9 @@ class NodeReplaced(LearnerError):
 
 
 class LearnerEnded(LearnerError):
-    """The learner as a whole was given up: nodes are missing, it failed too often, or a failure that no restart cures."""
+    """The learner as a whole was given up: nodes are missing, it failed too often, or a failure that no restart
+    cures.
+    """
 
     def __init__(self, reason: str, exit_code: int = exit_codes.CRASHED) -> None:
         super().__init__(reason, exit_code)

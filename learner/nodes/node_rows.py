@@ -1,7 +1,8 @@
-"""Rows of node agents in the bucket ``run``: ``node.<R>``, written by the agent of node R, and ``attempt``, written by the leader.
+"""Rows of node agents in the bucket ``run``: ``node.<R>``, written by the agent of node R, and ``attempt``, written by
+the leader.
 
-They are input like any other: a row of another shape is refused (``bus/wire/rows.py``), and so is one with values that contradict
-each other. Knows no bus.
+They are input like any other: a row of another shape is refused (``bus/wire/rows.py``), and so is one with values that
+contradict each other. Knows no bus.
 """
 
 import re
@@ -176,7 +177,9 @@ def attempt_of(value: JsonMapping) -> Attempt:
         _nonce("nonces", nonce)
     if not 1 <= len(attempt.nonces) <= MOST_RANKS or len(set(attempt.nonces)) < len(attempt.nonces):
         raise WireError("nonces", f"1 to {MOST_RANKS}, each once", attempt.nonces[:4])
-    if len(attempt.ranks) != len(attempt.nonces) or not all(type(count) is int and 0 < count <= MOST_RANKS for count in attempt.ranks):
+    if len(attempt.ranks) != len(attempt.nonces) or not all(
+        type(count) is int and 0 < count <= MOST_RANKS for count in attempt.ranks
+    ):
         raise WireError("ranks", "a number of ranks for each nonce", attempt.ranks[:4])
     host, colon, port = attempt.master.rpartition(":")
     if not host or not colon or not port.isdecimal() or not 0 < int(port[:6]) < 65_536:

@@ -1,4 +1,5 @@
-"""The row of an agent: claimed at its start, renewed every second by compare-and-set, so that a node rank has one agent.
+"""The row of an agent: claimed at its start, renewed every second by compare-and-set, so that a node rank has one
+agent.
 
 Consumes nothing; produces the row. A claim waits until the row of an agent before it has been silent for long enough.
 """
@@ -57,7 +58,9 @@ class OwnRow:
         return self._stored >= changes
 
     async def claim(self, silence_s: float) -> None:
-        """Write the row for the first time. Raises NodeRefused when another agent has this node rank, BusUnavailable."""
+        """Write the row for the first time. Raises NodeRefused when another agent has this node rank,
+        BusUnavailable.
+        """
         began = time.monotonic()
         known: int | None = None
         while True:
@@ -75,12 +78,19 @@ class OwnRow:
                     known = -1 if known is None else known
                     continue
             if known is None:
-                log.warning("%s has a row from %s pid=%d: waiting up to %.0f s for its next heartbeat", self._key, *_of(other), silence_s)
+                log.warning(
+                    "%s has a row from %s pid=%d: waiting up to %.0f s for its next heartbeat",
+                    self._key,
+                    *_of(other),
+                    silence_s,
+                )
             known = revision
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
-        """Background loop: write the row every second and after each change. Raises NodeReplaced when another agent has taken it over."""
+        """Background loop: write the row every second and after each change. Raises NodeReplaced when another agent has
+        taken it over.
+        """
         while True:
             changes = self._changes
             self.row = replace(self.row, beats=self.row.beats + 1)
@@ -133,7 +143,9 @@ def _of(row: NodeRow) -> tuple[str, int]:
 
 def _taken(mine: NodeRow, other: NodeRow) -> NodeRefused:
     got = f"a second one: node rank {mine.node} has an agent on {other.host}, pid {other.pid}"
-    return NodeRefused(f"--node-rank {mine.node}", "one agent", got, "give every node a rank of its own, or end the other agent")
+    return NodeRefused(
+        f"--node-rank {mine.node}", "one agent", got, "give every node a rank of its own, or end the other agent"
+    )
 
 
 def _is_gone(other: NodeRow, mine: NodeRow) -> bool:

@@ -2,12 +2,13 @@
 
     rows of all nodes, with the seconds of their silence + the attempt  ->  one action
 
-Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by compare-and-set on the
-row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent runs ranks only under an attempt that names
-its nonce, and takes a new nonce only after its ranks have ended. So according to the rows, no two attempts have ranks at the same time.
-The leader waits until the agent of each node has reached those of all others (``reached``): ranks that cannot connect would wait for
-gloo's timeouts.
-An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the end before.
+Every agent offers itself under a nonce. The leader (node 0) forms an attempt from the offers of all nodes, by
+compare-and-set on the row ``attempt``, and only when none of these offers belongs to the attempt before it. An agent
+runs ranks only under an attempt that names its nonce, and takes a new nonce only after its ranks have ended. So
+according to the rows, no two attempts have ranks at the same time. The leader waits until the agent of each node has
+reached those of all others (``reached``): ranks that cannot connect would wait for gloo's timeouts.
+An agent reads the rows of the nodes first and the attempt afterwards: an agent that leaves at the end has recorded the
+end before.
 
 Consumes rows; produces actions. A wait names the nodes or the event that ends it.
 """
@@ -32,7 +33,9 @@ class Seen:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each other."""
+    """Do nothing until a row changes. ``missing``: it waits for nodes that are not there, or that do not reach each
+    other.
+    """
 
     waits_for: str = ""
     missing: bool = False
@@ -117,7 +120,9 @@ def decide(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, *, si
     return _drained(me, seen, mine) if mine.state is State.DRAINING else _running(me, seen, mine)
 
 
-def _ready(me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float) -> Action:
+def _ready(
+    me: NodeRow, seen: Mapping[int, Seen], attempt: Attempt | None, mine: Attempt | None, silence_s: float
+) -> Action:
     """Return the action of an agent without ranks."""
     if mine is not None:
         if mine.state is State.FORMING:
@@ -149,7 +154,9 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
     for node in range(me.nodes):
         there = seen.get(node)
         if there is None:
-            missing.append(f"node {node} (never seen, or it has left)" if node != me.node else "its own row to be stored")
+            missing.append(
+                f"node {node} (never seen, or it has left)" if node != me.node else "its own row to be stored"
+            )
         elif node != me.node and there.silent_s > silence_s:
             missing.append(f"{there.row.name} (silent for {there.silent_s:.0f} s)")
         elif node != me.node and there.row.phase is Phase.FAILED:
@@ -158,9 +165,15 @@ def _missing(me: NodeRow, seen: Mapping[int, Seen], silence_s: float) -> list[st
 
 
 def _apart(rows: Sequence[NodeRow]) -> list[str]:
-    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach all."""
+    """Return the calls between nodes that have failed, for a message, or that some are not made yet; empty = all reach
+    all.
+    """
     pairs = [(row, other, row.reached.get(other.nonce)) for row in rows for other in rows if row is not other]
-    failed = [f"{row.name_with_address} to reach {other.name_with_address}: {result}" for row, other, result in pairs if result]
+    failed = [
+        f"{row.name_with_address} to reach {other.name_with_address}: {result}"
+        for row, other, result in pairs
+        if result
+    ]
     more = [f"{len(failed) - 4} more"] if len(failed) > 4 else []
     return [*failed[:4], *more] or ["the nodes to call each other"] * any(result is None for _, _, result in pairs)
 
@@ -177,7 +190,9 @@ def _trouble(me: NodeRow, seen: Mapping[int, Seen], mine: Attempt, silence_s: fl
         if row.phase is Phase.FAILED and row.nonce == nonce:
             return Record(State.FAILED, f"{row.name}: {row.reason}", row.exit_code or exit_codes.CRASHED)
         if row.nonce != nonce:
-            why = row.reason or ("another agent has its node rank" if mine.state is not State.FORMING else "it has offered again")
+            why = row.reason or (
+                "another agent has its node rank" if mine.state is not State.FORMING else "it has offered again"
+            )
             return Record(State.ENDING, f"{row.name}: {why}")
         if there.silent_s > silence_s:
             return Record(State.ENDING, f"{row.name} is silent for {there.silent_s:.0f} s")

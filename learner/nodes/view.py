@@ -32,7 +32,9 @@ class Silences:
         self._read_s, self._count_from_s = None, float("inf")
 
     def read(self, stamps: Mapping[int, Hashable], now: float) -> dict[int, float]:
-        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds for which each has not changed."""
+        """Note a reading of all rows; ``stamps`` change with their writes. Returns the seconds for which each has not
+        changed.
+        """
         if self._count_from_s == float("inf"):
             self._count_from_s = now + GRACE_S
         passed = 0.0 if self._read_s is None else max(0.0, now - max(self._read_s, self._count_from_s))
@@ -86,7 +88,10 @@ class View:
         changed = Waiter()
         while True:
             try:
-                async with self._rows.on_change(f"{NODE_KEY}.*", changed.wake), self._rows.on_change(ATTEMPT_KEY, changed.wake):
+                async with (
+                    self._rows.on_change(f"{NODE_KEY}.*", changed.wake),
+                    self._rows.on_change(ATTEMPT_KEY, changed.wake),
+                ):
                     while True:
                         await self._read()
                         self._on_read()
@@ -106,11 +111,17 @@ class View:
             self._silences.lost(time.monotonic())
             self.reading = None
             return
-        rows = {row.node: (row, stamp) for key, (row_map, stamp) in found.items() if (row := self._node(key, row_map, stamp)) is not None}
+        rows = {
+            row.node: (row, stamp)
+            for key, (row_map, stamp) in found.items()
+            if (row := self._node(key, row_map, stamp)) is not None
+        }
         now = time.monotonic()
         stamps = {node: stamp for node, (_, stamp) in rows.items()}
         silent = self._silences.read(stamps, now)
-        if max(silent.values(), default=0.0) > GRACE_S and await self._bus.full():  # no row can be written, so none is silent
+        if (
+            max(silent.values(), default=0.0) > GRACE_S and await self._bus.full()
+        ):  # no row can be written, so none is silent
             self._silences.lost(now)
             silent = self._silences.read(stamps, now)
         seen = {node: Seen(row, silent[node]) for node, (row, _) in rows.items()}

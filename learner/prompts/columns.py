@@ -1,4 +1,6 @@
-"""Columns of a row besides prompt, label and metadata: its temperature and limits of sampling, the name of its reward, its tools."""
+"""Columns of a row besides prompt, label and metadata: its temperature and limits of sampling, the name of its reward,
+its tools.
+"""
 
 import json
 from collections.abc import Mapping
@@ -69,17 +71,28 @@ def sampling_in(values: Mapping[str, object], key: str, *, where: str) -> RowSam
     if longest is not None and not _whole(longest, at_least=1):
         raise PromptError(where, f"a whole number >= 1 in '{key}.max_new_tokens'", repr(longest)[:80])
     stop, ids = _listed(settings.get("stop")), _listed(settings.get("stop_token_ids"))
-    if stop is not None and not (len(stop) <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_LETTERS for text in stop)):
-        raise PromptError(where, f"at most {MAX_STOPS} texts of 1 to {MAX_LETTERS} letters in '{key}.stop'", repr(stop)[:80])
+    if stop is not None and not (
+        len(stop) <= MAX_STOPS and all(isinstance(text, str) and 0 < len(text) <= MAX_LETTERS for text in stop)
+    ):
+        raise PromptError(
+            where, f"at most {MAX_STOPS} texts of 1 to {MAX_LETTERS} letters in '{key}.stop'", repr(stop)[:80]
+        )
     if ids is not None and not (len(ids) <= MAX_STOPS and all(_whole(entry, at_least=0) for entry in ids)):
         raise PromptError(where, f"at most {MAX_STOPS} token ids in '{key}.stop_token_ids'", repr(ids)[:80])
     return RowSampling(
-        temperature=None if temperature is None else float(temperature), max_new_tokens=longest, stop=stop, stop_token_ids=ids
+        temperature=None if temperature is None else float(temperature),
+        max_new_tokens=longest,
+        stop=stop,
+        stop_token_ids=ids,
     )
 
 
 def _is_temperature(value: object) -> TypeGuard[int | float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and LOWEST_TEMPERATURE <= value <= HIGHEST_TEMPERATURE
+    )
 
 
 def refuse_limits(sampling: RowSampling, rollout: str, *, where: str, key: str) -> None:
@@ -112,7 +125,9 @@ def rollout_in(values: Mapping[str, object], key: str, *, where: str) -> str | N
 
 
 def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[JsonObject]:
-    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises PromptError."""
+    """Return the tools in column ``key``, a list or JSON text of one, in the form of templates; none for null. Raises
+    PromptError.
+    """
     tools = value_at(values, key, where=where, setting="data.tools_key") if key else None
     if tools is None:
         return []
@@ -120,7 +135,9 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
         try:
             tools = json.loads(tools)
         except (ValueError, RecursionError) as error:
-            raise PromptError(where, f"a list of tools, or one as JSON text, in {key!r}", f"{tools!r:.80} ({error})") from None
+            raise PromptError(
+                where, f"a list of tools, or one as JSON text, in {key!r}", f"{tools!r:.80} ({error})"
+            ) from None
     if not isinstance(tools, list) or len(tools) > MAX_TOOLS:
         got = f"{len(tools)} tools" if isinstance(tools, list) else kind_of(tools)
         raise PromptError(where, f"a list of at most {MAX_TOOLS} tools, or one as JSON text, in {key!r}", got)
@@ -128,7 +145,9 @@ def tools_in(values: Mapping[str, object], key: str, *, where: str) -> list[Json
     try:
         return chat_tools(tools, key)
     except WireError as error:
-        raise PromptError(where, f"tools with a name, or with function.name, in {key!r}", f"{error.got!r:.80}") from None
+        raise PromptError(
+            where, f"tools with a name, or with function.name, in {key!r}", f"{error.got!r:.80}"
+        ) from None
 
 
 def _listed(value: Any) -> tuple[Any, ...] | None:

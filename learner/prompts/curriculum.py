@@ -1,7 +1,9 @@
-"""Curriculum by recent pass rate: prompts that were too easy or too hard when they were last asked are left out of the next passes.
+"""Curriculum by recent pass rate: prompts that were too easy or too hard when they were last asked are left out of the
+next passes.
 
-A pure state machine. Its state changes by the records of PLAN and their samples alone, and is part of every checkpoint; so a start that
-repeats the records skips the same prompts. Prompts are known by their row number: files do not change during a run.
+A pure state machine. Its state changes by the records of PLAN and their samples alone, and is part of every checkpoint;
+so a start that repeats the records skips the same prompts. Prompts are known by their row number: files do not change
+during a run.
 """
 
 from collections.abc import Sequence

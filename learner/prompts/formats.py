@@ -1,7 +1,8 @@
-"""Sources of prompts as maps, one a row: JSONL, Parquet and Arrow files, their shards, and functions. Distrusts them; knows no column.
+"""Sources of prompts as maps, one a row: JSONL, Parquet and Arrow files, their shards, and functions. Distrusts them;
+knows no column.
 
-A function (``python:module:function`` in place of a file) takes nothing and returns an iterable of maps, the same ones at every call: a run
-that is resumed reads them again.
+A function (``python:module:function`` in place of a file) takes nothing and returns an iterable of maps, the same ones
+at every call: a run that is resumed reads them again.
 """
 
 import glob
@@ -35,7 +36,9 @@ def is_function(path: Path) -> bool:
 
 
 def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
-    """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function that fails."""
+    """Yield the maps of a function; for a row that is none, the error in its place. Raises PromptError for a function
+    that fails.
+    """
     rows = _called(path)
     for number in range(MAX_ROWS + 1):
         with errors_as(partial(_refused, f"{path}:{number + 1}", "a row, or the end")):
@@ -44,7 +47,11 @@ def rows_of(path: Path) -> Iterator[JsonMapping | PromptError]:
             return
         if number == MAX_ROWS:
             break
-        yield row if isinstance(row, dict) else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
+        yield (
+            row
+            if isinstance(row, dict)
+            else PromptError(f"{path}:{number + 1}", "a map", f"{type(row).__name__} {row!r:.80}")
+        )
     raise PromptError(str(path), f"at most {MAX_ROWS} rows", "more; a function must end")
 
 
@@ -61,7 +68,10 @@ def add_rows(digest: "hashlib._Hash", path: Path) -> None:
 
 
 def _called(path: Path) -> Iterator[Any]:
-    want = "python:module:function, which returns an iterable of maps; modules are searched in this directory and in PYTHONPATH"
+    want = (
+        "python:module:function, which returns an iterable of maps; modules are searched in this directory and "
+        "in PYTHONPATH"
+    )
     try:
         function: Callable[[], Iterable[Any]] = find_function(str(path).removeprefix(PREFIX))
     except FunctionRefused as error:
@@ -76,7 +86,9 @@ def _refused(where: str, want: str, error: BaseException) -> PromptError:
 
 SUFFIXES = (".jsonl", ".parquet")
 _NUMBERED = re.compile(r"(?P<name>.*?)(?P<between>[-_.]?)\d+(?:[-_]of[-_](?P<count>\d+)(?:-[0-9a-f]{8,})?)?")
-"""The name of a shard without its suffix: train-00000-of-00002, part_7, train-00000-of-00002-1b2c3d4e5f607182 (older files of the Hub)."""
+"""The name of a shard without its suffix: train-00000-of-00002, part_7, train-00000-of-00002-1b2c3d4e5f607182 (older
+files of the Hub).
+"""
 
 
 def is_pattern(path: Path) -> bool:
@@ -85,7 +97,9 @@ def is_pattern(path: Path) -> bool:
 
 
 def matching(pattern: Path) -> list[Path]:
-    """Return the files that match a pattern, in the order of their names. Raises PromptError for none, and for files of two kinds."""
+    """Return the files that match a pattern, in the order of their names. Raises PromptError for none, and for files of
+    two kinds.
+    """
     found = [Path(one) for one in sorted(glob.glob(str(pattern)))]
     if not found:
         raise PromptError(str(pattern), "a file of prompts", "no file that matches")
@@ -95,22 +109,25 @@ def matching(pattern: Path) -> list[Path]:
 def shards_in(directory: Path, *, kinds: str) -> list[Path]:
     """Return the files of a directory, in the order of their names. Files of other kinds are passed over.
 
-    ``kinds``: the paths that can be read, in words. Raises PromptError for none, for files of two kinds, for those of several names (they
-    may be a split for training and one for tests), and where one of ``-of-`` is missing.
+    ``kinds``: the paths that can be read, in words. Raises PromptError for none, for files of two kinds, for those of
+    several names (they may be a split for training and one for tests), and where one of ``-of-`` is missing.
     """
     there = sorted(directory.iterdir())
     found = [one for one in there if one.suffix in SUFFIXES and not one.name.startswith(".") and one.is_file()]
     if not found:
         below = ", ".join(str(one) for one in there if one.is_dir() and not one.name.startswith("."))
         raise PromptError(
-            str(directory), kinds, "a directory without state.json and shards" + (f"; in it are {below:.300}" if below else "")
+            str(directory),
+            kinds,
+            "a directory without state.json and shards" + (f"; in it are {below:.300}" if below else ""),
         )
     _of_one_kind(str(directory), found)
     groups: dict[str, int] = {}
     for one in found:
         shard = _NUMBERED.fullmatch(one.stem)
         groups.setdefault(
-            one.name if shard is None else f"{shard['name']}{shard['between']}*{one.suffix}", int((shard and shard["count"]) or 0)
+            one.name if shard is None else f"{shard['name']}{shard['between']}*{one.suffix}",
+            int((shard and shard["count"]) or 0),
         )
     if len(groups) > 1:
         got = f"those of {len(groups)}; name one of them: {', '.join(str(directory / one) for one in groups):.600}"
@@ -134,7 +151,8 @@ LINE_BYTES = 64 << 20
 COUNTED_BYTES = 256_000_000
 """Bytes of JSONL files up to which their rows are counted."""
 KINDS = (
-    "a .jsonl or .parquet file, a directory of such shards or a pattern for their names, a directory saved by datasets (save_to_disk), "
+    "a .jsonl or .parquet file, a directory of such shards or a pattern for their names, a directory saved "
+    "by datasets (save_to_disk), "
     "or python:module:function"
 )
 
@@ -155,18 +173,25 @@ def data_files(path: Path) -> list[Path]:
     if is_function(path):
         return [path]
     if path.is_dir():
-        return _arrow_files(path) if (path / STATE).is_file() or (path / SPLITS).is_file() else shards_in(path, kinds=KINDS)
+        return (
+            _arrow_files(path)
+            if (path / STATE).is_file() or (path / SPLITS).is_file()
+            else shards_in(path, kinds=KINDS)
+        )
     if not path.is_file() and is_pattern(path):
         return matching(path)
     if not path.is_file():
         raise PromptError(str(path), "a file of prompts", "no such file")
     if path.suffix not in SUFFIXES:
-        raise PromptError(str(path), KINDS if path.suffix == ".arrow" else "a .jsonl or .parquet file", f"suffix {path.suffix!r}")
+        raise PromptError(
+            str(path), KINDS if path.suffix == ".arrow" else "a .jsonl or .parquet file", f"suffix {path.suffix!r}"
+        )
     return [path]
 
 
 def read_values(path: Path) -> Iterator[tuple[str, JsonMapping | PromptError]]:
-    """Yield the place of each row, as in messages, and its values, in the order of the files; for a line that is no JSON map, the error.
+    """Yield the place of each row, as in messages, and its values, in the order of the files; for a line that is no
+    JSON map, the error.
 
     The place names the shard of a source that has several. Raises PromptError when the rest of a file cannot be read.
     """
@@ -256,9 +281,13 @@ def _read_arrow(files: Iterable[Path]) -> Iterator[JsonMapping]:
 
 
 def count_rows(path: Path) -> int | None:
-    """Return the number of rows without their values; None where that takes long: for functions and large JSONL files."""
+    """Return the number of rows without their values; None where that takes long: for functions and large JSONL
+    files.
+    """
     files = data_files(path)
-    if is_function(path) or (files[0].suffix == ".jsonl" and sum(file.stat().st_size for file in files) > COUNTED_BYTES):
+    if is_function(path) or (
+        files[0].suffix == ".jsonl" and sum(file.stat().st_size for file in files) > COUNTED_BYTES
+    ):
         return None
     return sum(map(_count, files))
 
@@ -282,7 +311,8 @@ def _count(file: Path) -> int:
 def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str) -> Any:
     """Return the value under ``key``, or that under its parts in nested maps (``reward_model.ground_truth``).
 
-    A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which the lookup fails.
+    A key that exists unsplit takes precedence on every level. Raises PromptError with the keys of the level at which
+    the lookup fails.
     """
     level, rest, path = values, key, ""
     while rest not in level:
@@ -290,7 +320,11 @@ def value_at(values: Mapping[str, object], key: str, *, where: str, setting: str
         below = level.get(head)
         if not rest or not isinstance(below, Mapping):
             inside = f" in {path!r}" if path else ""
-            got = f"keys {sorted(level)}{inside}" if head not in level or not rest else f"{kind_of(below)} in {_joined(path, head)!r}"
+            got = (
+                f"keys {sorted(level)}{inside}"
+                if head not in level or not rest
+                else f"{kind_of(below)} in {_joined(path, head)!r}"
+            )
             raise PromptError(where, f"key {key!r} ({setting})", got)
         level, path = below, _joined(path, head)
     return level[rest]
@@ -314,9 +348,13 @@ def refuse_unsendable(value: object, *, where: str, key: str) -> None:
             continue
         elif isinstance(one, int):
             if not -(2**63) <= one < 2**64:
-                raise PromptError(where, f"whole numbers of 64 bits in {place!r}", f"{len(str(one))} digits; write it as text")
+                raise PromptError(
+                    where, f"whole numbers of 64 bits in {place!r}", f"{len(str(one))} digits; write it as text"
+                )
         elif not isinstance(one, (float, Decimal)):
-            raise PromptError(where, f"values of JSON in {place!r}", f"a {type(one).__name__}; save the column as text or a number")
+            raise PromptError(
+                where, f"values of JSON in {place!r}", f"a {type(one).__name__}; save the column as text or a number"
+            )
         elif not math.isfinite(one):
             raise PromptError(where, f"finite numbers in {place!r}", f"{one}; write null, or remove the row")
 

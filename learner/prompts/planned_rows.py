@@ -1,7 +1,7 @@
 """Rows that the run has planned, as every checkpoint has them; and what a changed file of prompts still has of them.
 
-A start may read other files than the one before, as long as each position up to the last issued one has the row that it had. Rows behind
-that position, and rows that were skipped, may change.
+A start may read other files than the one before, as long as each position up to the last issued one has the row that it
+had. Rows behind that position, and rows that were skipped, may change.
 """
 
 import numpy as np
@@ -61,7 +61,8 @@ class PlannedRows:
         }
 
     def load(self, state: JsonMapping) -> str:
-        """Replace the state by one that ``dump`` has returned. Returns the differences of the rows, which are not planned yet, in words.
+        """Replace the state by one that ``dump`` has returned. Returns the differences of the rows, which are not
+        planned yet, in words.
 
         Raises ConfigRefused if a planned row differs, or a position up to the last planned one has another row.
         """
@@ -80,17 +81,28 @@ class PlannedRows:
         facts = {"shuffle": self._prompts.shuffle, "shares": _facts(self._prompts.shares)}
         if {name: state[name] for name in facts} == facts:
             return
-        shares = [Share(first=first, size=size, weight=weight, name=name) for first, size, weight, name in state["shares"]]
+        shares = [
+            Share(first=first, size=size, weight=weight, name=name) for first, size, weight, name in state["shares"]
+        ]
         for epoch in range(self._next[0] + 1):
             before = order_of(shares, shuffle=state["shuffle"], seed=self._prompts.seed, epoch=epoch)
             before = before[: self._next[1]] if epoch == self._next[0] else before
             if not np.array_equal(before, self._prompts.order(epoch)[: len(before)]):
-                want = f"{count} rows, and the weights and the shuffling of the sources, as when pass {epoch} was planned"
-                raise _refused(want, f"{len(self._prompts.digests)} rows in another order; append rows with data.shuffle: false alone")
+                want = (
+                    f"{count} rows, and the weights and the shuffling of the sources, as when pass {epoch} was planned"
+                )
+                raise _refused(
+                    want,
+                    f"{len(self._prompts.digests)} rows in another order; append rows with data.shuffle: false alone",
+                )
 
     def _differences(self, changed: NDArray[np.int64], count: int) -> str:
         places = ", ".join(self._prompts.place(int(number)) for number in changed[:_MAX_NAMED])
-        words = [f"{len(changed)} of {count} rows differ ({places}{', ...' if len(changed) > _MAX_NAMED else ''})"] if len(changed) else []
+        words = (
+            [f"{len(changed)} of {count} rows differ ({places}{', ...' if len(changed) > _MAX_NAMED else ''})"]
+            if len(changed)
+            else []
+        )
         if more := len(self._prompts.digests) - count:
             words.append(f"{abs(more)} rows {'more' if more > 0 else 'fewer'}")
         return "; ".join(words) or "the rows are the same"

@@ -1,4 +1,6 @@
-"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no bus."""
+"""Prompts of files in a deterministic order: (seed, epoch, offset) -> prompt, tokens, label, metadata. Knows files, no
+bus.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -27,7 +29,8 @@ from tidemill.learner.prompts.tokenizer import Tokenize
 
 
 def prompts_digest(sources: Sequence[Source], *, shuffle: bool, seed: int) -> str:
-    """Return a digest of the files' content and of all settings that determine the order of prompts. Raises PromptError.
+    """Return a digest of the files' content and of all settings that determine the order of prompts. Raises
+    PromptError.
 
     The digest of one whole file is as in the releases that had nothing else: checkpoints have it.
     """
@@ -83,8 +86,8 @@ class Drawn:
 class PromptFile:
     """The rows of one or several sources, drawn in an order that depends on the seed and the epoch alone.
 
-    A row that cannot be used keeps its place in the order and is skipped there (``bad_rows``). Whether it can be used depends on the row
-    and the settings alone, so a later start skips the same rows.
+    A row that cannot be used keeps its place in the order and is skipped there (``bad_rows``). Whether it can be used
+    depends on the row and the settings alone, so a later start skips the same rows.
     """
 
     def __init__(
@@ -100,16 +103,18 @@ class PromptFile:
         rules: RowRules | None = None,
     ) -> None:
         """``path``: one file, with the defaults of ``Source``; or sources.
-        ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for the chats of rollouts.
+        ``recordings``: makes the sequences of recorded responses; None = no row has any. ``chat_template_args``: for
+        the chats of rollouts.
 
-        Raises PromptError, which names file and line, for a source that cannot be read, or of which no row can be used; with the policy
-        refuse for any bad row.
+        Raises PromptError, which names file and line, for a source that cannot be read, or of which no row can be used;
+        with the policy refuse for any bad row.
         """
         self.sources = [Source(path=path)] if isinstance(path, Path) else list(path)
         self.shuffle, self.seed, self._rules = shuffle, seed, rules or RowRules()
         self._row_tokens = RowTokens(tokenize, max_tokens=max_tokens, recordings=recordings)
         self.chat_template_args = dict(chat_template_args or {})
-        # Before the rows are read: a file that changes while it is read then differs from the one that later starts find.
+        # Before the rows are read: a file that changes while it is read then differs from the one that later starts
+        # find.
         self.digest = prompts_digest(self.sources, shuffle=shuffle, seed=seed)
         self.bad_rows = BadRows(self._rules.policy)
         self._rows: list[PromptRow | PromptError] = []
@@ -152,7 +157,9 @@ class PromptFile:
         return self.bad_rows.trouble(len(self._rows))
 
     def row(self, number: int) -> PromptRow:
-        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad row."""
+        """Return the row of a number, which counts through the sources in their order. Raises PromptError for a bad
+        row.
+        """
         row = self._rows[number]
         if isinstance(row, PromptError):
             raise row
@@ -176,7 +183,15 @@ class PromptFile:
         tokens, recorded = self._row_tokens.of(row)
         args = self.chat_template_args if row.rollout and not recorded else {}
         digest = int(self.digests[number])
-        return Drawn(epoch=epoch, offset=offset, row=row, tokens=tokens, recorded=recorded, chat_template_args=args, digest=digest)
+        return Drawn(
+            epoch=epoch,
+            offset=offset,
+            row=row,
+            tokens=tokens,
+            recorded=recorded,
+            chat_template_args=args,
+            digest=digest,
+        )
 
     def after(self, epoch: int, offset: int) -> Drawn:
         """Return the first prompt at or after a position that can be used. Skipped rows are added to ``bad_rows``.
@@ -184,7 +199,8 @@ class PromptFile:
         Raises PromptError when no row can be used, and with the policy refuse for any bad row.
         """
         first_error: PromptError | None = None
-        # The rest of this pass and all of the next, which has another order; more where a pass has only some of the rows.
+        # The rest of this pass and all of the next, which has another order; more where a pass has only some of the
+        # rows.
         for _ in range((1 + max(share.passes for share in self.shares)) * len(self)):
             if offset >= len(self):
                 epoch, offset = epoch + 1, 0
@@ -200,11 +216,15 @@ class PromptFile:
     def leave_out(self, epoch: int, offset: int, error: WireError) -> None:
         """Make the row at a position bad, because no task can carry it. Raises PromptError with the policy refuse."""
         number = int(self.order(epoch)[offset])
-        self._rows[number] = bad = PromptError(self.place(number), f"a task with {error.field} of {error.want}", error.got)
+        self._rows[number] = bad = PromptError(
+            self.place(number), f"a task with {error.field} of {error.want}", error.got
+        )
         self.bad_rows.add(number, bad)
 
 
 def sampler_seed(seed: int, epoch: int, offset: int, reissues: int) -> int:
-    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the arguments."""
+    """Return the sampler seed of a group (its samples add their index): 0 <= seed < 2**31 - 2**16, by SHA-256 of the
+    arguments.
+    """
     digest = hashlib.sha256(f"{seed}.{epoch}.{offset}.{reissues}".encode()).digest()
     return int.from_bytes(digest[:8], "little") % (2**31 - 2**16)  # room for 2**16 indices below 2**31

@@ -1,12 +1,13 @@
-"""Recorded responses of a row: text, chat messages or token ids, and the token sequences with masks that are made of them.
+"""Recorded responses of a row: text, chat messages or token ids, and the token sequences with masks that are made of
+them.
 
-Knows a tokenizer as a function, no file, bus or model. Masks of chat messages follow from the chat template alone: a turn of the assistant
-is the text that the template puts between the prompt of that turn and its end. Both must be prefixes of the whole conversation, token by
-token, or else as text (``ChatTexts``).
+Knows a tokenizer as a function, no file, bus or model. Masks of chat messages follow from the chat template alone: a
+turn of the assistant is the text that the template puts between the prompt of that turn and its end. Both must be
+prefixes of the whole conversation, token by token, or else as text (``ChatTexts``).
 
-Where the tokens of prompt and answer together do not begin with the tokens of the prompt, because the last one merges with the first
-characters of the answer (``\\n`` before an answer that begins with ``\\n\\n``), each text is tokenized by itself. An engine has the tokens
-of the prompt, too, when it samples the answer.
+Where the tokens of prompt and answer together do not begin with the tokens of the prompt, because the last one merges
+with the first characters of the answer (``\\n`` before an answer that begins with ``\\n\\n``), each text is tokenized
+by itself. An engine has the tokens of the prompt, too, when it samples the answer.
 """
 
 import json
@@ -28,7 +29,9 @@ from tidemill.learner.prompts.formats import kind_of, messages_in, refuse_unsend
 from tidemill.learner.prompts.tokenizer import Tokenize
 
 _ANCHORS = ("", "\n", "a")
-"""Texts before the one that is tokenized, whose tokens are removed: a tokenizer that puts a blank before every text puts it before them."""
+"""Texts before the one that is tokenized, whose tokens are removed: a tokenizer that puts a blank before every text
+puts it before them.
+"""
 
 
 class ChatTexts(Protocol):
@@ -61,7 +64,8 @@ def tokens_behind(texts: ChatTexts, before: Sequence[int], text: str) -> list[in
 def answers_by_parts(
     texts: ChatTexts, turns: Sequence[JsonObject], answers: Sequence[int], tools: Sequence[JsonObject] = ()
 ) -> tuple[list[int], list[tuple[int, int]]] | None:
-    """Return the tokens of a conversation up to the last of ``answers`` (numbers of turns), and the bounds of each answer in them.
+    """Return the tokens of a conversation up to the last of ``answers`` (numbers of turns), and the bounds of each
+    answer in them.
 
     None if the template writes a turn in the middle of a conversation otherwise than at its end.
     """
@@ -143,7 +147,9 @@ class RecordedRow:
 
 
 def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple[RecordedResponse, ...]:
-    """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null. Raises PromptError."""
+    """Return the responses in column ``key``: one, a list of them, or a list of maps as JSON text; none for null.
+    Raises PromptError.
+    """
     column = value_at(values, key, where=where, setting="data.responses_key") if key else None
     if column is None:
         return ()
@@ -156,17 +162,25 @@ def responses_in(values: Mapping[str, object], key: str, *, where: str) -> tuple
 
 def listed(found: object) -> list[Any]:
     """Return the responses of a column as a list: one, several, or a list of maps as JSON text."""
-    if isinstance(found, str) and found.startswith("[{"):  # the usual form in Parquet and Arrow, where a map has all rows' keys
+    if isinstance(found, str) and found.startswith(
+        "[{"
+    ):  # the usual form in Parquet and Arrow, where a map has all rows' keys
         with suppress(ValueError, RecursionError):  # a text that begins like that
             found = json.loads(found)
     return found if isinstance(found, list) else [found]
 
 
 def in_conversation(prompt: Prompt, *, where: str) -> tuple[list[JsonObject], RecordedResponse]:
-    """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on. Raises PromptError."""
-    first = 0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
+    """Return the prompt of a whole conversation, and its response: the messages from the assistant's first one on.
+    Raises PromptError.
+    """
+    first = (
+        0 if isinstance(prompt, str) else next((at for at, turn in enumerate(prompt) if turn["role"] == ASSISTANT), 0)
+    )
     if isinstance(prompt, str) or not first:
-        want = "responses in data.responses_key, or chat messages with one of the user before the first of the assistant"
+        want = (
+            "responses in data.responses_key, or chat messages with one of the user before the first of the assistant"
+        )
         raise PromptError(where, want, f"{prompt!r:.80}")
     return list(prompt[:first]), RecordedResponse(messages=_messages(prompt[first:], where=where, key="messages"))
 
@@ -181,8 +195,12 @@ def _response(value: object, *, where: str, key: str) -> RecordedResponse:
         raise PromptError(where, f"only {', '.join(KNOWN)} in {key}", unknown[0])
     if len(kinds := [name for name in KNOWN[:3] if name in fields]) != 1:
         raise PromptError(where, f"one of text, messages and tokens in {key}", ", ".join(kinds) or "none")
-    if kinds != ["tokens"] and (only := [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in fields]):
-        raise PromptError(where, f"tokens with {only[0]} in {key}, one of each", f"{kinds[0]}, whose tokens are not known")
+    if kinds != ["tokens"] and (
+        only := [name for name in ("prompt_tokens", "log_probs", "loss_mask") if name in fields]
+    ):
+        raise PromptError(
+            where, f"tokens with {only[0]} in {key}, one of each", f"{kinds[0]}, whose tokens are not known"
+        )
     if "text" in fields and not (isinstance(fields["text"], str) and fields["text"]):
         raise PromptError(where, f"a text that is not empty in {key}.text", f"{fields['text']!r:.80}")
     response = RecordedResponse(
@@ -194,7 +212,9 @@ def _response(value: object, *, where: str, key: str) -> RecordedResponse:
         loss_mask=_ids(fields.get("loss_mask", ()), where=where, key=f"{key}.loss_mask", most=2),
         reward=_reward(fields.get("reward", 0.0), where=where, key=f"{key}.reward"),
         truncated=fields.get("truncated", False) is True,
-        temperature=float(_number(fields["temperature"], where=where, key=f"{key}.temperature")) if "temperature" in fields else None,
+        temperature=float(_number(fields["temperature"], where=where, key=f"{key}.temperature"))
+        if "temperature" in fields
+        else None,
     )
     if kinds == ["tokens"]:
         _check_tokens(response, where=where, key=key)
@@ -221,11 +241,15 @@ def _messages(value: Any, *, where: str, key: str) -> tuple[JsonObject, ...]:
     messages = messages_in(value, where=where, key=key)
     if not any(turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0 for turn in messages):
         raise PromptError(
-            where, f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}", f"{value!r:.80}"
+            where,
+            f"chat messages with role and content, one at least of the assistant with a weight of 1, in {key}",
+            f"{value!r:.80}",
         )
     for turn in messages:
         if turn.get(WEIGHT) not in (None, 0, 1) or (turn["role"] != ASSISTANT and turn.get(WEIGHT)):
-            raise PromptError(where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}")
+            raise PromptError(
+                where, f"{WEIGHT} 0 or 1, of messages of the assistant, in {key}", f"{turn.get(WEIGHT)!r:.80}"
+            )
     return tuple(messages)
 
 
@@ -244,13 +268,19 @@ def _number(value: Any, *, where: str, key: str) -> float:
 def _numbers(value: Any, *, where: str, key: str) -> tuple[float, ...]:
     if not isinstance(value, (list, tuple)):
         raise PromptError(where, f"a list of numbers in {key}", kind_of(value))
-    return tuple(_number(0.0 if number is None else number, where=where, key=f"{key}[{at}]") for at, number in enumerate(value))
+    return tuple(
+        _number(0.0 if number is None else number, where=where, key=f"{key}[{at}]") for at, number in enumerate(value)
+    )
 
 
 def _reward(value: Any, *, where: str, key: str) -> float | dict[str, float]:
     reward: float | dict[str, float]
     if isinstance(value, Mapping):
-        reward = {str(name): _number(part, where=where, key=f"{key}.{name}") for name, part in value.items() if part is not None}
+        reward = {
+            str(name): _number(part, where=where, key=f"{key}.{name}")
+            for name, part in value.items()
+            if part is not None
+        }
     else:
         reward = _number(value, where=where, key=key)
     try:
@@ -273,15 +303,25 @@ class Recordings:
         chat: bool = False,
         texts: ChatTexts | None = None,
     ) -> None:
-        """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the first of them is
-        put behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses of text go through the chat template.
-        ``texts``: tokenizer and template as texts; None = answers whose tokens merge with those before them are refused.
+        """``rollouts``: names of the rollouts with recorded responses. ``end_ids``: the tokens that end a response; the
+        first of them is put behind one of text. ``max_tokens``: the longest sequence. ``chat``: prompts and responses
+        of text go through the chat template.
+        ``texts``: tokenizer and template as texts; None = answers whose tokens merge with those before them are
+        refused.
         """
         self._texts = texts
-        self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = tokenize, frozenset(rollouts), end_ids, max_tokens, chat
+        self._tokenize, self.rollouts, self._end_ids, self.max_tokens, self._chat = (
+            tokenize,
+            frozenset(rollouts),
+            end_ids,
+            max_tokens,
+            chat,
+        )
 
     def sequences(self, row: RecordedRow) -> tuple[RecordedSequence, ...]:
-        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its earlier text."""
+        """Return the sequence of each response, in order. Raises PromptError for a chat template that does not keep its
+        earlier text.
+        """
         return tuple(self._sequence(row, response) for response in row.responses)
 
     def _sequence(self, row: RecordedRow, response: RecordedResponse) -> RecordedSequence:
@@ -305,12 +345,18 @@ class Recordings:
         prompt = response.prompt_tokens or tuple(_prompt_tokens(self._tokenize, row))
         mask = response.loss_mask or (1,) * len(response.tokens)
         log_probs = (0.0,) * len(prompt) + response.log_probs if response.log_probs else None
-        return _made([*prompt, *response.tokens], [0] * len(prompt) + [*mask], log_probs, response, text="", where=row.where)
+        return _made(
+            [*prompt, *response.tokens], [0] * len(prompt) + [*mask], log_probs, response, text="", where=row.where
+        )
 
-    def _of_messages(self, before: Sequence[JsonObject], after: Sequence[JsonObject], row: RecordedRow) -> tuple[list[int], list[int]]:
+    def _of_messages(
+        self, before: Sequence[JsonObject], after: Sequence[JsonObject], row: RecordedRow
+    ) -> tuple[list[int], list[int]]:
         """Return the tokens of a conversation, and 1 for each that the assistant is trained to write."""
         turns = [{name: one for name, one in turn.items() if name != WEIGHT} for turn in (*before, *after)]
-        trained = [at for at, turn in enumerate(after, len(before)) if turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0]
+        trained = [
+            at for at, turn in enumerate(after, len(before)) if turn["role"] == ASSISTANT and turn.get(WEIGHT) != 0
+        ]
         tokens, bounds = self._answers(turns, trained, row)
         mask = [0] * len(tokens)
         for start, end in bounds:
@@ -320,7 +366,9 @@ class Recordings:
             mask[start:stop] = [1] * (stop - start)
         return tokens, mask
 
-    def _answers(self, turns: Sequence[JsonObject], trained: Sequence[int], row: RecordedRow) -> tuple[list[int], list[tuple[int, int]]]:
+    def _answers(
+        self, turns: Sequence[JsonObject], trained: Sequence[int], row: RecordedRow
+    ) -> tuple[list[int], list[tuple[int, int]]]:
         """Return the tokens of a conversation up to its last answer, and the bounds of each. Raises PromptError."""
         tools: JsonObject = {"tools": row.tools} if row.tools else {}
         tokens = list(self._tokenize(turns[: trained[-1] + 1], whole=True, **tools))
@@ -343,24 +391,37 @@ def _prompt_tokens(tokenize: Tokenize, row: RecordedRow) -> Sequence[int]:
 
 def _unstable(where: str, at: int, turns: Sequence[JsonObject]) -> PromptError:
     want = (
-        f"a chat template that writes message {at + 1} in the middle of a conversation as at its end; give the assistant's messages rows "
+        f"a chat template that writes message {at + 1} in the middle of a conversation as at its end; give "
+        "the assistant's messages rows "
         "of their own, with weight: 0 in those before"
     )
     return PromptError(where, want, f"other tokens for {turns[at]['content']!r:.80}")
 
 
 def _made(
-    tokens: Sequence[int], mask: Sequence[int], log_probs: Sequence[float] | None, response: RecordedResponse, *, text: str, where: str
+    tokens: Sequence[int],
+    mask: Sequence[int],
+    log_probs: Sequence[float] | None,
+    response: RecordedResponse,
+    *,
+    text: str,
+    where: str,
 ) -> RecordedSequence:
-    """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all tokens."""
+    """Return the sequence from its first token to the last that is trained; ``mask`` and ``log_probs`` are of all
+    tokens.
+    """
     trained = np.flatnonzero(mask)
     if not len(trained) or not trained[0]:
         raise PromptError(
-            where, "a prompt before the response, and a response with a token", f"{len(tokens)} tokens, {len(trained)} trained"
+            where,
+            "a prompt before the response, and a response with a token",
+            f"{len(tokens)} tokens, {len(trained)} trained",
         )
     first, end = int(trained[0]), int(trained[-1]) + 1
     mask_R = np.array(mask[first:end], np.uint8)
-    known = None if log_probs is None else np.where(mask_R == 1, np.array(log_probs[first:end], np.float32), np.float32(0))
+    known = (
+        None if log_probs is None else np.where(mask_R == 1, np.array(log_probs[first:end], np.float32), np.float32(0))
+    )
     return RecordedSequence(
         tokens=np.array(tokens[:end], np.int32),
         loss_mask=mask_R,

@@ -16,9 +16,25 @@ from tidemill.learner.data.config import SKIP
 from tidemill.learner.data.source import Source, rollout_named
 from tidemill.learner.errors import PromptError
 from tidemill.learner.prompts.bad_rows import RowTooLong, rejections
-from tidemill.learner.prompts.columns import REWARD, TOOLS, RowSampling, refuse_limits, reward_in, rollout_in, sampling_in, tools_in
+from tidemill.learner.prompts.columns import (
+    REWARD,
+    TOOLS,
+    RowSampling,
+    refuse_limits,
+    reward_in,
+    rollout_in,
+    sampling_in,
+    tools_in,
+)
 from tidemill.learner.prompts.formats import kind_of, messages_in, read_values, refuse_unsendable, value_at, where_of
-from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, RecordedSequence, Recordings, in_conversation, responses_in
+from tidemill.learner.prompts.responses import (
+    RecordedResponse,
+    RecordedRow,
+    RecordedSequence,
+    Recordings,
+    in_conversation,
+    responses_in,
+)
 from tidemill.learner.prompts.tokenizer import Tokenize
 
 
@@ -51,7 +67,9 @@ class RowRules:
     """Raises PromptError for a row that contradicts settings of the run; None = none does."""
 
     def applied(self, row: PromptRow | PromptError, recorded: Collection[str] | None) -> PromptRow | PromptError:
-        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = rows keep theirs."""
+        """Return the row as it is used, or its error. ``recorded``: rollouts with recorded responses; None = rows keep
+        theirs.
+        """
         if isinstance(row, PromptError):
             return row
         try:
@@ -67,14 +85,17 @@ class RowTokens:
     """The tokens of rows: of a prompt, or of recorded responses."""
 
     def __init__(self, tokenize: Tokenize, *, max_tokens: int, recordings: Recordings | None = None) -> None:
-        """``max_tokens``: the longest prompt. ``recordings``: makes the sequences of recorded responses; None = no row has any."""
+        """``max_tokens``: the longest prompt. ``recordings``: makes the sequences of recorded responses; None = no row
+        has any.
+        """
         self.recordings = recordings
         self._tokenize, self._max_tokens = tokenize, max_tokens
 
     def of(self, row: PromptRow) -> tuple[NDArray[np.int32], tuple[RecordedSequence, ...]]:
         """Return the tokens of the prompt, and the recorded sequences of a rollout that has them.
 
-        Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many (RowTooLong).
+        Raises PromptError for a row that cannot be used: the chat template rejects it, it has no token, or too many
+        (RowTooLong).
         """
         recorded: tuple[RecordedSequence, ...] = ()
         max_tokens = self._max_tokens
@@ -87,7 +108,11 @@ class RowTokens:
         if not len(tokens):
             raise PromptError(row.where, "a prompt of at least one token", repr(row.prompt))
         if (longest := max((len(sequence.tokens) for sequence in recorded), default=len(tokens))) > max_tokens:
-            raise RowTooLong(row.where, f"<= {max_tokens} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})", longest)
+            raise RowTooLong(
+                row.where,
+                f"<= {max_tokens} tokens ({'the context' if recorded else 'data.max_prompt_tokens'})",
+                longest,
+            )
         return tokens, recorded
 
 
@@ -112,7 +137,9 @@ def recorded_row(row: PromptRow) -> RecordedRow:
 
 
 def with_responses(row: PromptRow, rollouts: Collection[str]) -> PromptRow:
-    """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises PromptError."""
+    """Return the row with its recorded responses, if its rollout is one of ``rollouts``, else without any. Raises
+    PromptError.
+    """
     if row.rollout not in rollouts:
         return replace(row, responses=())
     if row.responses:
@@ -128,7 +155,9 @@ def scan_rows(source: Source) -> Iterator[PromptRow | PromptError]:
     """
     numbered = enumerate(read_values(source.path))
     if (source.start or 0) < 0 or (source.stop or 0) < 0:  # from the end, which is not known before
-        chosen: Iterator[tuple[int, tuple[str, JsonMapping | PromptError]]] = iter(list(numbered)[source.start : source.stop])
+        chosen: Iterator[tuple[int, tuple[str, JsonMapping | PromptError]]] = iter(
+            list(numbered)[source.start : source.stop]
+        )
     else:
         chosen = islice(numbered, source.start, source.stop)
     for number, (where, values) in chosen:
@@ -155,13 +184,17 @@ def row_in(source: Source, number: int, values: Mapping[str, object], *, where: 
         row = replace(row, metadata={**row.metadata, TOOLS: tools_in(row.metadata, TOOLS, where=row.where)})
     for key, value in own.items():
         if row.metadata.get(key, value) != value:
-            raise PromptError(row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata")
+            raise PromptError(
+                row.where, f"one value of {key!r}, {value!r:.80}", f"{row.metadata[key]!r:.80} in its metadata"
+            )
     sampling = sampling_in(values, source.sampling_key, where=row.where)
     rollout = rollout_in(values, source.rollout_key, where=row.where)
     rollout = rollout_named(source.rollout) if rollout is None else rollout
     refuse_limits(sampling, rollout, where=row.where, key=source.sampling_key)
     responses = responses_in(values, source.responses_key, where=row.where)
-    row = replace(row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout, responses=responses)
+    row = replace(
+        row, metadata={**row.metadata, **own}, sampling=sampling, tools=tools, rollout=rollout, responses=responses
+    )
     return _worded(row, source)
 
 
@@ -197,7 +230,9 @@ def row_of(where: str, number: int, values: Mapping[str, object], keys: tuple[st
     )
     if keys[2] and not isinstance(metadata, dict):
         raise PromptError(where, f"a map in {keys[2]!r}", kind_of(metadata))
-    row = PromptRow(number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where)
+    row = PromptRow(
+        number=number, prompt=_prompt(where, keys[0], prompt), label=label, metadata=metadata or {}, where=where
+    )
     for key, value in zip(keys, (row.prompt, label, metadata), strict=True):
         refuse_unsendable(value, where=where, key=key)
     return row

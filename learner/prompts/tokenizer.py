@@ -14,13 +14,16 @@ from tidemill.learner.errors import CannotRender, TemplateLacks, TextTooLong
 from tidemill.rewards.model_text.message_template import MessageTemplate, ToolsLeftOut
 
 NEW_CLASS, EXTRA = "TokenizersBackend", "extra_special_tokens"
-"""The class that transformers 5 names in tokenizer_config.json, and a key under which it has a list, where version 4 wants a map."""
+"""The class that transformers 5 names in tokenizer_config.json, and a key under which it has a list, where version 4
+wants a map.
+"""
 
 
 def saved_tokenizer(directory: Path) -> Any:
     """Return the tokenizer. Raises OSError or ValueError for a directory without one.
 
-    Version 4 lacks the class that version 5 names. Both classes only wrap tokenizer.json, which has the tokens and the rules.
+    Version 4 lacks the class that version 5 names. Both classes only wrap tokenizer.json, which has the tokens and the
+    rules.
     """
     import transformers
 
@@ -49,8 +52,10 @@ def _without_a_warning() -> Iterator[None]:
 
 
 Tokenize = Callable[..., Sequence[int]]
-"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens included. With
-``whole=True`` it gives the ids of a whole conversation without a generation prompt, or of a response's text without special tokens."""
+"""Function from a prompt, and ``tools`` for a row that has some, to the model's input ids, template and special tokens
+included. With ``whole=True`` it gives the ids of a whole conversation without a generation prompt, or of a response's
+text without special tokens.
+"""
 
 
 class PromptTokenizer:
@@ -66,22 +71,27 @@ class PromptTokenizer:
         template_args: JsonMapping,
         longest_token_bytes: int = 0,
     ) -> None:
-        """``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``decode``: back, special tokens included.
+        """``encode``: from a text, and whether it gets the tokens that begin every text, to ids. ``decode``: back,
+        special tokens included.
 
-        ``chat``: prompts of text go through the chat template, too. ``longest_token_bytes``: 0 = not known, then no text is too long.
+        ``chat``: prompts of text go through the chat template, too. ``longest_token_bytes``: 0 = not known, then no
+        text is too long.
         """
         self._encode, self._decode, self._template = encode, decode, template
         self._chat, self._template_args = chat, dict(template_args)
         self._longest_token_bytes, self._max_tokens = longest_token_bytes, 0
 
     def bounded(self, max_tokens: int) -> "PromptTokenizer":
-        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its length alone."""
+        """Return this tokenizer, which raises TextTooLong for a text that cannot have at most ``max_tokens``, by its
+        length alone.
+        """
         tokenizer = copy(self)
         tokenizer._max_tokens = max_tokens
         return tokenizer
 
     def __call__(self, prompt: Prompt, tools: Sequence[JsonObject] = (), *, whole: bool = False) -> Sequence[int]:
-        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its tools.
+        """Return the input ids of a prompt: text as it is, unless the chat template is wanted for it, or renders its
+        tools.
 
         Raises CannotRender, TemplateLacks.
         """
@@ -93,11 +103,15 @@ class PromptTokenizer:
         return self.encode(self.render(messages, tools, whole=whole))
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] = (), *, whole: bool = False) -> str:
-        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender, TemplateLacks."""
+        """Return the text of a conversation, with a generation prompt unless it is ``whole``. Raises CannotRender,
+        TemplateLacks.
+        """
         if self._template is None:
             raise TemplateLacks(f"{'tools' if tools else 'chat messages'}, and the model has no chat template")
         try:
-            return self._template.render(messages, tools=list(tools), add_generation_prompt=not whole, **self._template_args)
+            return self._template.render(
+                messages, tools=list(tools), add_generation_prompt=not whole, **self._template_args
+            )
         except ToolsLeftOut as error:
             raise TemplateLacks(str(error)) from None
         except ValueError as error:
@@ -122,7 +136,9 @@ class PromptTokenizer:
         return self._decode(list(ids))
 
 
-def model_tokenizer(model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None) -> PromptTokenizer:
+def model_tokenizer(
+    model: str, *, apply_chat_template: bool = False, template_args: JsonMapping | None = None
+) -> PromptTokenizer:
     """Return the tokenizer of a Hugging Face model directory; chat messages always go through its template.
 
     ``template_args``: further variables of the template, such as ``enable_thinking``.

@@ -2,13 +2,15 @@
 
     step k      begin    all ranks: plan the files, copy the state to host memory            the only part that a step waits for
     meanwhile   thread   each rank: write and digest its file
-                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the same
+                         rank 0: gather, write index, data state and manifest; one rank of each other node: write the
+same
                          each node: rename its directory into place
     later       collect  rank 0: report the checkpoint to the feeder, which makes it the latest
 
-The threads have a process group of their own (gloo), so they never wait for a step, and no step waits for them. Until the feeder has
-the report, the checkpoint before is the latest: a learner that is killed at any instant of this goes on from that one. The next
-checkpoint, the end of the run and a drain wait for the writing (bounded by the timeout of the group).
+The threads have a process group of their own (gloo), so they never wait for a step, and no step waits for them. Until
+the feeder has the report, the checkpoint before is the latest: a learner that is killed at any instant of this goes on
+from that one. The next checkpoint, the end of the run and a drain wait for the writing (bounded by the timeout of the
+group).
 """
 
 import logging
@@ -81,7 +83,9 @@ class Layout:
 
 
 class Checkpoints:
-    """The checkpoints of one start of the learner. Every rank calls ``begin`` at the same place; ``collect`` is no collective."""
+    """The checkpoints of one start of the learner. Every rank calls ``begin`` at the same place; ``collect`` is no
+    collective.
+    """
 
     def __init__(
         self,
@@ -108,16 +112,22 @@ class Checkpoints:
         self._writing: tuple[int, Future[Path]] | None = None
 
     def load(self, start: Start) -> dict[str, float]:
-        """Load the start's checkpoint on all ranks; files that this node lacks come from elsewhere. Returns the algorithm's numbers.
+        """Load the start's checkpoint on all ranks; files that this node lacks come from elsewhere. Returns the
+        algorithm's numbers.
 
-        Raises CheckpointCorrupt when no place has a file intact, NoCheckpoint for one without weights, and as ``state.load``.
+        Raises CheckpointCorrupt when no place has a file intact, NoCheckpoint for one without weights, and as
+        ``state.load``.
         """
         assert start.checkpoint is not None
         if (Path(start.checkpoint) / disk.NO_WEIGHTS).exists():
             raise NoCheckpoint(start.checkpoint, "want one with weights, got one of a run with debug.rollout_only")
         directory, files = Path(start.checkpoint), None
         client = PeerClient(
-            [Peer(node=int(node), url=url, key=start.peer_key) for node, url in start.peers.items() if int(node) != self._layout.node],
+            [
+                Peer(node=int(node), url=url, key=start.peer_key)
+                for node, url in start.peers.items()
+                if int(node) != self._layout.node
+            ],
             self._store,
         )
         try:
@@ -128,7 +138,12 @@ class Checkpoints:
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
             _, numbers = state.load(
-                directory, policy=self._policy, optimizer=self._optimizer, proximal=self._proximal, beside=self._beside, files=files
+                directory,
+                policy=self._policy,
+                optimizer=self._optimizer,
+                proximal=self._proximal,
+                beside=self._beside,
+                files=files,
             )
         finally:
             client.close()
@@ -140,7 +155,8 @@ class Checkpoints:
         return 0 if self._copies is None else self._copies.bytes
 
     def begin(self, step: int, epoch: int, data_state: bytes, *, numbers: dict[str, float]) -> None:
-        """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is written.
+        """Copy the state of all ranks after ``step``, and start to write it; without ``background``, wait until it is
+        written.
 
         Raises CheckpointUnwritten, also for the checkpoint before.
         """
@@ -173,7 +189,9 @@ class Checkpoints:
         threading.Thread(target=_run, args=work, name="checkpoint", daemon=True).start()
 
     def collect(self, *, wait: bool = False) -> None:
-        """Report a checkpoint that has been written to the feeder; with ``wait``, wait for it first. Raises CheckpointUnwritten."""
+        """Report a checkpoint that has been written to the feeder; with ``wait``, wait for it first. Raises
+        CheckpointUnwritten.
+        """
         if self._writing is None or not (wait or self._writing[1].done()):
             return
         step, writing = self._writing
@@ -188,7 +206,9 @@ class Checkpoints:
             wait_for([self._writing[1]], timeout=_LEAVE_S)
 
     def _write(self, staged: Staged, data_state: bytes, extra: dict[str, object], began: float) -> Path:
-        """Write this rank's part and, with the other ranks, the checkpoint. Returns its path. Raises CheckpointUnwritten on all ranks."""
+        """Write this rank's part and, with the other ranks, the checkpoint. Returns its path. Raises
+        CheckpointUnwritten on all ranks.
+        """
         tmp = staged.directory
         parts = self._gathered(self._part(staged))
         conclusion = self._broadcast(self._concluded(staged, parts, data_state, extra) if self._rank == 0 else None)
@@ -209,7 +229,9 @@ class Checkpoints:
         except (OSError, RuntimeError) as error:  # torch raises the latter for a stream that takes no more
             return Part(node=self._layout.node, error=f"rank {self._rank}: {error}")
 
-    def _concluded(self, staged: Staged, parts: Sequence[Part], data_state: bytes, extra: dict[str, object]) -> Conclusion:
+    def _concluded(
+        self, staged: Staged, parts: Sequence[Part], data_state: bytes, extra: dict[str, object]
+    ) -> Conclusion:
         """Write index, data state and manifest; on rank 0."""
         if errors := [part.error for part in parts if part.error]:
             return Conclusion(error="; ".join(errors))
@@ -223,7 +245,9 @@ class Checkpoints:
             disk.write_manifest(tmp, manifest)
             if len(nodes) == 1:
                 return Conclusion()
-            return Conclusion(files={name: (tmp / name).read_bytes() for name in sorted(METADATA)} | {MANIFEST: manifest})
+            return Conclusion(
+                files={name: (tmp / name).read_bytes() for name in sorted(METADATA)} | {MANIFEST: manifest}
+            )
         except OSError as error:
             return Conclusion(error=f"rank 0: {error}")
 

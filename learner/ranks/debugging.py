@@ -1,6 +1,7 @@
 """The debugging tools of one rank: data of each step, the report on the first steps, and a dump of activations.
 
-Consumes the batches and metrics of the rank, beside its steps. Produces files and log lines. Changes no weights and no numbers.
+Consumes the batches and metrics of the rank, beside its steps. Produces files and log lines. Changes no weights and no
+numbers.
 """
 
 import logging
@@ -31,11 +32,21 @@ REPORTED_STEPS = 2
 
 
 class RankDebug:
-    """The tools that the settings ask for. With the default settings it has one log report, and no cost after step 2."""
+    """The tools that the settings ask for. With the default settings it has one log report, and no cost after step
+    2.
+    """
 
-    def __init__(self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path) -> None:
+    def __init__(
+        self, config: DebugConfig, learner: LearnerConfig, *, policy: Policy, model_dir: Path, root: Path
+    ) -> None:
         """``model_dir``: with the tokenizer. ``root``: the run's directory, for files whose place is not set."""
-        self._config, self._learner, self._policy, self._model_dir, self._root = config, learner, policy, model_dir, root
+        self._config, self._learner, self._policy, self._model_dir, self._root = (
+            config,
+            learner,
+            policy,
+            model_dir,
+            root,
+        )
         here = policy.parallel
         self._memory = StepMemory(here)
         self._before: Mapping[str, Sequence[float]] | None = None
@@ -44,7 +55,9 @@ class RankDebug:
         self.critic_collector = Collector(config.save_train, here, role=CRITIC) if config.save_train else None
 
     def take_request(self) -> ProfileRequest | None:
-        """Return the request for a profile that a command has written, on rank 0; None without one, and on the others."""
+        """Return the request for a profile that a command has written, on rank 0; None without one, and on the
+        others.
+        """
         if self._policy.parallel.rank:
             return None
         try:
@@ -59,7 +72,9 @@ class RankDebug:
 
     @contextmanager
     def around(self, batch: StepBatch) -> Iterator[None]:
-        """Dump the activations of the fixed prompts before the step that is set, then run the step. Collective over all ranks."""
+        """Dump the activations of the fixed prompts before the step that is set, then run the step. Collective over all
+        ranks.
+        """
         dump = self._config.dump_modules
         if dump.step and batch.step == dump.step:
             self._dump(dump, batch.step)
@@ -125,8 +140,8 @@ class StepMemory:
     def of_all_ranks(self) -> dict[str, list[float]]:
         """Return bytes by kind and rank: ``host``, and on CUDA ``device``. Collective over all ranks.
 
-        The peak of a step is increased by what the step has left allocated. In the first one that is the optimizer's state, beside which
-        the activations of the second one are.
+        The peak of a step is increased by what the step has left allocated. In the first one that is the optimizer's
+        state, beside which the activations of the second one are.
         """
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         kinds = {"host": float(pages * os.sysconf("SC_PAGE_SIZE"))}

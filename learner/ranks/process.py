@@ -1,13 +1,14 @@
 """Parent process of the learner's feeder and ranks, or of the ranks of one node.
 
-It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or without its feeder,
-can only wait. It knows no bus and no model, and loads no torch.
+It starts them, forwards their output, and ends them all when one of them fails, because a rank without its peers, or
+without its feeder, can only wait. It knows no bus and no model, and loads no torch.
 
     parent -- feeder            one, on the first node
            -- rank 0 .. R-1     R = data x tensor x pipeline x context parallel, in equal parts on the nodes
 
-Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then all get SIGTERM. Ranks finish the current
-step, and write its checkpoint and the model; the feeder waits for the ranks to leave. Ranks that leave without it were drained by another
+Consumes nothing. Waits for its children. Unblocked by their end, or by ``draining``: then all get SIGTERM. Ranks finish
+the current step, and write its checkpoint and the model; the feeder waits for the ranks to leave. Ranks that leave
+without it were drained by another
 program: the feeder ends with an error then.
 """
 
@@ -36,8 +37,8 @@ UP, LOOPBACK = 0x1, 0x8
 def loopback_variables(given: Mapping[str, str], interfaces: Path = INTERFACES) -> dict[str, str]:
     """Return the variables that bind gloo and NCCL to the loopback interface, if no other one is up.
 
-    Gloo resolves the machine's name otherwise, which may have no address there, and NCCL passes over the loopback interface. A variable
-    that is ``given`` is left alone.
+    Gloo resolves the machine's name otherwise, which may have no address there, and NCCL passes over the loopback
+    interface. A variable that is ``given`` is left alone.
     """
     flags = {each.name: _flags(each) for each in interfaces.glob("*")}
     up = {name for name, bits in flags.items() if bits & UP}
@@ -58,8 +59,9 @@ def _flags(interface: Path) -> int:
 log = logging.getLogger(__name__)
 
 STOP_S = 2.0
-"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to leave, the ranks
-for their dead peer, and all that was promised to last is stored already."""
+"""Between SIGTERM and SIGKILL for the children of a learner that has failed: the feeder would wait for a dead rank to
+leave, the ranks for their dead peer, and all that was promised to last is stored already.
+"""
 
 
 def _ignore() -> None:
@@ -116,7 +118,9 @@ async def run_learner(
     variables: Sequence[Mapping[str, str]] = (),
     on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
-    """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other arguments."""
+    """Run feeder and ranks of a learner on one machine. Ends and raises as ``run_part``, which has the other
+    arguments.
+    """
     with KeptPort(host) as feeder_port, KeptPort(host) as master_port:  # it takes seconds until the children listen
         url = f"tcp://{host}:{feeder_port.number}"
         part = Part(
@@ -127,7 +131,15 @@ async def run_learner(
             listen=url,
             keys=FeedKeys.new(),
         )
-        await run_part(arguments, part, draining=draining, threads=threads, drain_s=drain_s, variables=variables, on_sigterm=on_sigterm)
+        await run_part(
+            arguments,
+            part,
+            draining=draining,
+            threads=threads,
+            drain_s=drain_s,
+            variables=variables,
+            on_sigterm=on_sigterm,
+        )
 
 
 async def run_part(
@@ -141,13 +153,15 @@ async def run_part(
     on_step: Callable[[], None] = _ignore,
     on_sigterm: Callable[[], None] = _ignore,
 ) -> None:
-    """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have drained.
+    """Run the processes of a node until all have ended with success, or until ``draining`` is set and they have
+    drained.
 
-    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url`` and
-    ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more. ``on_step`` is called after
-    steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it obeys after its step. Raises ChildFailed, with the
-    child's last lines, when one fails or does not drain within ``drain_s``; the others are ended first. It is that of a child with a final
-    exit code if there is one, because failures of the others follow from it.
+    ``arguments`` are those of ``python -m tidemill feeder`` and ``python -m tidemill rank``, without ``--feeder-url``
+    and ``--feeder-keys``. ``variables``: environment of each rank, over the one that it gets here; empty = no more.
+    ``on_step`` is called after steps of its ranks, ``on_sigterm`` as soon as a rank has received SIGTERM, which it
+    obeys after its step. Raises ChildFailed, with the child's last lines, when one fails or does not drain within
+    ``drain_s``; the others are ended first. It is that of a child with a final exit code if there is one, because
+    failures of the others follow from it.
     """
     command = [sys.executable, "-P", "-m", "tidemill"]
     feeder: Child | None = None
@@ -161,7 +175,9 @@ async def run_part(
             for local in range(part.num_ranks):
                 environment = {**_rank_environment(part, local, threads), **(variables[local] if variables else {})}
                 words = [*command, "rank", *arguments, "--feeder-url", part.feeder_url]
-                ranks.append(await _start(f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress))
+                ranks.append(
+                    await _start(f"rank {part.first_rank + local}", words, environment, part.keys.for_ranks(), progress)
+                )
             await _watch(feeder, ranks, draining, drain_s)
     except ChildFailed as first:
         children = [*([feeder] if feeder else []), *ranks]
@@ -171,7 +187,9 @@ async def run_part(
         await _end([*([feeder] if feeder else []), *ranks])
 
 
-async def _start(name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1) -> Child:
+async def _start(
+    name: str, command: Sequence[str], environment: Mapping[str, str], keys: FeedKeys, progress: int = -1
+) -> Child:
     """Start a child that reads the feeder's keys from a pipe, and notes its steps in another (``progress`` >= 0)."""
     descriptor = keys.pipe()
     words = [*command, "--feeder-keys", str(descriptor), *(("--progress", str(progress)) if progress >= 0 else ())]
@@ -200,11 +218,17 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
             # Only the drain has a deadline; without it the wait ends only with a child or with ``draining``.
             if not done:
                 late = ends[next(iter(left))]
-                raise ChildFailed(late.name, exit_codes.NOT_IN_TIME, (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines()))
+                raise ChildFailed(
+                    late.name,
+                    exit_codes.NOT_IN_TIME,
+                    (f"{exit_codes.LINE}not drained after {drain_s:.0f} s", *late.lines()),
+                )
             if drain in done and deadline is None:
                 deadline = loop.time() + drain_s
                 log.info("draining: the ranks finish their step")
-                _signal((*feeders, *ranks), signal.SIGTERM)  # the feeder first: it must not take the ranks' leave for a surprise
+                _signal(
+                    (*feeders, *ranks), signal.SIGTERM
+                )  # the feeder first: it must not take the ranks' leave for a surprise
             for task in [task for task in left if task in done]:
                 left.discard(task)
                 _judge(ends[task], task.result(), drained=deadline is not None)
@@ -216,7 +240,9 @@ async def _watch(feeder: Child | None, ranks: Sequence[Child], draining: asyncio
 
 def _judge(child: Child, code: int, *, drained: bool) -> None:
     log.info("ended child=%s code=%d", child.name, code)
-    if code != 0 and not (drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)):  # the latter: it had not begun
+    if code != 0 and not (
+        drained and code in (exit_codes.NOT_IN_TIME, -signal.SIGTERM)
+    ):  # the latter: it had not begun
         raise _failed(child)
 
 
@@ -231,7 +257,9 @@ def _signal(children: Sequence[Child], number: signal.Signals) -> None:
 
 
 async def _end(children: Sequence[Child]) -> None:
-    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names the reason."""
+    """End all running children by SIGTERM, and by SIGKILL after ``STOP_S``; read their output to its end, which names
+    the reason.
+    """
     if not children:
         return
     _signal(children, signal.SIGTERM)

@@ -133,7 +133,9 @@ class Pushes:
             self._push_staged(self._publisher, wait=self._wait)
 
     def take(self) -> None:
-        """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises Fenced."""
+        """Wait until the colocated engines have released their memory, also over an outage of the bus. Raises
+        Fenced.
+        """
         self.collect(wait=True)
         if self._publisher is not None:
             self._engines_released = len(_repeat_until_reachable(self._publisher.release))

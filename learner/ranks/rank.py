@@ -1,14 +1,16 @@
-"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder sends the end of the run.
+"""The body of one rank: build the model, load the checkpoint, then take steps until the feeder sends the end of the
+run.
 
     feeder -- batch --> train (all ranks together) --> done --> push (rank 0, beside the next step) --> checkpoint
 
-With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines otherwise
-(``accelerator_turns.py``).
+With colocated engines, the learner owns the memory from a batch's arrival to the end of its step, and the engines
+otherwise (``accelerator_turns.py``).
 
-Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and checkpoints.
-Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence) and for its peers (bounded by
-the process group's timeout); at max_lag 0, or without overlap, for the push as well. SIGTERM is passed on to the feeder, which then answers
-the next request of all ranks with ``Last``: they finish the step, write its checkpoint and the model, and leave together.
+Each rank requests its part of every step from the feeder. Only rank 0 reports outcomes, published versions and
+checkpoints. Consumes batches. Produces weights, versions and checkpoints. Waits for the feeder (bounded by its silence)
+and for its peers (bounded by the process group's timeout); at max_lag 0, or without overlap, for the push as well.
+SIGTERM is passed on to the feeder, which then answers the next request of all ranks with ``Last``: they finish the
+step, write its checkpoint and the model, and leave together.
 """
 
 import logging
@@ -73,7 +75,9 @@ def agreed(request: ProfileRequest | None, here: Parallel) -> ProfileRequest | N
 log = logging.getLogger(__name__)
 
 LONG_ROW_TOKENS = 2048
-"""Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every head and layer."""
+"""Tokens of a micro-batch up to which attention in float32 fits into a CUDA device: a score for every pair, in every
+head and layer.
+"""
 
 
 def main(
@@ -94,21 +98,28 @@ def main(
 
 
 def _take_steps(
-    places: RankPlaces, learner: LearnerConfig, staleness: StalenessConfig, weights: WeightsConfig, bus: BusConfig, debug: DebugConfig
+    places: RankPlaces,
+    learner: LearnerConfig,
+    staleness: StalenessConfig,
+    weights: WeightsConfig,
+    bus: BusConfig,
+    debug: DebugConfig,
 ) -> None:
     with ExitStack() as stack:
         here = _join(stack, learner)
         idle = Idle()
         if places.silence_s:
-            stack.enter_context(Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s))
+            stack.enter_context(
+                Heartbeats(places.feeder_url, keys=places.feeder_keys, rank=here.rank, silence_s=places.silence_s)
+            )
         feed = stack.enter_context(_feed_client(places, here, learner.algorithm, on_wait=idle))
         start = _start_of_turns(here, feed, places, weights, bus) if learner.colocated else None
         policy = _policy(places, learner, here)
         tools = RankDebug(debug, learner, policy=policy, model_dir=places.model_dir, root=places.final_dir.parent)
         stack.callback(tools.close)
         rank = Rank(places, policy, feed, learner=learner, staleness=staleness, weights=weights, bus=bus, debug=tools)
-        # A push that ends during a long wait is reported within a second: the feeder admits tasks by published versions, and
-        # trims streams behind a checkpoint.
+        # A push that ends during a long wait is reported within a second: the feeder admits tasks by published
+        # versions, and trims streams behind a checkpoint.
         idle.work = rank.collect
         rank.run(start)
 
@@ -156,7 +167,8 @@ def _chosen_dtype(learner: LearnerConfig, here: Parallel) -> str:
         log.info("learner device=%s dtype=%s configured=%s", here.device, dtype, learner.dtype)
         if dtype == "float32" and here.device.type == "cuda" and learner.max_tokens_per_micro_batch > LONG_ROW_TOKENS:
             log.warning(
-                "learner.dtype: float32 on CUDA: for shared keys and values torch has only attention there that keeps a score for every "
+                "learner.dtype: float32 on CUDA: for shared keys and values torch has only attention there "
+                "that keeps a score for every "
                 "pair of tokens of a sequence, in every head and layer; with long sequences use bfloat16"
             )
     return dtype
@@ -191,15 +203,23 @@ def _policy(places: RankPlaces, learner: LearnerConfig, here: Parallel) -> Polic
     )
 
 
-def _start_of_turns(here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig) -> Start:
-    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced, BusUnavailable.
+def _start_of_turns(
+    here: Parallel, feed: FeedClient, places: RankPlaces, weights: WeightsConfig, bus: BusConfig
+) -> Start:
+    """Shake hands with the feeder, then wait until colocated engines have released their memory. Raises Fenced,
+    BusUnavailable.
 
     Returns the feeder's start. It comes before this rank allocates accelerator memory.
     """
     start = feed.hello()
     if here.rank == 0:
         publisher = Publisher(
-            weights, bus_url=places.bus_url, run=places.run, epoch=start.epoch, directory=places.snapshots, bus_config=bus
+            weights,
+            bus_url=places.bus_url,
+            run=places.run,
+            epoch=start.epoch,
+            directory=places.snapshots,
+            bus_config=bus,
         )
         try:
             publisher.start()
@@ -237,10 +257,18 @@ class Rank:
         bus: BusConfig,
         debug: RankDebug,
     ) -> None:
-        self._places, self._policy, self._feed, self._learner, self._push_every = places, policy, feed, learner, weights.push_every
+        self._places, self._policy, self._feed, self._learner, self._push_every = (
+            places,
+            policy,
+            feed,
+            learner,
+            weights.push_every,
+        )
         self._here, self._debug = policy.parallel, debug
         self._own_settings = self._settings = StepSettings.of(learner)
-        self._optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
+        self._optimizer = PolicyOptimizer(
+            policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer
+        )
         self._proximal = WeightBackup(policy) if weights.push_every > 1 else None
         self._reference = open_reference(policy, places.model_dir, learner.algorithm)
         critic = open_critic(learner, policy, places.model_dir, debug.critic_collector)
@@ -269,7 +297,9 @@ class Rank:
         self.checkpoints = self._open_checkpoints(state.Beside(reference=self._reference.saved, critic=critic))
         self._models = SavedModels(policy, self._parts, places, every=learner.save_hf_every, keep=learner.keep_hf)
         self._turns = TurnByTurn(policy.memory, self.pushes) if learner.colocated else AllTheTime()
-        self._alarms = AlarmWatch(learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate))
+        self._alarms = AlarmWatch(
+            learner.algorithm.alarms, Context(max_lag=staleness.max_lag, dtype=policy.dtype, gate=staleness.gate)
+        )
         self._clock, self._meter = WaitClock(), _meter(policy, learner, places.model_dir)
 
     def _open_checkpoints(self, beside: state.Beside) -> Checkpoints:
@@ -285,7 +315,9 @@ class Rank:
         )
 
     def run(self, start: Start | None = None) -> None:
-        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced, and as the feed."""
+        """Run the session: handshake (unless ``start`` is its result), restore, steps, end. Raises AlarmStop, Fenced,
+        and as the feed.
+        """
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
             self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings
@@ -293,7 +325,13 @@ class Rank:
                 self._trainer.restore(self.checkpoints.load(start))
             elif start.initial is not None:
                 self._begin_with(Path(start.initial))
-            log.info("begins rank=%d epoch=%d step=%d recorded_until=%d", self._here.rank, start.epoch, start.step, start.recorded_until)
+            log.info(
+                "begins rank=%d epoch=%d step=%d recorded_until=%d",
+                self._here.rank,
+                start.epoch,
+                start.step,
+                start.recorded_until,
+            )
             with self._parts.open(), self.pushes.open(start):
                 try:
                     self._turns.give()
@@ -325,7 +363,9 @@ class Rank:
         return Last(step=start.steps, state=b"")
 
     def _make_last(self, last: Last, start: Start) -> None:
-        """Checkpoint, and publish unless drained, the weights of a step that was not known to be the last, unless that is done."""
+        """Checkpoint, and publish unless drained, the weights of a step that was not known to be the last, unless that
+        is done.
+        """
         if last.drained:
             log.info("drained rank=%d after step=%d", self._here.rank, last.step)
         elif self.pushes.published_step != last.step:
@@ -348,7 +388,10 @@ class Rank:
             trained = self._trainer.train(batch)
         reported = self._debug.after(batch, trained)
         metrics = (
-            reported | self._watched(batch, trained) | self._clock.metrics() | self._meter.metrics(batch, trained["train/step_seconds"])
+            reported
+            | self._watched(batch, trained)
+            | self._clock.metrics()
+            | self._meter.metrics(batch, trained["train/step_seconds"])
         )
         note_step(self._places.progress)
         self.pushes.step = batch.step
@@ -384,7 +427,9 @@ class Rank:
         alarms = self._alarms.step(metrics, recorded=batch.recorded)
         if self._here.rank == 0:
             for alarm in alarms:
-                log.log(logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", batch.step, alarm)
+                log.log(
+                    logging.ERROR if alarm.level == "error" else logging.WARNING, "alarm step=%d %s", batch.step, alarm
+                )
         if self._alarms.stop is not None:
             raise AlarmStop(batch.step, str(self._alarms.stop))
         levels = [alarm.level for alarm in alarms]

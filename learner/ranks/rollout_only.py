@@ -1,9 +1,11 @@
-"""The one rank of a learner that trains nothing: it takes each step's batch, reports the figures of its samples, and makes it durable.
+"""The one rank of a learner that trains nothing: it takes each step's batch, reports the figures of its samples, and
+makes it durable.
 
     feeder -- batch --> figures --> done --> checkpoint (the position in the data, without weights)
 
-Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence. After SIGTERM the
-feeder ends the run behind the last step that it has taken. Loads no torch, so it needs no accelerator.
+Consumes batches. Produces outcomes and checkpoints that hold no weights. Waits for the feeder, bounded by its silence.
+After SIGTERM the feeder ends the run behind the last step that it has taken. Loads no torch, so it needs no
+accelerator.
 """
 
 import logging
@@ -66,7 +68,11 @@ class _Consumer:
 def figures(batch: StepBatch) -> dict[str, float]:
     """Return the metrics of a step's samples, under the names that a training rank reports them by."""
     kept_N, log_probs = batch.scored_N, batch.engine_log_probs
-    rewards_N, lengths_N, groups_N = batch.rewards_N[kept_N].astype(np.float64), batch.response_lengths_N[kept_N], batch.groups_N[kept_N]
+    rewards_N, lengths_N, groups_N = (
+        batch.rewards_N[kept_N].astype(np.float64),
+        batch.response_lengths_N[kept_N],
+        batch.groups_N[kept_N],
+    )
     groups = [rewards_N[groups_N == group] for group in np.unique(groups_N)]
     found = {
         "train/reward_mean": rewards_N.mean(),

@@ -57,7 +57,9 @@ class SavedModels:
         adapter = {} if self._policy.adapters is None else _copied(self._policy.export_adapters())
         # A daemon: a rank that ends with an error does not wait for the disk; the directory is renamed when it is
         # whole.
-        self._writing = threading.Thread(target=self._write, args=(step, manifest, tensors, adapter), name="saved-model", daemon=True)
+        self._writing = threading.Thread(
+            target=self._write, args=(step, manifest, tensors, adapter), name="saved-model", daemon=True
+        )
         self._writing.start()
 
     def wait(self) -> None:
@@ -80,17 +82,23 @@ class SavedModels:
         adapter = {} if self._policy.adapters is None else dict(self._policy.export_adapters())
         directory = self._places.final_dir
         try:
-            snapshot.write(directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest)
+            snapshot.write(
+                directory, tensors, version=version, step=step, model_dir=self._places.model_dir, manifest=manifest
+            )
         finally:
             self._parts.release(FINAL)
         self._write_adapter(directory, adapter)
         log.info("trained model=%s step=%d", directory, step)
 
-    def _write(self, step: int, manifest: Manifest, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]) -> None:
+    def _write(
+        self, step: int, manifest: Manifest, tensors: Mapping[str, Tensor], adapter: Mapping[str, Tensor]
+    ) -> None:
         directory = self._root / f"step-{step}"
         try:
             if not directory.exists():  # a repeated step has the same weights
-                snapshot.write(directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest)
+                snapshot.write(
+                    directory, tensors, version=-1, step=step, model_dir=self._places.model_dir, manifest=manifest
+                )
             if not (directory / ADAPTER).exists():
                 self._write_adapter(directory, adapter)
             log.info("model saved step=%d directory=%s", step, directory)

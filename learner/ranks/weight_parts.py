@@ -72,7 +72,9 @@ class WeightParts:
                 place = self._server.start()
             places: list[PartPlace | None] = [None] * dist.get_world_size()
             dist.gather_object(place, places if self._parallel.rank == 0 else None, dst=0)
-            self.division = Division(manifest, tuple(place_of_rank for place_of_rank in places if place_of_rank is not None))
+            self.division = Division(
+                manifest, tuple(place_of_rank for place_of_rank in places if place_of_rank is not None)
+            )
             with self._until_all_is_sent():
                 yield
         finally:

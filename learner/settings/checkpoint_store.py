@@ -9,7 +9,9 @@ LOCAL, SHARED = "local", "shared"
 OF_THIS_MACHINE = ("file", "local")
 """Protocols for directories of the machine itself."""
 MOST_PENDING = 2
-"""Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is written."""
+"""Checkpoints that wait for their copies, or for their upload, at a time: while there are as many, no other one is
+written.
+"""
 _FORM = re.compile(r"[a-z][a-z0-9+.-]*://[^\s?#*\[\]]+")
 _USER = re.compile(r"(?<=://)[^\s]*:[^\s]*@")
 """A user with a password, which may have any character: up to the last @ of the word."""
@@ -23,12 +25,17 @@ class CheckpointConfig:
     """Where the learner's checkpoints are kept, and how they are written."""
 
     store: str = LOCAL
-    """`local`, each node's files on its own disk; `shared`, one directory for all nodes (the same with one node); or the URL of an object
-    store, such as `s3://bucket/path`, to which the files on the disks are uploaded, and from which nodes without them resume."""
+    """`local`, each node's files on its own disk; `shared`, one directory for all nodes (the same with one node); or
+    the URL of an object store, such as `s3://bucket/path`, to which the files on the disks are uploaded, and from which
+    nodes without them resume.
+    """
     copies: Positive = 2
-    """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest."""
+    """With ``local`` and several nodes: number of nodes that have each file before a checkpoint counts as the latest.
+    """
     background: bool = True
-    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy is kept."""
+    """Write while training goes on, from a copy of the rank's state in host memory; false = the step waits, and no copy
+    is kept.
+    """
 
     def __post_init__(self) -> None:
         if self.store not in (LOCAL, SHARED):
@@ -49,13 +56,19 @@ def protocol_of(url: str) -> str:
 
 
 def refuse_url(store: str) -> None:
-    """Raise ValueError for a text that is no URL of a store, and for one with a password: settings are in files, rows and logs."""
+    """Raise ValueError for a text that is no URL of a store, and for one with a password: settings are in files, rows
+    and logs.
+    """
     shown = masked(store)
     if _USER.search(store):
-        raise ValueError(f"store: want a URL without a password, which the environment of each process gives its package, got {shown!r}")
+        raise ValueError(
+            "store: want a URL without a password, which the environment of each process gives its package, "
+            f"got {shown!r}"
+        )
     if not _FORM.fullmatch(store) or "::" in store or ".." in store.split("/"):
         raise ValueError(
-            f"store: want local, shared, or a URL like s3://bucket/path (no query, no pattern, no chain of protocols), got {shown!r}"
+            "store: want local, shared, or a URL like s3://bucket/path (no query, no pattern, no chain of "
+            f"protocols), got {shown!r}"
         )
     path = store.partition("://")[2]
     if protocol_of(store) in OF_THIS_MACHINE and (not path.startswith("/") or not path.strip("/")):
@@ -63,5 +76,7 @@ def refuse_url(store: str) -> None:
 
 
 def masked(text: str) -> str:
-    """Return a text in which no URL has a user with a password, or a query, which may be a signature, and no key of an account is shown."""
+    """Return a text in which no URL has a user with a password, or a query, which may be a signature, and no key of an
+    account is shown.
+    """
     return _SECRET.sub(r"\1***", _QUERY.sub(r"\1?***", _USER.sub("***@", text)))

@@ -38,7 +38,9 @@ class StalenessConfig:
     filter_zero_variance: bool = False
     """Drop groups with equal rewards and draw others (dynamic sampling)."""
     over_sampling: Annotated[float, Field(ge=0, le=100)] = 0.0
-    """Further groups in flight, as a share of groups_per_step, so that filters leave enough. Those left over grow old; the gate applies."""
+    """Further groups in flight, as a share of groups_per_step, so that filters leave enough. Those left over grow old;
+    the gate applies.
+    """
     max_refill: PositiveFloat = 4.0
     """After max_refill x groups_per_step filtered groups a step runs with fewer groups and logs a warning."""
 
@@ -49,17 +51,22 @@ class CriticConfig:
     """The critic: a second model with a value head, trained where ``algorithm.advantage`` is gae or vtrace."""
 
     path: str = ""
-    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``."""
+    """Directory of the model it starts from, Hugging Face format, with the policy's tokenizer; empty = ``model.path``.
+    """
     warmup_steps: NotNegative = 0
     """First steps of the run in which the critic alone is trained."""
     value_clip: NotNegativeFloat = 0.2
     """Largest move of a value within a step that the loss rewards, in units of the reward; 0 = any."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer, with settings of its own: adamw or adam. A learning rate of 5 to 10 times the policy's is usual."""
+    """The critic's optimizer, with settings of its own: adamw or adam. A learning rate of 5 to 10 times the policy's is
+    usual.
+    """
 
     def __post_init__(self) -> None:
         if self.optimizer.freeze:
-            raise ValueError(f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}")
+            raise ValueError(
+                f"optimizer.freeze: want none, because the whole critic is trained, got {list(self.optimizer.freeze)}"
+            )
         if self.optimizer.name == "sgd":
             raise ValueError("optimizer.name: want adamw or adam for the critic, got 'sgd'")
 
@@ -72,15 +79,21 @@ class LearnerConfig:
     steps: Annotated[Positive, BASIC] = 100
     """Batches of the run: each makes a new version."""
     num_epochs: NotNegative = 0
-    """Passes over the prompts after which the run ends, if ``steps`` does not end it before; 0 = any number (docs/data.md)."""
+    """Passes over the prompts after which the run ends, if ``steps`` does not end it before; 0 = any number
+    (docs/data.md).
+    """
     groups_per_step: Annotated[Positive, BASIC] = 32
     """Groups (prompts) in the batch of one step."""
     group_size: Annotated[Positive, BASIC] = 8
     """Samples of one task (n)."""
     min_group_size: NotNegative = 0
-    """Samples with which the group of a dead task is trained, when others of it failed for good; 0 = all: it is dropped."""
+    """Samples with which the group of a dead task is trained, when others of it failed for good; 0 = all: it is
+    dropped.
+    """
     credit: Annotated[str, OneOf(CREDITS)] = "episode"
-    """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or grpo_no_std)."""
+    """Unit of an advantage: episode, or turn (discounted return of each turn; algorithm.advantage reinforce, rloo or
+    grpo_no_std).
+    """
     credit_gamma: Share = 1.0
     """Discount from one turn to the next, with ``credit: turn``."""
     minibatches: Positive = 1
@@ -92,57 +105,91 @@ class LearnerConfig:
     tensor_parallel: Positive = 1
     """Ranks over which every matrix is split; must divide vocabulary, key/value heads and intermediate size."""
     sequence_parallel: bool = False
-    """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic (docs/parallelism.md)."""
+    """With tensor_parallel, divide the tokens between the split matrices too: fewer activations, the same traffic
+    (docs/parallelism.md).
+    """
     pipeline_parallel: Positive = 1
-    """Stages of the layers, each on its own ranks; divides the layers, or those that the next two settings leave (docs/parallelism.md)."""
+    """Stages of the layers, each on its own ranks; divides the layers, or those that the next two settings leave
+    (docs/parallelism.md).
+    """
     first_stage_layers: NotNegative = 0
     """Layers of the first stage of the pipeline, which has the embedding, too; 0 = as many as each other stage."""
     last_stage_layers: NotNegative = 0
     """Layers of the last stage of the pipeline, which computes the logits, too; 0 = as many as each other stage."""
     virtual_pipeline: Positive = 1
-    """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must divide the layers."""
+    """Chunks of layers of each stage, in turn, so that stages wait less; pipeline_parallel x virtual_pipeline must
+    divide the layers.
+    """
     context_parallel: Positive = 1
-    """Ranks that divide the tokens of each packed row; tensor_parallel x context_parallel must divide the attention heads."""
+    """Ranks that divide the tokens of each packed row; tensor_parallel x context_parallel must divide the attention
+    heads.
+    """
     distributed_optimizer: bool = False
-    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with one copy of the model."""
+    """Each data-parallel replica has the optimizer state of its share of the weights only; no effect with one copy of
+    the model.
+    """
     overlap_grad_reduce: Literal["auto", "always", "never"] = "auto"
     """Reduce gradients over the replicas during the backward pass: auto | always | never; auto = on CUDA."""
     overlap_param_gather: Literal["auto", "always", "never"] = "auto"
-    """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never; auto = on CUDA."""
+    """With distributed_optimizer, gather weights during the forward pass of the next minibatch: auto | always | never;
+    auto = on CUDA.
+    """
     offload_optimizer: bool = False
     """Keep Adam's moments and main weights in host memory; a step moves them through the accelerator in blocks."""
     expert_parallel: Positive = 1
-    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer (docs/models.md)."""
+    """Ranks over which experts are spread; must divide data x tensor x context parallel, and the experts of a layer
+    (docs/models.md).
+    """
     routing_replay: Annotated[str, OneOf(REPLAYS)] = "none"
-    """none | old | rollout. old = train with the experts that the pass for old log-probs has chosen, where a step has that pass; rollout =
-    with those that the engine has chosen, in both (docs/models.md)."""
+    """none | old | rollout. old = train with the experts that the pass for old log-probs has chosen, where a step has
+    that pass; rollout = with those that the engine has chosen, in both (docs/models.md).
+    """
     moe_aux_loss_coef: NotNegativeFloat = 0.0
     """Coefficient of the loss that balances the tokens of the experts, of every packed row; 0 = none."""
     moe_bias_update_rate: NotNegativeFloat = 0.0
-    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0 = it is fixed."""
+    """Step by which a router with a bias per expert (glm4_moe, deepseek_v3) moves it towards experts with few tokens; 0
+    = it is fixed.
+    """
     bridge: str = ""
-    """module:Class of a bridge to Megatron, for a model family that the learner lacks (docs/models.md); empty = by ``model_type``."""
+    """module:Class of a bridge to Megatron, for a model family that the learner lacks (docs/models.md); empty = by
+    ``model_type``.
+    """
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """auto | float32 | bfloat16; auto = bfloat16 on CUDA, float32 on the CPU. The log of rank 0 has the one in use."""
     attention: Literal["auto", "sdpa", "varlen", "cudnn"] = "auto"
-    """auto | sdpa | varlen | cudnn. varlen = torch's flash attention over rows of any lengths, on CUDA in half precision; cudnn = the same,
-    with cuDNN's attention for long sequences, on Hopper and with ``deterministic: false``; auto = the last of these that works."""
+    """auto | sdpa | varlen | cudnn. varlen = torch's flash attention over rows of any lengths, on CUDA in half
+    precision; cudnn = the same, with cuDNN's attention for long sequences, on Hopper and with ``deterministic: false``;
+    auto = the last of these that works.
+    """
     recompute: Annotated[str, OneOf(RECOMPUTE)] = "none"
-    """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full (each layer)."""
+    """Activations that are not kept but computed again by the backward pass: none | selective (each layer's MLP) | full
+    (each layer).
+    """
     fused_activation: Literal["auto", "always", "never"] = "auto"
-    """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless deterministic."""
+    """SwiGLU as one kernel of torch.compile: auto | always | never; auto = on CUDA with triton and a C compiler, unless
+    deterministic.
+    """
     grouped_experts: Literal["auto", "always", "never"] = "auto"
-    """One product for all experts of a rank instead of one for each: auto | always | never; auto = on the CPU, and on CUDA in bfloat16."""
+    """One product for all experts of a rank instead of one for each: auto | always | never; auto = on the CPU, and on
+    CUDA in bfloat16.
+    """
     fused_log_probs: Literal["auto", "always", "never"] = "auto"
-    """Log-probs and entropies by kernels of triton: auto | always | never; auto = on CUDA with triton and a C compiler."""
+    """Log-probs and entropies by kernels of triton: auto | always | never; auto = on CUDA with triton and a C compiler.
+    """
     fused_rotary: Literal["auto", "always", "never"] = "auto"
-    """Rotary positions, and norms of queries and keys, by kernels of triton: auto | always | never; auto = as for ``fused_log_probs``."""
+    """Rotary positions, and norms of queries and keys, by kernels of triton: auto | always | never; auto = as for
+    ``fused_log_probs``.
+    """
     megatron: JsonObject = field(default_factory=dict)
-    """Further arguments of Megatron's TransformerConfig by name: those that are known to have an effect here (docs/parallelism.md)."""
+    """Further arguments of Megatron's TransformerConfig by name: those that are known to have an effect here
+    (docs/parallelism.md).
+    """
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto | cpu | cuda."""
     devices: tuple[str, ...] = ()
-    """GPUs of the ranks, one each in their order: numbers of nvidia-smi or UUIDs; empty = the first ones (docs/devices.md)."""
+    """GPUs of the ranks, one each in their order: numbers of nvidia-smi or UUIDs; empty = the first ones
+    (docs/devices.md).
+    """
     nodes: NotNegative = 1
     """Machines with ranks, an agent on each (docs/machines.md); 0 = from the variables of torchrun or Slurm."""
     nodes_wait_s: PositiveFloat = 600.0
@@ -158,11 +205,17 @@ class LearnerConfig:
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints kept on disk; older ones are deleted."""
     save_hf_every: NotNegative = 0
-    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only ``final``."""
+    """Steps after which the model is saved as a Hugging Face directory, ``models/step-<k>``, beside training; 0 = only
+    ``final``.
+    """
     keep_hf: NotNegative = 2
-    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best has (``eval.best``), is kept with it."""
+    """Newest of these that are kept; 0 = all. One whose step has a checkpoint, as the best has (``eval.best``), is kept
+    with it.
+    """
     from_checkpoint: str = ""
-    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing else."""
+    """Directory of a checkpoint of this model, of any run and layout: a new run begins with its weights and nothing
+    else.
+    """
     prefetch: bool = True
     """Plan one batch ahead (never at max_lag 0)."""
     weights_digest: bool = False
@@ -170,13 +223,19 @@ class LearnerConfig:
     batch_timeout_s: PositiveFloat = 3600.0
     """Seconds without a batch after which the learner ends with an error."""
     failing_tasks: NotNegative = 16
-    """Tasks in a row that fail for good, without a complete group between them, after which the run ends (exit code 78); 0 = never."""
+    """Tasks in a row that fail for good, without a complete group between them, after which the run ends (exit code
+    78); 0 = never.
+    """
     failing_s: NotNegativeFloat = 600.0
-    """Seconds for which all tasks must have failed by then, as behind a server that is away; before the first step a tenth of it."""
+    """Seconds for which all tasks must have failed by then, as behind a server that is away; before the first step a
+    tenth of it.
+    """
     deterministic: bool = True
     """Use deterministic kernels: a resumed run repeats the recorded steps to the same bits on one machine."""
     colocated: bool = False
-    """Share the accelerator with the engines that ``tidemill up`` starts: they use its memory between the steps (docs/colocated.md)."""
+    """Share the accelerator with the engines that ``tidemill up`` starts: they use its memory between the steps
+    (docs/colocated.md).
+    """
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     """Where checkpoints are kept, and how they are written (docs/recovery.md)."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -192,7 +251,9 @@ class LearnerConfig:
 
     def __post_init__(self) -> None:
         if self.nodes != 1 and self.colocated:
-            raise ValueError(f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}")
+            raise ValueError(
+                f"nodes: want 1 with colocated, whose memory turns are those of one machine, got {self.nodes}"
+            )
         self._refuse_sizes()
         refuse_untried(self.megatron)
         if self.minibatches > self.groups_per_step:
@@ -200,7 +261,8 @@ class LearnerConfig:
         algorithm = self.algorithm
         if self.group_size == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
             raise ValueError(
-                f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1: "
+                f"group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the "
+                "samples of a group, got 1: "
                 "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
             )
         if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
@@ -219,7 +281,9 @@ class LearnerConfig:
     def alone(self) -> "LearnerConfig":
         """Return these settings with one rank."""
         one: JsonObject = {f"{name}_parallel": 1 for name in ("data", "tensor", "pipeline", "context", "expert")}
-        return replace(self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **one)
+        return replace(
+            self, virtual_pipeline=1, sequence_parallel=False, first_stage_layers=0, last_stage_layers=0, **one
+        )
 
     @property
     def edge_layers(self) -> tuple[int, int]:
@@ -245,20 +309,26 @@ class LearnerConfig:
         """Raise ValueError for sizes that contradict each other."""
         groups = self.num_ranks // self.tensor_parallel
         if self.nodes > 1 and groups % self.nodes:
-            names = [name for name in ("data_parallel", "pipeline_parallel", "context_parallel") if getattr(self, name) > 1]
+            names = [
+                name for name in ("data_parallel", "pipeline_parallel", "context_parallel") if getattr(self, name) > 1
+            ]
             raise ValueError(
-                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each has the same number of whole "
+                f"nodes: want a divisor of {' x '.join(names or ['data_parallel'])} = {groups}, so that each "
+                "has the same number of whole "
                 f"tensor-parallel groups, got {self.nodes}"
             )
         if self.virtual_pipeline > 1 and self.pipeline_parallel == 1:
             raise ValueError(
-                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the layers of a stage; "
+                f"virtual_pipeline: want 1 without a pipeline, got {self.virtual_pipeline}: it divides the "
+                "layers of a stage; "
                 "raise pipeline_parallel, or remove it"
             )
         for name in ("first_stage_layers", "last_stage_layers"):
             layers = getattr(self, name)
             if layers and (self.pipeline_parallel == 1 or self.virtual_pipeline > 1):
-                raise ValueError(f"{name}: want 0 without pipeline_parallel > 1, or with virtual_pipeline > 1, got {layers}")
+                raise ValueError(
+                    f"{name}: want 0 without pipeline_parallel > 1, or with virtual_pipeline > 1, got {layers}"
+                )
         for name in ("overlap_grad_reduce", "overlap_param_gather"):
             if self.virtual_pipeline > 1 and getattr(self, name) == "always":
                 raise ValueError(
@@ -267,7 +337,8 @@ class LearnerConfig:
                 )
         if self.sequence_parallel and self.tensor_parallel == 1:
             raise ValueError(
-                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over the tensor-parallel ranks; "
+                "sequence_parallel: want false with tensor_parallel: 1, got true: it divides the tokens over "
+                "the tensor-parallel ranks; "
                 "raise tensor_parallel, or remove it (context_parallel divides rows without it)"
             )
 
@@ -275,7 +346,10 @@ class LearnerConfig:
         """Raise ValueError for settings about mixtures of experts that cannot be."""
         spread = self.num_ranks // self.pipeline_parallel
         if spread % self.expert_parallel:
-            raise ValueError(f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got {self.expert_parallel}")
+            raise ValueError(
+                f"expert_parallel: want a divisor of data x tensor x context parallel = {spread}, got "
+                f"{self.expert_parallel}"
+            )
 
     def _refuse_group_size(self) -> None:
         """Raise ValueError for groups that would have too few samples to be compared."""
@@ -284,73 +358,106 @@ class LearnerConfig:
             raise ValueError(f"min_group_size: want <= group_size = {self.group_size}, got {least}")
         if least == 1 and algorithm.advantage in OF_GROUPS and algorithm.loss != "sft":
             raise ValueError(
-                f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares the samples of a group, got 1"
+                f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares "
+                "the samples of a group, got 1"
             )
         if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
-            raise ValueError(f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn")
+            raise ValueError(
+                f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn"
+            )
 
     def _refuse_credit(self) -> None:
         """Refuse a credit by turn with an estimator that has no form for turns, and a discount without effect."""
         if self.credit == "episode":
             if self.credit_gamma != 1.0:
-                raise ValueError(f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}")
+                raise ValueError(
+                    f"credit_gamma: not used with credit: episode; want credit: turn, or 1.0, got {self.credit_gamma!r}"
+                )
             return
         if self.algorithm.sft_coef:
-            raise ValueError("credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with rewards, got 'turn'")
+            raise ValueError(
+                "credit: want episode with algorithm.sft_coef, whose demonstrations have no turns with "
+                "rewards, got 'turn'"
+            )
         if self.algorithm.loss == "sft":
             raise ValueError("credit: sft has no advantages; want credit: episode, got 'turn'")
         if self.algorithm.kl.reward_by == "token":
             raise ValueError(
-                "credit: want episode with algorithm.kl.reward_by: token, which gives each token its own advantage, got 'turn'"
+                "credit: want episode with algorithm.kl.reward_by: token, which gives each token its own "
+                "advantage, got 'turn'"
             )
         if self.algorithm.gamma != 1.0:
-            raise ValueError(f"algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got {self.algorithm.gamma!r}")
+            raise ValueError(
+                "algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got "
+                f"{self.algorithm.gamma!r}"
+            )
         if self.algorithm.advantage not in OF_TURNS:
-            raise ValueError(f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}")
+            raise ValueError(
+                f"credit: turn needs algorithm.advantage {' | '.join(OF_TURNS)}, got {self.algorithm.advantage!r}"
+            )
 
     def _refuse_tuning(self) -> None:
         """Refuse settings of optimizer and adapters that exclude each other, and steps that would train nothing."""
         optimizer = self.optimizer
-        if optimizer.lr_decay in FALLING and 0 < optimizer.lr_decay_steps < self.steps and not (optimizer.min_lr or self.num_epochs):
+        if (
+            optimizer.lr_decay in FALLING
+            and 0 < optimizer.lr_decay_steps < self.steps
+            and not (optimizer.min_lr or self.num_epochs)
+        ):
             raise ValueError(
-                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the steps behind it "
+                f"optimizer.lr_decay_steps: want >= steps = {self.steps} (or 0) with min_lr: 0, at which the "
+                "steps behind it "
                 f"train nothing, got {optimizer.lr_decay_steps}; lower steps, or set min_lr"
             )
         if self.lora.rank and optimizer.freeze:
             raise ValueError(
-                f"optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got {list(optimizer.freeze)}; "
+                "optimizer.freeze: want none with lora.rank > 0, which freezes all weights of the model, got "
+                f"{list(optimizer.freeze)}; "
                 "choose the layers with lora.targets"
             )
         if self.lora.rank:
             self._refuse_with_adapters()
         if optimizer.name == "sgd" and self.distributed_optimizer:
-            raise ValueError("distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true")
+            raise ValueError(
+                "distributed_optimizer: want false with optimizer.name: sgd, whose state is not divided, got true"
+            )
         if optimizer.name != "adamw" and self.offload_optimizer:
-            raise ValueError(f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true")
+            raise ValueError(
+                f"offload_optimizer: want false with optimizer.name: {optimizer.name}, or name: adamw, got true"
+            )
         if (name := self.critic.optimizer.name) != "adamw" and self.offload_optimizer:
-            raise ValueError(f"offload_optimizer: want false with critic.optimizer.name: {name}, or critic.optimizer.name: adamw, got true")
+            raise ValueError(
+                f"offload_optimizer: want false with critic.optimizer.name: {name}, or critic.optimizer.name: "
+                "adamw, got true"
+            )
 
     def _refuse_with_adapters(self) -> None:
         """Refuse the settings that a model with trained adapters alone does not support."""
         if self.moe_bias_update_rate:
             raise ValueError(
-                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all weights of the model, got "
+                "moe_bias_update_rate: want 0 with lora.rank > 0, which freezes the routers' biases with all "
+                "weights of the model, got "
                 f"{self.moe_bias_update_rate!r}"
             )
         if self.algorithm.kl.moves:
             raise ValueError(
-                "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is the model without adapters"
+                "algorithm.kl.reference_every, reference_ema: want 0 with lora.rank > 0, whose reference is "
+                "the model without adapters"
             )
 
     def _refuse_critic(self) -> None:
         """Refuse settings of a critic where none is trained, and a run that would train nothing else."""
         if not self.algorithm.by_critic and self.critic != CriticConfig():
             raise ValueError(
-                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: {' or '.join(BY_CRITIC)}, "
+                f"critic: not used by algorithm.advantage: {self.algorithm.advantage}; want advantage: "
+                f"{' or '.join(BY_CRITIC)}, "
                 "or no settings of a critic"
             )
         if self.critic.warmup_steps >= self.steps:
-            raise ValueError(f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step trains the policy")
+            raise ValueError(
+                f"critic.warmup_steps: want < steps = {self.steps}, got {self.critic.warmup_steps}: no step "
+                "trains the policy"
+            )
 
     def _refuse_unknown(self) -> None:
         """Refuse choices that contradict each other."""
@@ -373,9 +480,11 @@ class LearnerConfig:
                 raise ValueError(f"{name}: want auto on the CPU, got {forced!r}: it is a kernel for CUDA")
         if self.attention in ("varlen", "cudnn") and self.dtype == "float32":
             raise ValueError(
-                f"attention: want auto or sdpa with dtype: float32, got {self.attention!r}: flash attention computes in half precision"
+                f"attention: want auto or sdpa with dtype: float32, got {self.attention!r}: flash attention "
+                "computes in half precision"
             )
         if self.attention == "cudnn" and self.deterministic:
             raise ValueError(
-                "attention: want auto or varlen with deterministic: true, got 'cudnn': its gradients are not the same bits each time"
+                "attention: want auto or varlen with deterministic: true, got 'cudnn': its gradients are not "
+                "the same bits each time"
             )

@@ -24,8 +24,9 @@ class HooksConfig:
     """Functions by import path that every rank calls within a step (docs/extending.md)."""
 
     before_log_probs: Hook = ""
-    """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient (of the proximal policy, of the reference);
-    empty = none."""
+    """module:function of a ``BeforeLogProbs``, before each pass for log-probs without gradient (of the proximal policy,
+    of the reference); empty = none.
+    """
     before_step: Hook = ""
     """module:function of a ``BeforeStep``, before each optimizer step of the policy; empty = none."""
 

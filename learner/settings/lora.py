@@ -47,7 +47,9 @@ class LoraConfig:
     targets: tuple[Annotated[str, OneOf(TARGETS)], ...] = TARGETS
     """Layers with adapters, by the last part of their Hugging Face names."""
     adapter: str = ""
-    """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those here."""
+    """Directory of adapters in PEFT's format with which the run begins; their rank, alpha and targets must be those
+    here.
+    """
 
     def __post_init__(self) -> None:
         if not self.targets or len(set(self.targets)) != len(self.targets):
@@ -79,14 +81,18 @@ class LoraConfig:
 
 
 def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
-    """Return an error for each difference between the settings and the adapter_config.json of ``config.adapter``; none without one."""
+    """Return an error for each difference between the settings and the adapter_config.json of ``config.adapter``; none
+    without one.
+    """
     if not config.adapter:
         return []
     path = Path(config.adapter) / CONFIG
     try:
         adapter = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        return [ConfigRefused("learner.lora.adapter", "a directory with PEFT's adapter_config.json", f"{path}: {error}")]
+        return [
+            ConfigRefused("learner.lora.adapter", "a directory with PEFT's adapter_config.json", f"{path}: {error}")
+        ]
     if not isinstance(adapter, dict) or str(adapter.get("peft_type", "")).upper() != "LORA":
         kind = adapter.get("peft_type") if isinstance(adapter, dict) else adapter
         return [ConfigRefused(f"{path}: peft_type", "LORA", kind)]
@@ -106,5 +112,7 @@ def adapter_refusals(config: LoraConfig) -> list[ConfigRefused]:
         "targets": (named, sorted(config.targets)),
     }
     return refused + [
-        ConfigRefused(f"learner.lora.{name}", f"{there!r}, as in {path}", here) for name, (there, here) in same.items() if there != here
+        ConfigRefused(f"learner.lora.{name}", f"{there!r}, as in {path}", here)
+        for name, (there, here) in same.items()
+        if there != here
     ]

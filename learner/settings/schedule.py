@@ -1,4 +1,6 @@
-"""Settings of the optimizer, the learning rate of each step, and the weights that are not trained. Pure: loads no torch."""
+"""Settings of the optimizer, the learning rate of each step, and the weights that are not trained. Pure: loads no
+torch.
+"""
 
 import math
 import re
@@ -14,7 +16,12 @@ FALLING = ("linear", "cosine", "wsd")
 """Decays that reach min_lr."""
 DECAYS = ("constant", *FALLING, "inverse_sqrt")
 OPTIMIZERS = ("adamw", "adam", "sgd")
-MUON = {"muon": " (Megatron's Muon needs the package emerging-optimizers, which this learner does not use, and no distributed optimizer)"}
+MUON = {
+    "muon": (
+        " (Megatron's Muon needs the package emerging-optimizers, which this learner does not use, and no "
+        "distributed optimizer)"
+    )
+}
 
 
 @section
@@ -29,17 +36,23 @@ class OptimizerConfig:
     warmup_steps: NotNegative = 0
     """Steps of linear warm-up from 0."""
     lr_decay: Annotated[str, OneOf(DECAYS)] = "constant"
-    """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after the warm-up)."""
+    """constant | linear | cosine | wsd (constant, then linear in a last ``wsd_share`` of them) | inverse_sqrt (after
+    the warm-up).
+    """
     lr_decay_steps: NotNegative = 0
-    """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 = those of the run."""
+    """Steps, warm-up included, behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr; the rate stays there. 0 =
+    those of the run.
+    """
     warmup_tokens: NotNegative = 0
     """Trained tokens of linear warm-up, in a schedule by tokens."""
     lr_decay_tokens: NotNegative = 0
-    """Trained tokens behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps."""
+    """Trained tokens behind which ``linear``, ``cosine`` and ``wsd`` reach min_lr: a schedule by tokens. 0 = by steps.
+    """
     wsd_share: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Share of the steps, or tokens, in which ``wsd`` decays."""
     min_lr: NotNegativeFloat = 0.0
-    """Learning rate behind the decay, which the last step of a run does not reach; the least one of ``inverse_sqrt``."""
+    """Learning rate behind the decay, which the last step of a run does not reach; the least one of ``inverse_sqrt``.
+    """
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Adam's decay of the first moment."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.98
@@ -61,7 +74,9 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr: want <= lr = {self.lr:g}, got {self.min_lr!r}")
         if self.lr_decay_steps and self.lr_decay_steps <= self.warmup_steps:
-            raise ValueError(f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}")
+            raise ValueError(
+                f"lr_decay_steps: want > warmup_steps = {self.warmup_steps}, or 0, got {self.lr_decay_steps}"
+            )
         self._refuse_mixed()
         for pattern in self.freeze:
             try:
@@ -75,7 +90,9 @@ class OptimizerConfig:
         return bool(self.warmup_tokens or self.lr_decay_tokens)
 
     def _refuse_mixed(self) -> None:
-        """Refuse schedules by steps and by tokens together, and ones by tokens without an end or a warm-up that they need."""
+        """Refuse schedules by steps and by tokens together, and ones by tokens without an end or a warm-up that they
+        need.
+        """
         if not self.by_tokens:
             return
         for name in ("warmup_steps", "lr_decay_steps"):
@@ -83,19 +100,23 @@ class OptimizerConfig:
                 raise ValueError(f"{name}: want 0 with warmup_tokens or lr_decay_tokens, got {getattr(self, name)}")
         if self.lr_decay in FALLING and self.lr_decay_tokens <= self.warmup_tokens:
             raise ValueError(
-                f"lr_decay_tokens: want > warmup_tokens = {self.warmup_tokens} with lr_decay: {self.lr_decay}, got {self.lr_decay_tokens}"
+                f"lr_decay_tokens: want > warmup_tokens = {self.warmup_tokens} with lr_decay: "
+                f"{self.lr_decay}, got {self.lr_decay_tokens}"
             )
         if self.lr_decay not in FALLING and self.lr_decay_tokens:
-            raise ValueError(f"lr_decay_tokens: want 0 with lr_decay: {self.lr_decay}, which has no end, got {self.lr_decay_tokens}")
+            raise ValueError(
+                f"lr_decay_tokens: want 0 with lr_decay: {self.lr_decay}, which has no end, got {self.lr_decay_tokens}"
+            )
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: int, tokens: tuple[float, float] = (0, 0)) -> float:
     """Return the learning rate of step ``step`` (1-based) of ``steps``: linear warm-up from 0, then the decay.
 
     ``tokens``: trained before this step, and until its end; they stand for the step in a schedule by tokens.
-    The warm-up counts this step and the decay does not, so that neither the first nor the last step has rate 0: without a warm-up a linear
-    decay to 0 ends with ``lr / steps``, as transformers' does.
-    Source: wsd, Hu et al. 2024 (MiniCPM, arXiv:2404.06395), here with a linear end; inverse_sqrt, Vaswani et al. 2017, section 5.3.
+    The warm-up counts this step and the decay does not, so that neither the first nor the last step has rate 0: without
+    a warm-up a linear decay to 0 ends with ``lr / steps``, as transformers' does.
+    Source: wsd, Hu et al. 2024 (MiniCPM, arXiv:2404.06395), here with a linear end; inverse_sqrt, Vaswani et al. 2017,
+    section 5.3.
     """
     before: float
     until: float

@@ -1,7 +1,9 @@
-"""Settings that decide the result of an optimizer step: a repeated step has the settings of its first execution. Loads no torch.
+"""Settings that decide the result of an optimizer step: a repeated step has the settings of its first execution. Loads
+no torch.
 
-Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings`` between two steps.
-The others are built into the models, so another value of one is refused until the steps recorded with it are in a checkpoint.
+Every start of the learner records its own (row ``run/settings.<epoch>``). A rank changes those of ``StepSettings``
+between two steps. The others are built into the models, so another value of one is refused until the steps recorded
+with it are in a checkpoint.
 """
 
 import dataclasses
@@ -23,7 +25,11 @@ BUILT_IN = (
     *("algorithm.kl.reference", "algorithm.kl.reference_every", "algorithm.kl.reference_ema"),
 )
 """Settings below ``learner`` that no rank can change between two steps, and ``weights.push_every``."""
-MODELS = {"by_critic": "a critic", "needs_reference": "a reference model", "may_need_metadata": "the metadata of samples"}
+MODELS = {
+    "by_critic": "a critic",
+    "needs_reference": "a reference model",
+    "may_need_metadata": "the metadata of samples",
+}
 """Needs of an algorithm that are decided when a rank starts."""
 
 
@@ -68,7 +74,9 @@ def refuse_built_in(then: JsonMapping, now: JsonMapping, step: int) -> None:
     """Raise ConfigRefused if a setting that is built in differs from that with which ``step`` was executed."""
     for path in (*(f"learner.{path}" for path in BUILT_IN), "weights.push_every"):
         if (before := _at(then, path)) != (value := _at(now, path)):
-            raise ConfigRefused(path, f"{before!r} until the step {step} that was executed with it is in a checkpoint", value)
+            raise ConfigRefused(
+                path, f"{before!r} until the step {step} that was executed with it is in a checkpoint", value
+            )
     before, after = StepSettings.read(then).algorithm, StepSettings.read(now).algorithm
     for name, words in MODELS.items():
         if getattr(before, name) and not getattr(after, name):

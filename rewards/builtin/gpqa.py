@@ -1,7 +1,7 @@
 r"""Reward for multiple choice: the letter of the answer.
 
-Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa``: metadata ``choices``, ``valid_letters`` and
-``correct_letter``; the label is a letter, an index (from 0) or the text of a choice.
+Source: GPQA (Rein et al. 2023, arXiv 2311.12022), in the form of slime's ``gpqa``: metadata ``choices``,
+``valid_letters`` and ``correct_letter``; the label is a letter, an index (from 0) or the text of a choice.
 """
 
 import re
@@ -12,14 +12,17 @@ from tidemill.rewards.port import RewardRequest
 LETTERS = "ABCDEFGHIJ"
 _MARKED = (
     re.compile(r"\\boxed\s{0,3}\{\s{0,3}(?:\\text\s{0,3}\{)?\s{0,3}\(?([A-Za-z])\)?\s{0,3}\}"),
-    re.compile(r"(?:answer|choice|option)\s{0,3}(?:is|:|=)?\s{0,3}[:*]{0,3}\s{0,3}\(?([A-Za-z])\)?(?![A-Za-z])", re.IGNORECASE),
+    re.compile(
+        r"(?:answer|choice|option)\s{0,3}(?:is|:|=)?\s{0,3}[:*]{0,3}\s{0,3}\(?([A-Za-z])\)?(?![A-Za-z])", re.IGNORECASE
+    ),
 )
 _ALONE = re.compile(r"(?<![A-Za-z0-9])\(?([A-Z])\)?(?![A-Za-z0-9'])")
 _WORD = re.compile(r"\w+")
 
 
 def gpqa(request: RewardRequest) -> float:
-    """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone, else 0.0.
+    """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone,
+    else 0.0.
 
     Raises RewardFailed for a label that names no choice, and for metadata that is no list.
     """
@@ -30,7 +33,9 @@ def gpqa(request: RewardRequest) -> float:
 
 
 def find_letter(response: str, valid: str = LETTERS) -> str | None:
-    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone. Thoughts do not count."""
+    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone. Thoughts do not
+    count.
+    """
     text = response.rpartition("</think>")[2]
     for pattern in (*_MARKED, _ALONE):
         found = [letter.upper() for letter in pattern.findall(text) if letter.upper() in valid]
@@ -48,7 +53,9 @@ def _choice_in(request: RewardRequest, valid: str) -> str | None:
 
 
 def _texts(request: RewardRequest, key: str, default: str = "") -> list[str]:
-    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for anything else than a list or a text."""
+    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for anything else than a list
+    or a text.
+    """
     found = request.metadata.get(key, default)
     if not isinstance(found, (str, list, tuple)):
         raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {found!r}"[:300])
@@ -72,5 +79,7 @@ def _gold(request: RewardRequest, valid: str) -> str:
         if label.strip().casefold() in choices:
             index = choices.index(label.strip().casefold())
     if index is None or not 0 <= index < len(valid):
-        raise RewardFailed("gpqa", f"want a letter of {valid}, an index, or one of metadata.choices as label, got {label!r}"[:300])
+        raise RewardFailed(
+            "gpqa", f"want a letter of {valid}, an index, or one of metadata.choices as label, got {label!r}"[:300]
+        )
     return valid[index]

@@ -1,8 +1,10 @@
 """The instructions of IFBench, as checks of a response by a program; ``tidemill.rewards.builtin.ifeval`` is the reward.
 
-Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb`` and
-``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?`` (the original uses
-nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own verdicts.
+Source: IFBench (Pyatkin et al. 2025, arXiv 2507.02833), its instruction ids, arguments and rules. ``words:start_verb``
+and
+``words:odd_even_syllables`` need a tagger and a dictionary, and are not here. Sentences end at ``.``, ``!`` or ``?``
+(the original uses nltk's model of abbreviations). ``docs/rewards.md`` has the differences from the original's own
+verdicts.
 """
 
 import csv
@@ -38,27 +40,38 @@ def _set(words: str) -> frozenset[str]:
 
 CONJUNCTIONS = frozenset({"and", "but", "for", "nor", "or", "so", "yet"})
 PRONOUNS = _set(
-    "i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself ourselves yourself "
-    "yourselves himself herself itself themselves this that these those who whom whose which what whoever whomever whatever whichever "
-    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something each either neither both all some "
+    "i me we us you he him she her it they them my mine our ours your yours his hers its their theirs myself "
+    "ourselves yourself "
+    "yourselves himself herself itself themselves this that these those who whom whose which what whoever "
+    "whomever whatever whichever "
+    "anybody anyone anything everybody everyone everything nobody nothing somebody someone something each "
+    "either neither both all some "
     "any none"
 )
 STOP_WORDS = _set(
-    "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers herself it its itself they "
-    "them their theirs themselves what which who whom this that these those am is are was were be been being have has had having do "
-    "does did doing a an the and but if or because as until while of at by for with about against between into through during before "
-    "after above below to from up down in out on off over under again further then once here there when where why how all any both each "
-    "few more most other some such no nor not only own same so than too very s t can will just don should now d ll m o re ve y ain aren "
+    "i me my myself we our ours ourselves you your yours yourself yourselves he him his himself she her hers "
+    "herself it its itself they "
+    "them their theirs themselves what which who whom this that these those am is are was were be been being "
+    "have has had having do "
+    "does did doing a an the and but if or because as until while of at by for with about against between "
+    "into through during before "
+    "after above below to from up down in out on off over under again further then once here there when "
+    "where why how all any both each "
+    "few more most other some such no nor not only own same so than too very s t can will just don should "
+    "now d ll m o re ve y ain aren "
     "couldn didn doesn hadn hasn haven isn ma mightn mustn needn shan shouldn wasn weren won wouldn"
 )
 """nltk's English stop words that are whole words for ``\\w+``."""
 NAMES = _set(
-    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia Benjamin Harper Leo Zoe Daniel "
-    "Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla Nicholas Audrey David Hannah "
+    "Emma Liam Sophia Jackson Olivia Noah Ava Lucas Isabella Mason Mia Ethan Charlotte Alexander Amelia "
+    "Benjamin Harper Leo Zoe Daniel "
+    "Chloe Samuel Lily Matthew Grace Owen Abigail Gabriel Ella Jacob Scarlett Nathan Victoria Elijah Layla "
+    "Nicholas Audrey David Hannah "
     "Christopher Penelope Thomas Nora Andrew Aria Joseph Claire Ryan Stella Jonathan"
 )
 _NORTH_TO_SOUTH = (
-    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam Warsaw London Brussels "
+    "Reykjavik Helsinki Oslo Tallinn Stockholm Riga Moscow Copenhagen Vilnius Minsk Dublin Berlin Amsterdam "
+    "Warsaw London Brussels "
     "Prague Luxembourg Paris Vienna Bratislava Budapest Vaduz Chisinau Bern Ljubljana Zagreb"
 )
 CAPITALS = _NORTH_TO_SOUTH.split()
@@ -114,17 +127,25 @@ def _ends(text: str) -> Counter[str]:
 
 def _stop_words(text: str, arguments: JsonMapping) -> bool:
     words = _WORD.findall(text.lower())
-    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(arguments["percentage"]) * len(words)
+    return bool(words) and 100 * sum(word in STOP_WORDS for word in words) <= float(arguments["percentage"]) * len(
+        words
+    )
 
 
 def _overlap(text: str, arguments: JsonMapping) -> bool:
-    of_text, of_reference = ({one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(arguments["reference_text"])))
+    of_text, of_reference = (
+        {one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(arguments["reference_text"]))
+    )
     return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(arguments["percentage"])) <= 2
 
 
 def _alphabet(text: str, arguments: JsonMapping) -> bool:
     letters = [word[0] for word in _words(text)]
-    return bool(letters) and set(letters) <= set(string.ascii_lowercase) and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+    return (
+        bool(letters)
+        and set(letters) <= set(string.ascii_lowercase)
+        and all((ord(b) - ord(a)) % 26 == 1 for a, b in pairwise(letters))
+    )
 
 
 def _alliteration(text: str, arguments: JsonMapping) -> bool:
@@ -192,7 +213,9 @@ def _options(text: str, arguments: JsonMapping) -> bool:
 
 
 def _is_emoji(character: str) -> bool:
-    return "\U0001f000" <= character <= "\U0001faff" or (character > "\u203b" and unicodedata.category(character) == "So")
+    return "\U0001f000" <= character <= "\U0001faff" or (
+        character > "\u203b" and unicodedata.category(character) == "So"
+    )
 
 
 def _emojis(text: str, arguments: JsonMapping) -> bool:
@@ -216,7 +239,8 @@ def _keyword_in_sentence(text: str, arguments: JsonMapping) -> bool:
     number = int(arguments["N"])
     found = _first_sentences(text, number)
     return (
-        1 <= number <= len(found) and re.search(rf"\b{re.escape(str(arguments['word']))}\b", found[number - 1], re.IGNORECASE) is not None
+        1 <= number <= len(found)
+        and re.search(rf"\b{re.escape(str(arguments['word']))}\b", found[number - 1], re.IGNORECASE) is not None
     )
 
 
@@ -280,7 +304,9 @@ def _africa(text: str, arguments: JsonMapping) -> bool:
 
 def _story(text: str, arguments: JsonMapping) -> bool:
     found = _first_sentences(text, 27)
-    return len(found) == 26 and all(one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True))
+    return len(found) == 26 and all(
+        one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True)
+    )
 
 
 def _rows(text: str, delimiter: str) -> list[list[str]]:
@@ -297,7 +323,9 @@ def _quotes_kept(text: str) -> str:
 
 
 def _is_special(field: str) -> bool:
-    """Return whether a field begins with a quote and has a character that is no word's and no space before its last quote."""
+    """Return whether a field begins with a quote and has a character that is no word's and no space before its last
+    quote.
+    """
     return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
 
 
@@ -307,7 +335,9 @@ def _has_header(row: Sequence[str], *names: str) -> bool:
 
 def _cities(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(text, ",")
-    return len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
+    return (
+        len(rows) == 8 and rows[0] == ["ID", "Country", "City", "Year", "Count"] and all(len(row) == 5 for row in rows)
+    )
 
 
 def _special_field(text: str, arguments: JsonMapping) -> bool:
@@ -321,7 +351,10 @@ def _quoted_fields(text: str, arguments: JsonMapping) -> bool:
     rows = _rows(_quotes_kept(text), "\t")
     if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
         return False
-    return all(len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row) for row in rows)
+    return all(
+        len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row)
+        for row in rows
+    )
 
 
 def _dates(text: str, arguments: JsonMapping) -> bool:
@@ -338,7 +371,10 @@ def _dates(text: str, arguments: JsonMapping) -> bool:
 
 def _keywords(text: str, arguments: JsonMapping) -> bool:
     plain = text.lower()
-    return all(plain.count(str(arguments[f"keyword{number}"]).strip().lower()) == count for number, count in enumerate((1, 2, 3, 5, 7), 1))
+    return all(
+        plain.count(str(arguments[f"keyword{number}"]).strip().lower()) == count
+        for number, count in enumerate((1, 2, 3, 5, 7), 1)
+    )
 
 
 def _keyword_at(text: str, arguments: JsonMapping) -> bool:
@@ -390,9 +426,13 @@ def _has_cluster(word: str) -> bool:
 INSTRUCTIONS: dict[str, Check] = {
     "count:conjunctions": lambda text, arguments: len(CONJUNCTIONS & _stripped(text)) >= int(arguments["small_n"]),
     "count:keywords_multiple": _keywords,
-    "count:numbers": lambda text, arguments: len(re.findall(r"\d+", text.translate(_NO_PUNCTUATION))) == int(arguments["N"]),
+    "count:numbers": lambda text, arguments: (
+        len(re.findall(r"\d+", text.translate(_NO_PUNCTUATION))) == int(arguments["N"])
+    ),
     "count:person_names": lambda text, arguments: len(NAMES.intersection(_WORD.findall(text))) >= int(arguments["N"]),
-    "count:pronouns": lambda text, arguments: sum(word in PRONOUNS for word in _WORD.findall(text.lower())) >= int(arguments["N"]),
+    "count:pronouns": lambda text, arguments: (
+        sum(word in PRONOUNS for word in _WORD.findall(text.lower())) >= int(arguments["N"])
+    ),
     "count:punctuation": _punctuation,
     "count:unique_word_count": lambda text, arguments: len(_stripped(text)) >= int(arguments["N"]),
     "count:word_count_range": lambda text, arguments: (
@@ -404,20 +444,28 @@ INSTRUCTIONS: dict[str, Check] = {
     "custom:csv_quotes": _quoted_fields,
     "custom:csv_special_character": _special_field,
     "custom:date_format_list": _dates,
-    "custom:european_capitals_sort": lambda text, arguments: [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS,
+    "custom:european_capitals_sort": lambda text, arguments: (
+        [one.strip() for one in _ascii(text).split(",") if one.strip()] == CAPITALS
+    ),
     "custom:mcq_count_length": _questions,
-    "custom:multiples": lambda text, arguments: re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)],
+    "custom:multiples": lambda text, arguments: (
+        re.findall(r"\d+", text) == [str(number) for number in range(14, 51, 7)]
+    ),
     "custom:reverse_newline": _africa,
     "custom:sentence_alphabet": _story,
     "custom:word_reverse": _reversed_words,
     "format:emoji": _emojis,
     "format:line_indent": _stairs,
     "format:list": lambda text, arguments: text.count(str(arguments["sep"])) >= 2,
-    "format:newline": lambda text, arguments: len(_lines(plain := text.translate(_NO_PUNCTUATION))) == len(plain.split()),
+    "format:newline": lambda text, arguments: (
+        len(_lines(plain := text.translate(_NO_PUNCTUATION))) == len(plain.split())
+    ),
     "format:no_bullets_bullets": _bullets_behind_sentences,
     "format:no_whitespace": lambda text, arguments: not any(map(str.isspace, text)),
     "format:options": _options,
-    "format:output_template": lambda text, arguments: all(one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")),
+    "format:output_template": lambda text, arguments: all(
+        one in text for one in ("My Answer:", "My Conclusion:", "Future Outlook:")
+    ),
     "format:parentheses": _parentheses,
     "format:quote_unquote": _explained_quotes,
     "format:quotes": _quotes,
@@ -443,7 +491,9 @@ INSTRUCTIONS: dict[str, Check] = {
     "words:palindrome": _palindromes,
     "words:paragraph_last_first": _ends_as_it_begins,
     "words:prime_lengths": lambda text, arguments: all(_is_prime(len(word)) for word in _words(text)),
-    "words:repeats": lambda text, arguments: max(Counter(_words(text)).values(), default=0) <= int(arguments["small_n"]),
+    "words:repeats": lambda text, arguments: (
+        max(Counter(_words(text)).values(), default=0) <= int(arguments["small_n"])
+    ),
     "words:vowel": lambda text, arguments: "\n" not in text.strip() and len(_VOWELS & set(text.lower())) <= 3,
     "words:words_position": _second_words,
 }

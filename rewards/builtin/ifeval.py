@@ -1,11 +1,13 @@
-"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's (``tidemill.rewards.builtin.ifbench``).
+"""Reward for instructions that can be verified by a program: IFEval's, and IFBench's
+(``tidemill.rewards.builtin.ifbench``).
 
-Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that format can be used
-unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the original uses nltk).
+Source: IFEval (Zhou et al. 2023, arXiv 2311.07911), its instruction ids and arguments; the share of data sets in that
+format can be used unchanged. ``english_*`` checks the case only, and sentences end at ``.``, ``!`` or ``?`` (the
+original uses nltk).
 
-``language:response_language`` needs the library langdetect (extra ``language``). Its profiles of 55 languages are loaded with this module
-(0.3 s, where the library is installed), which the keeper of the child processes imports before the first sample: none waits for them. A
-call reads 10,000 characters at most, and takes up to 40 ms.
+``language:response_language`` needs the library langdetect (extra ``language``). Its profiles of 55 languages are
+loaded with this module (0.3 s, where the library is installed), which the keeper of the child processes imports before
+the first sample: none waits for them. A call reads 10,000 characters at most, and takes up to 40 ms.
 """
 
 import json
@@ -33,20 +35,24 @@ LANGUAGE_SEED = 0
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
-    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the share).
+    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the
+    share).
 
-    The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An empty response
-    follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
+    The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An
+    empty response follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
     """
     instructions: JsonMapping = request.label if isinstance(request.label, Mapping) else request.metadata
     names, arguments = instructions.get("instruction_id_list"), instructions.get("kwargs")
     if not isinstance(names, (list, tuple)) or not names:
         raise RewardFailed(
-            "ifeval", f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}"
+            "ifeval",
+            f"want a list under instruction_id_list in metadata or label, got keys {sorted(map(str, instructions))}",
         )
     if not isinstance(arguments, (list, tuple)) or len(arguments) != len(names):
         raise RewardFailed("ifeval", f"want a list of {len(names)} maps under kwargs, one for each instruction")
-    results = [follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)]
+    results = [
+        follows(str(name), values or {}, request.response) for name, values in zip(names, arguments, strict=True)
+    ]
     followed = sum(results) / len(results)
     return {"score": followed if share else float(followed == 1), "followed": followed}
 
@@ -64,7 +70,9 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     except ModuleNotFoundError as error:
         raise RewardFailed("ifeval", f"instruction {name!r} {error}") from None
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise RewardFailed("ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]) from None
+        raise RewardFailed(
+            "ifeval", f"instruction {name!r} with {dict(arguments)!r}: {type(error).__name__}: {error}"[:500]
+        ) from None
 
 
 def _compared(count: int, relation: str, bound: int) -> bool:
@@ -164,11 +172,15 @@ INSTRUCTIONS: dict[str, Check] = {
     "detectable_format:constrained_response": lambda text, arguments: any(answer in text for answer in _ANSWERS),
     "detectable_format:json_format": _json,
     "detectable_format:multiple_sections": _sections,
-    "detectable_format:number_bullet_lists": lambda text, arguments: len(_BULLET.findall(text)) == int(arguments["num_bullets"]),
+    "detectable_format:number_bullet_lists": lambda text, arguments: (
+        len(_BULLET.findall(text)) == int(arguments["num_bullets"])
+    ),
     "detectable_format:number_highlighted_sections": _highlights,
     "detectable_format:title": _title,
     "keywords:existence": lambda text, arguments: all(_occurs(word, text) for word in arguments["keywords"]),
-    "keywords:forbidden_words": lambda text, arguments: not any(_has_word(word, text) for word in arguments["forbidden_words"]),
+    "keywords:forbidden_words": lambda text, arguments: (
+        not any(_has_word(word, text) for word in arguments["forbidden_words"])
+    ),
     "keywords:frequency": lambda text, arguments: _compared(
         _count(arguments["keyword"], text), arguments["relation"], arguments["frequency"]
     ),
@@ -183,7 +195,9 @@ INSTRUCTIONS: dict[str, Check] = {
         len(_WORD.findall(text)), arguments["relation"], arguments["num_words"]
     ),
     "punctuation:no_comma": lambda text, arguments: "," not in text,
-    "startend:end_checker": lambda text, arguments: text.strip().strip('"').lower().endswith(str(arguments["end_phrase"]).strip().lower()),
+    "startend:end_checker": lambda text, arguments: (
+        text.strip().strip('"').lower().endswith(str(arguments["end_phrase"]).strip().lower())
+    ),
     "startend:quotation": _quoted,
 }
 """Checks by instruction id; IFBench has its own in ``tidemill.rewards.builtin.ifbench``."""
@@ -208,7 +222,8 @@ _FACTORY = _profiles()
 
 
 def written_in(text: str, language: str) -> bool:
-    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for a text without letters, as in IFEval.
+    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for a text without letters,
+    as in IFEval.
 
     Raises ModuleNotFoundError without the library, ValueError for a code that it does not have.
     """

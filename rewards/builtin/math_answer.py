@@ -1,7 +1,8 @@
 r"""Reward for questions with a short final answer (GSM8K, MATH): correctness of the answer, and its format.
 
-The module finds the answer (``#### 18``, ``\boxed{18}``, or the last number of the text) and compares it as a number or as text.
-Everything takes time linear in the response, because an untrained policy often repeats one token up to the length limit.
+The module finds the answer (``#### 18``, ``\boxed{18}``, or the last number of the text) and compares it as a number or
+as text. Everything takes time linear in the response, because an untrained policy often repeats one token up to the
+length limit.
 """
 
 import re
@@ -16,7 +17,8 @@ MARKER = "####"
 # A separator belongs to a number only between groups of three digits; the first group may be shorter.
 _GROUPS = r"[1-9][0-9]{0,2}(?:(?:(?:,|\{,\}|\\[,;: ]|\{\\[,;:]\}|~)(?:\\!)?|\\!)[0-9]{3})+(?![0-9])"
 _GROUPED = re.compile(r"(?<![0-9])(?<![0-9]\.)" + _GROUPS)
-# A sign belongs to the number only if no word or bracket stands before it: the last number of "10-3" is 3, of "x = -3" it is -3.
+# A sign belongs to the number only if no word or bracket stands before it: the last number of "10-3" is 3, of "x = -3"
+# it is -3.
 _NUMBER = re.compile(rf"(?:(?<![\w)])[-+\u2212])?\$?(?:(?:{_GROUPS}|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:/[0-9]+)?")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:/[0-9]+)?")
 _SCIENTIFIC = re.compile(r"[-+]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)[eE][-+]?[0-9]{1,3}")
@@ -27,7 +29,8 @@ _MIXED = re.compile(r"([-+]?)([0-9]+)(?:\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}| ([0
 WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|operatorname)\s*\{([^{}]*)\}")
 ASSIGNED = re.compile(r"^\s*[a-zA-Z]\s*(?:=|\\in)\s*")
 _UNIT = re.compile(
-    r"(?<=[0-9}])(?:(?:[\s~]|\\[ ,;:!])*\\(?:text|mathrm|textbf|mbox|textit|operatorname)\s*\{[^{}0-9]*\}(?:\^\{?[23]\}?)?"
+    r"(?<=[0-9}])(?:(?:[\s~]|\\[ "
+    r",;:!])*\\(?:text|mathrm|textbf|mbox|textit|operatorname)\s*\{[^{}0-9]*\}(?:\^\{?[23]\}?)?"
     r"|(?P<words>[\s~]+[A-Za-z]{2,}(?:[\s-]+[A-Za-z]{2,})*)(?:\^\{?[23]\}?)?|\s*\^\{?\\circ\}?|\s*\\degree)\s*$"
 )
 _MULTIPLES = re.compile(r"\b(?:hundred|thousand|million|billion|trillion|dozen)", re.IGNORECASE)
@@ -39,10 +42,12 @@ _MAX_DIGITS = 1000
 
 
 def math_answer(request: RewardRequest, *, correct_weight: float = 1.0, format_weight: float = 0.1) -> dict[str, float]:
-    """Return ``score``, ``correct`` and ``format`` of a response; ``score = correct_weight * correct + format_weight * format``.
+    """Return ``score``, ``correct`` and ``format`` of a response; ``score = correct_weight * correct + format_weight *
+    format``.
 
-    ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows it, and nothing
-    follows the number. The label is the answer itself or a worked solution that ends in ``#### answer``.
+    ``correct`` is 0 or 1. ``format`` is the share of these that hold: ``####`` occurs, exactly once, a number follows
+    it, and nothing follows the number. The label is the answer itself or a worked solution that ends in ``####
+    answer``.
     Raises RewardFailed for a label that is neither text nor a number: every response would be scored as wrong.
     """
     correct = float(is_right(request.response, find_gold(request.label)))
@@ -71,7 +76,9 @@ def is_right(response: str, gold: str) -> bool:
 
 
 def find_answer(response: str) -> str | None:
-    r"""Return the line after the last ``####`` (or a ``\boxed{}`` in it), else the last ``\boxed{}``, else the last number, else None."""
+    r"""Return the line after the last ``####`` (or a ``\boxed{}`` in it), else the last ``\boxed{}``, else the last
+    number, else None.
+    """
     return _answer(response)[0]
 
 
@@ -87,10 +94,11 @@ def _answer(response: str) -> tuple[str | None, bool]:
 
 
 def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
-    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a number, the same text.
+    """Return whether ``answer`` (``18``, ``$18.00``, ``18 eggs``) is the number ``gold`` or, if ``gold`` is not a
+    number, the same text.
 
-    ``whole``: all of it must be the number, but for a unit, as in a box. A line begins with the number, and units or an explanation
-    follow (``18 eggs of 20``).
+    ``whole``: all of it must be the number, but for a unit, as in a box. A line begins with the number, and units or an
+    explanation follow (``18 eggs of 20``).
     """
     if answer is None or not gold:
         return False
@@ -104,7 +112,9 @@ def same_answer(answer: str | None, gold: str, *, whole: bool = False) -> bool:
 
 
 def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
-    r"""Return the number that is all of a text, but for ``x =`` and a unit: ``5\text{ cm}`` or, with ``words``, ``5 eggs``; else None."""
+    r"""Return the number that is all of a text, but for ``x =`` and a unit: ``5\text{ cm}`` or, with ``words``, ``5
+    eggs``; else None.
+    """
     if len(text) > _MAX_DIGITS:
         return None
     text = ASSIGNED.sub("", text.strip().removesuffix("."))
@@ -115,7 +125,9 @@ def number_in_box(text: str, *, words: bool = True) -> Fraction | None:
 
 
 def to_number(text: str) -> Fraction | None:
-    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5``, ``1e2`` exactly; else None."""
+    r"""Parse ``1,234.50``, ``$5``, ``50%`` (as 50), ``3/4``, ``\frac{3}{4}``, ``1\frac{3}{4}``, ``-.5``, ``1e2``
+    exactly; else None.
+    """
     if len(text) > _MAX_DIGITS:
         return None
     number = plain(text)
@@ -142,7 +154,9 @@ def to_number(text: str) -> Fraction | None:
 
 
 def format_share(response: str) -> float:
-    """Return the share of the four format criteria that a response meets (see ``math_answer``); 0 without any ``####``."""
+    """Return the share of the four format criteria that a response meets (see ``math_answer``); 0 without any
+    ``####``.
+    """
     _, marker, tail = response.rpartition(MARKER)
     if not marker:
         return 0.0
@@ -152,13 +166,17 @@ def format_share(response: str) -> float:
 
 
 def plain(text: str) -> str:
-    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers, groups of digits."""
+    """Remove everything that does not change an answer: blanks, currency, percent, a final full stop, TeX wrappers,
+    groups of digits.
+    """
     text = ungrouped(WRAPPED.sub(r"\1", text)).replace("\\$", "").replace("\\%", "").replace("{-}", "-")
     return BLANKS.sub("", re.sub(r"[$%€£]", "", text).strip()).removesuffix(".")
 
 
 def ungrouped(text: str) -> str:
-    r"""Return a text with ASCII's minus and blanks, and the groups of its numbers joined: ``1{,}234``, ``1\,234``, ``1,\!234``: 1234."""
+    r"""Return a text with ASCII's minus and blanks, and the groups of its numbers joined: ``1{,}234``, ``1\,234``,
+    ``1,\!234``: 1234.
+    """
     text = text.replace("\N{MINUS SIGN}", "-").replace(r"\!", "")
     return _NARROW.sub(" ", _GROUPED.sub(lambda number: re.sub("[^0-9]", "", number[0]), text))
 

@@ -1,7 +1,9 @@
-r"""Values of mathematical expressions in LaTeX or plain text: ``\frac{3}{4}x^2 - 2\sqrt{3}``. Used to compare answers, never to run them.
+r"""Values of mathematical expressions in LaTeX or plain text: ``\frac{3}{4}x^2 - 2\sqrt{3}``. Used to compare answers,
+never to run them.
 
-An expression is evaluated at given values of its letters, in complex floats. Two expressions that agree at several arbitrary points are
-taken as equal (Schwartz 1980, Zippel 1979: a polynomial that is not 0 is 0 at few points). Length and depth are bounded, so time is, too.
+An expression is evaluated at given values of its letters, in complex floats. Two expressions that agree at several
+arbitrary points are taken as equal (Schwartz 1980, Zippel 1979: a polynomial that is not 0 is 0 at few points). Length
+and depth are bounded, so time is, too.
 """
 
 import cmath
@@ -11,7 +13,14 @@ from collections.abc import Mapping
 MAX_CHARACTERS = 300
 MAX_DEPTH = 40
 _TOKEN = re.compile(r"\s*(?:([0-9]+(?:\.[0-9]*)?|\.[0-9]+)|\\([a-zA-Z]+)|([a-zA-Z])|(.))", re.DOTALL)
-_FUNCTIONS = {"sin": cmath.sin, "cos": cmath.cos, "tan": cmath.tan, "ln": cmath.log, "log": cmath.log10, "exp": cmath.exp}
+_FUNCTIONS = {
+    "sin": cmath.sin,
+    "cos": cmath.cos,
+    "tan": cmath.tan,
+    "ln": cmath.log,
+    "log": cmath.log10,
+    "exp": cmath.exp,
+}
 _FRACTIONS = ("frac", "dfrac", "tfrac")
 _TIMES = {"cdot": "*", "times": "*", "div": "/"}
 _SILENT = ("left", "right", "displaystyle")
@@ -42,7 +51,9 @@ def value(text: str, variables: Mapping[str, complex]) -> complex:
 
 
 class _Parser:
-    """Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2x``, ``2\\sqrt{3}``, ``(x+1)(x-1)``."""
+    """Recursive descent: sum of products of powers of atoms. A product needs no sign: ``2x``, ``2\\sqrt{3}``,
+    ``(x+1)(x-1)``.
+    """
 
     def __init__(self, text: str, variables: Mapping[str, complex]) -> None:
         self._tokens = [token for match in _TOKEN.finditer(text) if (token := _token(match))]

@@ -1,9 +1,11 @@
-r"""Rewards for the final answer to a mathematical question: ``math``, ``deepscaler``, ``dapo`` and ``gsm8k``. None loads sympy.
+r"""Rewards for the final answer to a mathematical question: ``math``, ``deepscaler``, ``dapo`` and ``gsm8k``. None
+loads sympy.
 
-Sources: ``math`` is slime's. ``deepscaler`` DeepScaleR (Luo et al. 2025), in the form of slime's ``deepscaler``: the text after the last
-``</think>``, or after the first ``###Response`` up to the next, must hold ``\boxed{}``. ``dapo`` DAPO (Yu et al. 2025, arXiv 2503.14476),
-its scoring of the last 300 characters; a label that is not a number is compared as an expression or as text, where the original raises.
-``gsm8k`` GSM8K (Cobbe et al. 2021, arXiv 2110.14168); numbers are compared exactly: ``1,234``, ``$1234.00`` and ``1234`` are the same.
+Sources: ``math`` is slime's. ``deepscaler`` DeepScaleR (Luo et al. 2025), in the form of slime's ``deepscaler``: the
+text after the last ``</think>``, or after the first ``###Response`` up to the next, must hold ``\boxed{}``. ``dapo``
+DAPO (Yu et al. 2025, arXiv 2503.14476), its scoring of the last 300 characters; a label that is not a number is
+compared as an expression or as text, where the original raises. ``gsm8k`` GSM8K (Cobbe et al. 2021, arXiv 2110.14168);
+numbers are compared exactly: ``1,234``, ``$1234.00`` and ``1234`` are the same.
 """
 
 import re
@@ -16,7 +18,8 @@ from tidemill.rewards.port import RewardRequest
 
 
 def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
-    r"""Return the content of the text's last ``\boxed{}`` (None without one), and the answers in the label, which may be a list of labels.
+    r"""Return the content of the text's last ``\boxed{}`` (None without one), and the answers in the label, which may
+    be a list of labels.
 
     Raises RewardFailed for a label that holds no answer.
     """
@@ -26,7 +29,9 @@ def boxed_and_golds(text: str, label: object) -> tuple[str | None, list[str]]:
 
 
 def boxed_is_label(text: str, label: object) -> bool:
-    r"""Return whether the text's last ``\boxed{}`` equals the label, or one of the labels. Raises RewardFailed as ``boxed_and_golds``."""
+    r"""Return whether the text's last ``\boxed{}`` equals the label, or one of the labels. Raises RewardFailed as
+    ``boxed_and_golds``.
+    """
     answer, golds = boxed_and_golds(text, label)
     return answer is not None and any(same_math(answer, gold) for gold in golds)
 
@@ -34,8 +39,9 @@ def boxed_is_label(text: str, label: object) -> bool:
 def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> float:
     r"""Return 1.0 if the last ``\boxed{}`` of the response equals the label (or one of the labels), else 0.0.
 
-    ``rest``: ask the library math-verify about answers that are not found equal here, unless both are numbers; the reward runs in child
-    processes then. Raises RewardFailed for a label that holds no answer, and with ``rest`` ModuleNotFoundError without the library.
+    ``rest``: ask the library math-verify about answers that are not found equal here, unless both are numbers; the
+    reward runs in child processes then. Raises RewardFailed for a label that holds no answer, and with ``rest``
+    ModuleNotFoundError without the library.
     """
     answer, golds = boxed_and_golds(request.response, request.label)
     if answer is None:
@@ -44,7 +50,9 @@ def math(request: RewardRequest, *, rest: Literal["", "math_verify"] = "") -> fl
         return 1.0
     if not rest:
         return 0.0
-    from tidemill.rewards.builtin.math_symbolic import same_by_library  # it loads sympy, which a run without the option does not need
+    from tidemill.rewards.builtin.math_symbolic import (
+        same_by_library,
+    )  # it loads sympy, which a run without the option does not need
 
     undecided = [gold for gold in golds if not (_is_number(answer) and _is_number(gold))]
     return float(bool(undecided) and same_by_library(answer, undecided))
@@ -57,7 +65,8 @@ def _is_number(text: str) -> bool:
 def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
     r"""Return 1.0 if the last ``\boxed{}`` of the solution equals the label (or one of the labels), else 0.0.
 
-    ``think``: a response without ``</think>`` or ``###Response`` scores 0. Raises RewardFailed for a label that holds no answer.
+    ``think``: a response without ``</think>`` or ``###Response`` scores 0. Raises RewardFailed for a label that holds
+    no answer.
     """
     _, ended, solution = request.response.rpartition("</think>")
     if not ended:
@@ -76,7 +85,9 @@ _ANSWER = re.compile(r"answer\s{0,20}:\s{0,20}([^\n]+)", re.IGNORECASE)
 
 
 def dapo(request: RewardRequest) -> dict[str, float]:
-    """Return ``score`` (1.0 or -1.0) and ``correct`` (1.0 or 0.0). Raises RewardFailed for a label that holds no answer."""
+    """Return ``score`` (1.0 or -1.0) and ``correct`` (1.0 or 0.0). Raises RewardFailed for a label that holds no
+    answer.
+    """
     gold = find_gold(request.label)
     answers = _ANSWER.findall(request.response[-TAIL:])
     answer = answers[-1].strip() if answers else ""

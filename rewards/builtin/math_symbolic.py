@@ -1,7 +1,8 @@
 r"""Reward for an answer that equals the label as mathematics, by the library math-verify (extra ``math``).
 
-It reads LaTeX and expressions, and compares them by sympy: matrices, intervals, sets, equations, inequalities, units. It can take long, so
-it runs in child processes. ``math`` and ``deepscaler`` are faster and stricter; ``math`` asks it for the rest with ``rest: math_verify``.
+It reads LaTeX and expressions, and compares them by sympy: matrices, intervals, sets, equations, inequalities, units.
+It can take long, so it runs in child processes. ``math`` and ``deepscaler`` are faster and stricter; ``math`` asks it
+for the rest with ``rest: math_verify``.
 """
 
 import contextlib
@@ -13,15 +14,18 @@ from tidemill.rewards.builtin.math_answer import last_boxed
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 
-with contextlib.suppress(ImportError):  # here, too: the keeper of the child processes imports it once for all workers, sympy takes a second
+with contextlib.suppress(
+    ImportError
+):  # here, too: the keeper of the child processes imports it once for all workers, sympy takes a second
     import math_verify as _preloaded  # noqa: F401
 
 
 def math_verify(request: RewardRequest, *, boxed: bool = False, precision: int = 6) -> float:
-    r"""Return 1.0 if the answer that math-verify finds in the response equals the label (or one of a list of labels), else 0.0.
+    r"""Return 1.0 if the answer that math-verify finds in the response equals the label (or one of a list of labels),
+    else 0.0.
 
-    ``boxed``: only the last ``\boxed{}`` counts. ``precision``: digits behind the point in which numbers must agree. Raises RewardFailed
-    for a label in which no answer is found, ModuleNotFoundError without the library.
+    ``boxed``: only the last ``\boxed{}`` counts. ``precision``: digits behind the point in which numbers must agree.
+    Raises RewardFailed for a label in which no answer is found, ModuleNotFoundError without the library.
     """
     labels = request.label if isinstance(request.label, list | tuple) and request.label else [request.label]
     golds = [_gold(label) for label in labels]
@@ -35,7 +39,8 @@ def math_verify(request: RewardRequest, *, boxed: bool = False, precision: int =
 
 
 def same_by_library(answer: str, golds: Sequence[str], *, precision: int = 6) -> bool:
-    """Return whether math-verify finds an answer equal to one of the labels' answers; one that it cannot read equals none.
+    """Return whether math-verify finds an answer equal to one of the labels' answers; one that it cannot read equals
+    none.
 
     It can take long, or for ever: call it in a process with a limit. Raises ModuleNotFoundError without the library.
     """

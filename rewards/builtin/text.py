@@ -1,8 +1,8 @@
 """Rewards that compare a response as text, with the label or with a form.
 
-Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles; yes, no and noanswer must match
-exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of DeepSeek-R1 (DeepSeek-AI 2025, arXiv
-2501.12948): thoughts between ``<think>`` tags, then the answer.
+Sources: ``f1`` SQuAD (Rajpurkar et al. 2016, arXiv 1606.05250): lower case, no punctuation, no articles; yes, no and
+noanswer must match exactly, as in HotpotQA's evaluation (Yang et al. 2018). ``format_tags`` the format reward of
+DeepSeek-R1 (DeepSeek-AI 2025, arXiv 2501.12948): thoughts between ``<think>`` tags, then the answer.
 """
 
 import re
@@ -29,8 +29,8 @@ def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = 
 def digits(request: RewardRequest) -> float:
     """Return the share of positions at which the response equals the label, in 0..1.
 
-    Positions are counted in the longer string, and one more for the end, which is correct when the response stopped by itself at the
-    label's length. So only the label itself scores 1.0, and every partial match scores more than none.
+    Positions are counted in the longer string, and one more for the end, which is correct when the response stopped by
+    itself at the label's length. So only the label itself scores 1.0, and every partial match scores more than none.
     """
     label, response = str(request.label), request.response
     right = sum(got == want for got, want in zip(response, label, strict=False))
@@ -41,7 +41,8 @@ def digits(request: RewardRequest) -> float:
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
     """Return 1.0 if ``pattern`` is found in the response (``whole``: if it describes all of it), else 0.0.
 
-    ``group``: name or number of a group; its text in the last match, stripped, must equal the label. Dots match line ends.
+    ``group``: name or number of a group; its text in the last match, stripped, must equal the label. Dots match line
+    ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if whole:
@@ -62,7 +63,9 @@ _WHOLE = ("yes", "no", "noanswer")
 
 
 def f1(request: RewardRequest) -> float:
-    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a label that is no text."""
+    """Return the F1 of the words, in 0..1; of several labels, the best. Raises RewardFailed for a label that is no
+    text.
+    """
     labels = request.label if isinstance(request.label, (list, tuple)) else [request.label]
     if not labels or not all(isinstance(label, (str, int, float)) for label in labels):
         raise RewardFailed("f1", f"want text, or a list of texts, as label, got {type(request.label).__name__}")
@@ -87,7 +90,8 @@ def _f1(answer: list[str], gold: list[str]) -> float:
 def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: bool = False) -> float:
     """Return 1.0 if the response is ``<think>...</think><answer>...</answer>`` with text in each, else 0.0.
 
-    ``tags``: their names in order, with spaces between. ``outside``: other text may stand before, between and after them.
+    ``tags``: their names in order, with spaces between. ``outside``: other text may stand before, between and after
+    them.
     """
     remaining = request.response
     for tag in tags.split():

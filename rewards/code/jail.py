@@ -1,11 +1,14 @@
-"""Program of a sandboxed interpreter: gives up the rights that it does not need, then runs a program. Imports nothing of ours.
+"""Program of a sandboxed interpreter: gives up the rights that it does not need, then runs a program. Imports nothing
+of ours.
 
-Its first argument is a descriptor with settings (JSON), its second one for the result. Before the program runs: limits on processor time,
-memory, files and output size; Landlock, where the kernel has it, leaves only the interpreter's own files to be read; a seccomp filter
-allows the system calls of computing and reading, and refuses all others: sockets, processes, signals to others, writing and changing
-files. The filter stays for the life of the process, and nothing can be executed that would be without it.
+Its first argument is a descriptor with settings (JSON), its second one for the result. Before the program runs: limits
+on processor time, memory, files and output size; Landlock, where the kernel has it, leaves only the interpreter's own
+files to be read; a seccomp filter allows the system calls of computing and reading, and refuses all others: sockets,
+processes, signals to others, writing and changing files. The filter stays for the life of the process, and nothing can
+be executed that would be without it.
 
-Sources: seccomp(2), Documentation/userspace-api/seccomp_filter.rst and landlock.rst of Linux, its tables of system calls.
+Sources: seccomp(2), Documentation/userspace-api/seccomp_filter.rst and landlock.rst of Linux, its tables of system
+calls.
 """
 
 import builtins
@@ -61,9 +64,11 @@ MODULES = (
     "string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random", "statistics", "itertools", "functools",
     "operator", "io", "sys", "json", "typing",
 )  # fmt: skip
-"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is used.
+"""Modules whose public names a program may use without an import; if two of them have a name, the later module's is
+used.
 
-Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as APPS and verl do.
+Source: the imports that LiveCodeBench (lcb_runner/evaluation/testing_util.py at 28fef95e) puts before each program, as
+APPS and verl do.
 """
 
 _LOAD, _EQUAL, _GREATER, _SET, _AND, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x54, 0x06
@@ -111,7 +116,10 @@ def confine(program: bytes) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     buffer = ctypes.create_string_buffer(program, len(program))
     described = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
-    for arguments in ((38, 1, 0, 0, 0), (22, 2, ctypes.c_char_p(described), 0, 0)):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
+    for arguments in (
+        (38, 1, 0, 0, 0),
+        (22, 2, ctypes.c_char_p(described), 0, 0),
+    ):  # PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP
         if libc.prctl(*arguments):
             raise OSError(ctypes.get_errno(), "prctl")
 
@@ -166,7 +174,9 @@ def restrict(settings: "dict[str, int]") -> None:
     sys.set_int_max_str_digits(0)
     sys.setrecursionlimit(100_000)
     interpreter = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix]
-    leave_readable([*interpreter, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"])
+    leave_readable(
+        [*interpreter, "/usr", "/lib", "/lib64", "/etc/ld.so.cache", "/etc/localtime", "/dev/null", "/dev/urandom"]
+    )
     limit(resource.RLIMIT_CORE, 0)
     limit(resource.RLIMIT_FSIZE, 0)
     limit(resource.RLIMIT_NOFILE, 64)
@@ -176,7 +186,9 @@ def restrict(settings: "dict[str, int]") -> None:
 
 
 def run(settings: "dict[str, object]") -> "dict[str, object]":
-    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit is its end."""
+    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit
+    is its end.
+    """
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.argv = ["solution.py"]
     try:
@@ -202,14 +214,18 @@ def run(settings: "dict[str, object]") -> "dict[str, object]":
 
 
 def imported(program: str) -> "dict[str, object]":
-    """Return the names of ``MODULES`` that a program reads and never binds: nothing is imported for one that imports what it uses."""
+    """Return the names of ``MODULES`` that a program reads and never binds: nothing is imported for one that imports
+    what it uses.
+    """
     found: dict[str, object] = {}
     for name in missing(program):
         if name in MODULES:
             found[name] = importlib.import_module(name)
             continue
         for module in map(importlib.import_module, reversed(MODULES)):
-            if name in getattr(module, "__all__", ()) or (not hasattr(module, "__all__") and name[:1] != "_" and hasattr(module, name)):
+            if name in getattr(module, "__all__", ()) or (
+                not hasattr(module, "__all__") and name[:1] != "_" and hasattr(module, name)
+            ):
                 found[name] = getattr(module, name)
                 break
     return found
@@ -228,7 +244,10 @@ def missing(program: str) -> "set[str]":
         elif kind == "alias":
             bound.add(node.asname or node.name.split(".")[0])
         elif kind != "keyword":
-            bound |= {getattr(node, "name", None), getattr(node, "arg", None)}  # of a function, class, exception, pattern or parameter
+            bound |= {
+                getattr(node, "name", None),
+                getattr(node, "arg", None),
+            }  # of a function, class, exception, pattern or parameter
         for field in node._fields:
             value = getattr(node, field, None)
             nodes += [one for one in (value if isinstance(value, list) else [value]) if hasattr(one, "_fields")]

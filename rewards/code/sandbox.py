@@ -1,7 +1,8 @@
 """Runs a program in a sandboxed process of its own (``rewards/code/jail.py``), with bounds on time, memory and output.
 
-Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and its
-standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside of itself.
+Linux on x86_64 and aarch64, without privileges. A program may compute, start threads, read the interpreter's files and
+its standard input, and write to its standard output. It has no network, starts no process, and changes nothing outside
+of itself.
 """
 
 import contextlib
@@ -59,7 +60,10 @@ def obstacle() -> str:
     """Return why this machine has no such sandbox; empty if it has one."""
     if sys.platform == "linux" and platform.machine() in jail.ARCHITECTURES:
         return ""
-    return f"want Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox, this is {sys.platform} on {platform.machine()}"
+    return (
+        f"want Linux on {' or '.join(jail.ARCHITECTURES)} for its sandbox, this is {sys.platform} on "
+        f"{platform.machine()}"
+    )
 
 
 def run(
@@ -72,10 +76,11 @@ def run(
     imports: bool = False,
     python: str = "",
 ) -> ProgramOutcome:
-    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that raises).
+    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that
+    raises).
 
-    ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises RewardFailed where no process
-    can be started or confined.
+    ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises
+    RewardFailed where no process can be started or confined.
     """
     if reason := obstacle():
         raise RewardFailed("code", reason, outside=True)
@@ -98,7 +103,13 @@ def run(
             process.kill()
         process.wait()
         os.close(result_at)
-    return _outcome(process.returncode, output, result, reason, partial(_passes, tests=bool(tests), call=call is not None, word=word))
+    return _outcome(
+        process.returncode,
+        output,
+        result,
+        reason,
+        partial(_passes, tests=bool(tests), call=call is not None, word=word),
+    )
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
@@ -128,7 +139,9 @@ def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[byte
 
 
 def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:
-    """Write the input and read output and result until both end. Returns them, and the reason to end the process before."""
+    """Write the input and read output and result until both end. Returns them, and the reason to end the process
+    before.
+    """
     assert process.stdin is not None and process.stdout is not None
     end_s = time.monotonic() + bounds.seconds
     found = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
@@ -167,13 +180,19 @@ def _write(descriptor: int, data: bytes) -> bytes:
         return b""
 
 
-def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]) -> ProgramOutcome:
-    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even this process's."""
+def _outcome(
+    code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]
+) -> ProgramOutcome:
+    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even
+    this process's.
+    """
     text = output.decode(errors="replace")
     if reason:
         return ProgramOutcome(output=text, reason=reason)
     if not result.startswith(jail.CONFINED):
-        raise RewardFailed("code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}")
+        raise RewardFailed(
+            "code", f"the kernel gives no sandbox: {result.decode(errors='replace')[:400] or _ended(code)}"
+        )
     try:
         report = json.loads(result.removeprefix(jail.CONFINED))
     except (ValueError, RecursionError):
@@ -182,11 +201,15 @@ def _outcome(code: int, output: bytes, result: bytes, reason: str, passes: Calla
         return ProgramOutcome(output=text, reason=_ended(code))
     if isinstance(report.get("error"), str):
         return ProgramOutcome(
-            output=text, reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400]
+            output=text,
+            reason=f"{report['error']}: {report['text'] if isinstance(report.get('text'), str) else ''}"[:400],
         )
     passed = passes(report)
     return ProgramOutcome(
-        output=text, passed=passed, value=report.get("value"), reason="" if passed else f"exit code {report.get('code')}"[:40]
+        output=text,
+        passed=passed,
+        value=report.get("value"),
+        reason="" if passed else f"exit code {report.get('code')}"[:40],
     )
 
 

@@ -44,19 +44,22 @@ def code(
     imports: bool = True,
     python: str = "",
 ) -> dict[str, float]:
-    """Return ``score`` 1 if the response's program passes all tests, else 0, with ``passed`` and ``tests``, their numbers.
+    """Return ``score`` 1 if the response's program passes all tests, else 0, with ``passed`` and ``tests``, their
+    numbers.
 
-    The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is one of
+    The program is the last block of Python in the response; ``whole``: without one, all of the response. The label is
+    one of
 
     - code with assertions (MBPP, HumanEval); with a ``check`` function and ``function``, it is called with that function;
     - ``{"inputs": [...], "outputs": [...]}``, with ``fn_name`` for calls instead of standard input (APPS, TACO);
     - a list of ``{"input": ..., "output": ...}``, or JSON text of the last two.
 
-    ``seconds`` and ``memory_mb`` are limits of one test, ``total_seconds`` of all: a test that is not done by then is not passed.
-    Keep it below ``actor.reward_timeout_s``, past which the sample of a slow program would fail. ``max_tests``: only so many, those with
-    the longest input (0 = all). ``share``: the score is the share of tests passed, and all are run; else the first failure ends them.
-    ``imports``: names of typing, collections, math and other modules (``jail.MODULES``) need no import, as with the judges that such tests
-    come from. Raises RewardFailed for a label without tests.
+    ``seconds`` and ``memory_mb`` are limits of one test, ``total_seconds`` of all: a test that is not done by then is
+    not passed. Keep it below ``actor.reward_timeout_s``, past which the sample of a slow program would fail.
+    ``max_tests``: only so many, those with the longest input (0 = all). ``share``: the score is the share of tests
+    passed, and all are run; else the first failure ends them.
+    ``imports``: names of typing, collections, math and other modules (``jail.MODULES``) need no import, as with the
+    judges that such tests come from. Raises RewardFailed for a label without tests.
     """
     tests = cases_in(request.label, function=function)
     if max_tests and len(tests) > max_tests:
@@ -87,11 +90,15 @@ def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, py
         return False
     if test.code:
         return True
-    return same_value(outcome.value, test.want) if test.call is not None else same_output(outcome.output, str(test.want))
+    return (
+        same_value(outcome.value, test.want) if test.call is not None else same_output(outcome.output, str(test.want))
+    )
 
 
 def same_output(got: str, want: str) -> bool:
-    """Compare outputs line by line without spaces at line ends and empty lines at the end; numbers that differ by 1e-6 are equal."""
+    """Compare outputs line by line without spaces at line ends and empty lines at the end; numbers that differ by 1e-6
+    are equal.
+    """
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (got, want)]
     if lines[0] == lines[1]:
         return True
@@ -141,10 +148,17 @@ def cases_in(label: object, *, function: str = "") -> list[Case]:
     found: list[Case] = []
     if isinstance(label, Mapping):
         name, inputs, outputs = label.get("fn_name"), label.get("inputs"), label.get("outputs")
-        if isinstance(inputs, Sequence) and isinstance(outputs, Sequence) and len(inputs) == len(outputs) and not isinstance(inputs, str):
+        if (
+            isinstance(inputs, Sequence)
+            and isinstance(outputs, Sequence)
+            and len(inputs) == len(outputs)
+            and not isinstance(inputs, str)
+        ):
             found = [_test(name, given, want) for given, want in zip(inputs, outputs, strict=True)]
     elif isinstance(label, Sequence) and not isinstance(label, str) and all(isinstance(one, Mapping) for one in label):
-        found = [_test(one.get("fn_name"), one["input"], one["output"]) for one in label if {"input", "output"} <= one.keys()]
+        found = [
+            _test(one.get("fn_name"), one["input"], one["output"]) for one in label if {"input", "output"} <= one.keys()
+        ]
         found = found if len(found) == len(label) else []
     if not found:
         want = "code with assertions, {inputs, outputs} of the same number, or a list of {input, output}"

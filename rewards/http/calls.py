@@ -30,12 +30,16 @@ OPEN_S = 5.0
 class Calls:
     """Calls of one URL. The session is made at the first call, in the event loop that makes it."""
 
-    def __init__(self, name: str, url: str, *, headers: Mapping[str, str], timeout_s: float, retries: int, connections: int) -> None:
+    def __init__(
+        self, name: str, url: str, *, headers: Mapping[str, str], timeout_s: float, retries: int, connections: int
+    ) -> None:
         """``name``: of the reward, for messages. Raises ValueError for values that cannot be."""
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"url: want http://... or https://..., got {url!r}")
         if not 0 < timeout_s < math.inf or not 0 <= retries <= 100 or not 1 <= connections <= 4096:
-            raise ValueError(f"want timeout_s > 0, retries 0..100 and connections 1..4096, got {timeout_s}, {retries}, {connections}")
+            raise ValueError(
+                f"want timeout_s > 0, retries 0..100 and connections 1..4096, got {timeout_s}, {retries}, {connections}"
+            )
         self._name, self._url, self._headers = name, url, dict(headers)
         self._timeout_s, self._retries, self._connections = timeout_s, retries, connections
         self._session: aiohttp.ClientSession | None = None
@@ -46,8 +50,9 @@ class Calls:
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.
 
-        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is repeated. While the server
-        is left alone, calls wait: failing at once would use up prompts as fast as they come. Raises RewardFailed with the last reason.
+        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is
+        repeated. While the server is left alone, calls wait: failing at once would use up prompts as fast as they come.
+        Raises RewardFailed with the last reason.
         """
         pause_s, reason = FIRST_PAUSE_S, ""
         for attempt in range(self._retries + 1):
@@ -84,7 +89,9 @@ class Calls:
 
     async def _once(self, body: object) -> Any:
         if self._session is None:
-            self._session = open_session(total_s=self._timeout_s, headers=self._headers, max_connections=self._connections)
+            self._session = open_session(
+                total_s=self._timeout_s, headers=self._headers, max_connections=self._connections
+            )
         async with self._session.post(self._url, json=body, allow_redirects=False) as response:
             content = await content_of(response.content, MAX_ANSWER_BYTES)
             if response.status in AGAIN:

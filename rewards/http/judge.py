@@ -69,7 +69,14 @@ class Judge:
             raise ValueError("pattern: want a group for the number")
         address = self.url.rstrip("/") + "/chat/completions"
         headers = bearer(self.key_env)
-        self._calls = Calls("judge", address, headers=headers, timeout_s=self.timeout_s, retries=self.retries, connections=self.connections)
+        self._calls = Calls(
+            "judge",
+            address,
+            headers=headers,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            connections=self.connections,
+        )
 
     async def __call__(self, request: RewardRequest) -> dict[str, float]:
         text = fill(self.template, request, low=self.low, high=self.high)
@@ -93,16 +100,22 @@ class Judge:
         try:
             grade = float(number)  # type: ignore[arg-type]
         except (TypeError, ValueError):
-            raise ValueError(f"want {self._pattern.pattern!r} in the judge's answer, got {str(text)[-200:]!r}") from None
+            raise ValueError(
+                f"want {self._pattern.pattern!r} in the judge's answer, got {str(text)[-200:]!r}"
+            ) from None
         if not self.low <= grade <= self.high:
             raise ValueError(f"want a grade from {self.low:g} to {self.high:g}, got {grade:g}")
         return grade
 
 
 def fill(template: str, request: RewardRequest, **more: float) -> str:
-    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in as they are."""
+    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in
+    as they are.
+    """
     values = {"prompt": _text(request.prompt), "label": _text(request.label), "response": request.response}
-    values = {name: text[:MAX_PART] for name, text in values.items()} | {name: f"{number:g}" for name, number in more.items()}
+    values = {name: text[:MAX_PART] for name, text in values.items()} | {
+        name: f"{number:g}" for name, number in more.items()
+    }
     return re.sub(r"\{(prompt|label|response|low|high)\}", lambda found: values.get(found[1], found[0]), template)
 
 

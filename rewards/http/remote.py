@@ -11,17 +11,28 @@ from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 
 class Remote:
-    """Asks a server: ``tidemill reward-server``, or any that takes ``{prompt, response, label, ...}``, as slime's remote_rm does.
+    """Asks a server: ``tidemill reward-server``, or any that takes ``{prompt, response, label, ...}``, as slime's
+    remote_rm does.
 
-    The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason. Options: ``url``; ``timeout_s`` of one
-    attempt; ``retries``; ``connections``; ``token_env``: variable with a bearer token; ``key``: member of the answer with the reward.
+    The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason. Options: ``url``;
+    ``timeout_s`` of one attempt; ``retries``; ``connections``; ``token_env``: variable with a bearer token; ``key``:
+    member of the answer with the reward.
     """
 
     def __init__(
-        self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = "", key: str = ""
+        self,
+        url: str,
+        timeout_s: float = 20.0,
+        retries: int = 3,
+        connections: int = 64,
+        token_env: str = "",
+        key: str = "",
     ) -> None:
         headers = bearer(token_env)
-        self._calls, self._key = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections), key
+        self._calls, self._key = (
+            Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections),
+            key,
+        )
 
     async def __call__(self, request: RewardRequest) -> Parts:
         answer: Parts = await self._calls.post(fields_of(request), self._read)
@@ -38,15 +49,20 @@ class Remote:
 
 
 class RemoteGroupReward:
-    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...], rewards: [...]}``.
+    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...],
+    rewards: [...]}``.
 
-    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a reason. Options as those
-    of ``Remote``, but ``key``.
+    The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
+    reason. Options as those of ``Remote``, but ``key``.
     """
 
-    def __init__(self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = "") -> None:
+    def __init__(
+        self, url: str, timeout_s: float = 20.0, retries: int = 3, connections: int = 64, token_env: str = ""
+    ) -> None:
         headers = bearer(token_env)
-        self._calls = Calls("remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections)
+        self._calls = Calls(
+            "remote", url, headers=headers, timeout_s=timeout_s, retries=retries, connections=connections
+        )
 
     async def __call__(self, request: GroupRequest) -> list[Parts]:
         answer: list[Parts] = await self._calls.post(group_fields(request), self._read)
@@ -67,7 +83,8 @@ def _refuse_failed(answer: object, word: str = "reward") -> None:
 
 
 def bearer(variable: str, where: str = "") -> dict[str, str]:
-    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it is not set.
+    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it
+    is not set.
 
     ``where``: the option that names it, for the message; empty = an option of a reward.
     """

@@ -17,7 +17,8 @@ Tokenize = Callable[[list[dict[str, object]]], list[int]]
 
 @dataclass(eq=False)
 class RewardModel:
-    """Asks ``/classify`` for a reward model's score of a conversation: the prompt (text = one message of the user), the response.
+    """Asks ``/classify`` for a reward model's score of a conversation: the prompt (text = one message of the user), the
+    response.
 
     Raises ValueError for options that cannot be.
     """
@@ -25,8 +26,9 @@ class RewardModel:
     url: str
     """Address of the server."""
     model: str = ""
-    """Directory with the reward model's ``tokenizer.json`` and chat template, which make the token ids that are sent (as a text they would
-    get a second BOS there); "" = prompt and response are sent as one text."""
+    """Directory with the reward model's ``tokenizer.json`` and chat template, which make the token ids that are sent
+    (as a text they would get a second BOS there); "" = prompt and response are sent as one text.
+    """
     index: int = 0
     """Number of the model's output that is the score."""
     offset: float = 0.0
@@ -50,7 +52,12 @@ class RewardModel:
             )
         address, headers = self.url.rstrip("/") + "/classify", bearer(self.token_env)
         self._calls = Calls(
-            "reward_model", address, headers=headers, timeout_s=self.timeout_s, retries=self.retries, connections=self.connections
+            "reward_model",
+            address,
+            headers=headers,
+            timeout_s=self.timeout_s,
+            retries=self.retries,
+            connections=self.connections,
         )
         self._tokenize = _tokenizer(Path(self.model)) if self.model else None
 
@@ -61,10 +68,15 @@ class RewardModel:
     def _body(self, request: RewardRequest) -> dict[str, object]:
         prompt = request.prompt
         if self._tokenize is not None:
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, "prompt")
+            messages = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else chat_messages(prompt, "prompt")
+            )
             return {"input_ids": self._tokenize([*messages, {"role": "assistant", "content": request.response}])}
         if not isinstance(prompt, str):
-            raise ValueError("a prompt of messages needs the option model: the directory of the reward model's tokenizer and chat template")
+            raise ValueError(
+                "a prompt of messages needs the option model: the directory of the reward model's tokenizer "
+                "and chat template"
+            )
         return {"text": prompt + request.response}
 
     def _read(self, answer: Any) -> float:
@@ -82,7 +94,9 @@ class RewardModel:
 
 
 def _tokenizer(model_dir: Path) -> Tokenize:
-    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a chat template that renders one."""
+    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a chat template that
+    renders one.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError:

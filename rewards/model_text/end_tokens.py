@@ -1,11 +1,12 @@
-"""The tokens that end a response: one definition for engines, the learner, recorded answers and alarms. Loads no torch, and no tokenizer.
+"""The tokens that end a response: one definition for engines, the learner, recorded answers and alarms. Loads no torch,
+and no tokenizer.
 
 config.json, generation_config.json    eos_token_id, one or several
 tokenizer_config.json                  eos_token
 the chat template                      the token behind an assistant's message (``<|im_end|>``, ``<|eot_id|>``, ...)
 
-A model ends its answers with the token that it was tuned on, whichever of the files was kept up to date: the eos_token_id of the base often
-stays in config.json.
+A model ends its answers with the token that it was tuned on, whichever of the files was kept up to date: the
+eos_token_id of the base often stays in config.json.
 """
 
 import json
@@ -89,7 +90,8 @@ def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> 
         return None
     try:
         text = template.render(
-            [{"role": "user", "content": "tried_question"}, {"role": "assistant", "content": _ANSWER}], add_generation_prompt=False
+            [{"role": "user", "content": "tried_question"}, {"role": "assistant", "content": _ANSWER}],
+            add_generation_prompt=False,
         )
     except ValueError:  # a template that refuses this chat; its rows are checked one by one
         return None

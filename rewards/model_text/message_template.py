@@ -39,8 +39,12 @@ class MessageTemplate:
     """The chat template of a model. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
-        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens. ``tool_use``: template of chats with tools."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols])
+        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens. ``tool_use``: template of
+        chats with tools.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        )
         environment.filters["tojson"] = _tojson
         environment.globals |= {"raise_exception": _raise, "strftime_now": _now}
         self._special, self.source = dict(special), source
@@ -52,24 +56,35 @@ class MessageTemplate:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
-        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax error."""
+        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax
+        error.
+        """
         config, tokens = (_json_map(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
         written = config.get("chat_template") or ""
-        sources = {entry["name"]: entry["template"] for entry in written} if isinstance(written, list) else {DEFAULT: written}
+        sources = (
+            {entry["name"]: entry["template"] for entry in written} if isinstance(written, list) else {DEFAULT: written}
+        )
         for name, file in ((DEFAULT, "chat_template.jinja"), (TOOL_USE, f"additional_chat_templates/{TOOL_USE}.jinja")):
             if (model_dir / file).exists():
                 sources[name] = (model_dir / file).read_text(encoding="utf-8")
         if not sources.get(DEFAULT):
             return None
         values = {name: config.get(name) or tokens.get(name) for name in SPECIAL}
-        special = {name: token["content"] if isinstance(token, dict) else token for name, token in values.items() if token}
+        special = {
+            name: token["content"] if isinstance(token, dict) else token for name, token in values.items() if token
+        }
         try:
             return cls(sources[DEFAULT], special, tool_use=sources.get(TOOL_USE, ""))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{model_dir}: chat template, line {error.lineno}: {error.message}") from error
 
     def render(
-        self, messages: Sequence[JsonMapping], *, tools: object = None, add_generation_prompt: bool = True, **template_args: object
+        self,
+        messages: Sequence[JsonMapping],
+        *,
+        tools: object = None,
+        add_generation_prompt: bool = True,
+        **template_args: object,
     ) -> str:
         """Return messages in the form of ``tidemill.bus.wire.chat_messages`` as text.
 
@@ -90,7 +105,15 @@ class MessageTemplate:
     def _text(self, template: jinja2.Template, messages: Sequence[JsonMapping], **arguments: object) -> str:
         try:
             return template.render(messages=messages, documents=None, **{**self._special, **arguments})
-        except (jinja2.TemplateError, TypeError, LookupError, ValueError, ArithmeticError, AttributeError, RecursionError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            LookupError,
+            ValueError,
+            ArithmeticError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise ValueError(f"messages: rejected by the model's chat template: {error}") from error
 
     def _text_without_tools(self, messages: Sequence[JsonMapping], arguments: JsonMapping) -> str | None:
@@ -101,13 +124,18 @@ class MessageTemplate:
             return None
 
     def _with_calls(self, template: jinja2.Template, messages: Sequence[JsonMapping]) -> Sequence[JsonMapping]:
-        """Return the messages, their calls of tools in the form that the template reads. Raises ValueError where it writes none."""
+        """Return the messages, their calls of tools in the form that the template reads. Raises ValueError where it
+        writes none.
+        """
         if not any(message.get("tool_calls") for message in messages):
             return messages
         if template not in self._call_forms:
             self._call_forms[template] = self._call_form(template)
         form = self._call_forms[template]
-        if form is None or (not form.beside_content and any(message.get("tool_calls") and message.get("content") for message in messages)):
+        if form is None or (
+            not form.beside_content
+            and any(message.get("tool_calls") and message.get("content") for message in messages)
+        ):
             raise ValueError(NO_CALLS if form is None else NO_CALLS_BESIDE_CONTENT)
         return [form.of(message) if message.get("tool_calls") else message for message in messages]
 
@@ -144,22 +172,38 @@ class CallForm:
         """Return a message with calls in this form."""
         calls = message["tool_calls"]
         if self.as_text:
-            calls = [{**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}} for call in calls]
+            calls = [
+                {**call, "function": {**call["function"], "arguments": _tojson(call["function"]["arguments"])}}
+                for call in calls
+            ]
         return {**message, "content": message.get("content") or self.empty, "tool_calls": calls}
 
 
 CALL_FORMS = (CallForm(False, ""), CallForm(False, None), CallForm(True, ""), CallForm(True, None))
-"""Forms in the order in which they are tried. Templates of DeepSeek write calls only of messages whose content is none, and join texts."""
-TRIED_CALL = {"id": "triedcall", "type": "function", "function": {"name": "tried_name", "arguments": {"tried_key": "tried_value"}}}
+"""Forms in the order in which they are tried. Templates of DeepSeek write calls only of messages whose content is none,
+and join texts.
+"""
+TRIED_CALL = {
+    "id": "triedcall",
+    "type": "function",
+    "function": {"name": "tried_name", "arguments": {"tried_key": "tried_value"}},
+}
 TRIED_QUESTION = {"role": "user", "content": "tried_question"}
 """With ``TRIED_CALL``, a chat that shows how a template reads calls. Templates of Mistral want ids of nine letters."""
 TRIED_PARTS = ("tried_name", "tried_key", "tried_value")
 MISREAD_PARTS = ("{'tried_key'", '\\"tried_key')
 """Beginnings of arguments that were written as Python has them, or as JSON of JSON text."""
-NO_TOOLS = "tools: the model's chat template writes none, which the model would not see; leave them out, or use another template"
-NO_CALLS = "messages: the model's chat template writes no tool_calls, which would be lost; write them as content, or use another template"
+NO_TOOLS = (
+    "tools: the model's chat template writes none, which the model would not see; leave them out, or use another "
+    "template"
+)
+NO_CALLS = (
+    "messages: the model's chat template writes no tool_calls, which would be lost; write them as content, or "
+    "use another template"
+)
 NO_CALLS_BESIDE_CONTENT = (
-    "messages: the model's chat template leaves out the tool_calls of a message that has content; leave one of the two out, or use another "
+    "messages: the model's chat template leaves out the tool_calls of a message that has content; leave one "
+    "of the two out, or use another "
     "template"
 )
 

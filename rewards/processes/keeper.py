@@ -1,13 +1,14 @@
-"""The parent of a reward's workers: imports the reward once, forks a worker when the actor asks for one, and ends whole process trees.
+"""The parent of a reward's workers: imports the reward once, forks a worker when the actor asks for one, and ends whole
+process trees.
 
 ::
 
     actor --control--> keeper --fork--> worker, worker, ...        requests and results go between actor and worker directly
                           <-- status of each worker that ended
 
-Workers are forked while this process has one thread; if the import of the reward has started threads, each worker is a new interpreter.
-A worker and its descendants are found by the parent of each process: worker and keeper are subreapers, so a process that has left its
-session or lost its parent is still below one of them.
+Workers are forked while this process has one thread; if the import of the reward has started threads, each worker is a
+new interpreter. A worker and its descendants are found by the parent of each process: worker and keeper are subreapers,
+so a process that has left its session or lost its parent is still below one of them.
 """
 
 import contextlib
@@ -31,8 +32,9 @@ from tidemill.rewards.registry import Bound, bind
 BOOT = "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[2]); importlib.import_module(sys.argv[3]).main()"
 """Program of a new interpreter: it finds modules where its parent does, without PYTHONPATH, which is inherited further.
 
-Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin: all users of a
-machine can read a command line."""
+Its arguments are the descriptor of its socket, that path, and the module with its ``main``. Settings are on stdin: all
+users of a machine can read a command line.
+"""
 MAX_REASON = 10_000
 """Characters of a refusal, which must fit into one packet."""
 
@@ -67,7 +69,13 @@ def main() -> None:
         _send(control, {"refused": refused, "arguments": [str(value)[:MAX_REASON] for value in error.args]})
         return
     except BaseException as error:  # the module is the user's, and may raise anything while it is imported
-        _send(control, {"refused": "UnknownReward", "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]]})
+        _send(
+            control,
+            {
+                "refused": "UnknownReward",
+                "arguments": [start["name"], f"while imported: {error!r}"[:MAX_REASON], start["word"]],
+            },
+        )
         return
     forks = len(os.listdir("/proc/self/task")) == 1
     keeper = _ForkServer(control, function, start, forks=forks)
@@ -100,7 +108,9 @@ class _ForkServer:
 
     def run(self) -> None:
         """Serve the actor until the control socket ends; then end everything below this process."""
-        poll = select.poll()  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
+        poll = (
+            select.poll()
+        )  # not select.select: the control socket has the number that it has in the actor, which may be above 1023
         for end in (self._control, self._woken):
             poll.register(end, select.POLLIN)
         try:
@@ -175,5 +185,9 @@ class _ForkServer:
         id = self._workers.pop(pid)
         left = limits.end_strays(lambda: self._own | self._workers.keys())
         code = os.waitstatus_to_exitcode(status)
-        reason = f"its process exited with code {code}" if code >= 0 else f"its process was killed by {signal.Signals(-code).name}"
+        reason = (
+            f"its process exited with code {code}"
+            if code >= 0
+            else f"its process was killed by {signal.Signals(-code).name}"
+        )
         _send(self._control, {"ended": id, "reason": reason, "left": left})

@@ -1,6 +1,7 @@
 """The actor's side of a keeper and its workers: starts, calls, kills. Nothing here blocks the event loop.
 
-Knows no policy: ``tidemill.rewards.processes.pool`` decides which worker gets a call, and how it goes on after one that fails.
+Knows no policy: ``tidemill.rewards.processes.pool`` decides which worker gets a call, and how it goes on after one that
+fails.
 """
 
 import asyncio
@@ -42,12 +43,20 @@ class KeeperProcess:
         self._started: asyncio.Future[JsonObject] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def start(cls, name: str, options: Mapping[str, object], limits: ProcessLimits, contract: Contract) -> "KeeperProcess":
+    async def start(
+        cls, name: str, options: Mapping[str, object], limits: ProcessLimits, contract: Contract
+    ) -> "KeeperProcess":
         """Start a keeper and wait until it has imported the function.
 
         Raises UnknownReward, BadRewardOption, and RewardFailed when it ends or is not ready within ``START_S``.
         """
-        start = {"name": name, "options": dict(options), "limits": asdict(limits), "contract": contract.path, "word": contract.word}
+        start = {
+            "name": name,
+            "options": dict(options),
+            "limits": asdict(limits),
+            "contract": contract.path,
+            "word": contract.word,
+        }
         settings = settings_file(start)
         control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         control.setblocking(False)
@@ -77,7 +86,13 @@ class KeeperProcess:
             await keeper.close()
             raise
         keeper.is_async = bool(ready["async"])
-        logger.info(contract.word + " imported name=%s pid=%d async=%s forks=%s", name, process.pid, keeper.is_async, ready["forks"])
+        logger.info(
+            contract.word + " imported name=%s pid=%d async=%s forks=%s",
+            name,
+            process.pid,
+            keeper.is_async,
+            ready["forks"],
+        )
         return keeper
 
     async def worker(self) -> ChildConnection:

@@ -1,4 +1,5 @@
-"""A reward in child processes: calls go to workers, and a call past its limit ends the worker with every process below it.
+"""A reward in child processes: calls go to workers, and a call past its limit ends the worker with every process below
+it.
 
 ::
 
@@ -6,7 +7,8 @@
                   |
                   +-- past its limit, ended or rubbish: the worker is killed, the call fails, and no call is repeated
 
-A plain reward has one call per worker; an async one has a single worker with all calls, which is killed only if its loop is blocked.
+A plain reward has one call per worker; an async one has a single worker with all calls, which is killed only if its
+loop is blocked.
 """
 
 import asyncio
@@ -24,7 +26,9 @@ from tidemill.rewards.processes.keeper_process import KeeperProcess
 RESTART_S = 5.0
 """Seconds after a failed start of the keeper in which calls fail at once, with the same reason."""
 CANCEL_S = 2.0
-"""Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is blocked."""
+"""Seconds in which the event loop of an async reward confirms that a call is cancelled; a loop that does not is
+blocked.
+"""
 BLOCKED = "another call blocked its event loop, and the process was killed"
 
 

@@ -1,7 +1,7 @@
 """The process that calls a reward: one call at a time if it is a plain function, any number if it is async.
 
-Consumes requests from its connection, produces a result or a reason for each; ends when the connection does. Everything that the reward
-can raise is a reason. The keeper and the actor handle a reward that hangs, exits or writes rubbish.
+Consumes requests from its connection, produces a result or a reason for each; ends when the connection does. Everything
+that the reward can raise is a reason. The keeper and the actor handle a reward that hangs, exits or writes rubbish.
 """
 
 import asyncio
@@ -33,7 +33,10 @@ def main() -> None:
     lossy_standard_files()
     connection = socket.socket(fileno=int(sys.argv[1]))
     serve(
-        connection, bind(start["name"], start["options"], contract_at(start["contract"])), limits.ProcessLimits(**start["limits"]), parent
+        connection,
+        bind(start["name"], start["options"], contract_at(start["contract"])),
+        limits.ProcessLimits(**start["limits"]),
+        parent,
     )
 
 
@@ -81,7 +84,9 @@ def _answer(function: Bound, message: JsonMapping) -> tuple[bytes, bool]:
     except BaseException as error:  # of the user's code, SystemExit and KeyboardInterrupt too
         # After a failed allocation anything may be half done: the actor takes another process.
         out_of_memory = isinstance(error, MemoryError)
-        return _failed(message["id"], error, **{"last": "it takes no more calls"} if out_of_memory else {}), not out_of_memory
+        return _failed(
+            message["id"], error, **{"last": "it takes no more calls"} if out_of_memory else {}
+        ), not out_of_memory
 
 
 async def _awaited(result: Awaitable[object]) -> object:
@@ -91,7 +96,9 @@ async def _awaited(result: Awaitable[object]) -> object:
 def _reply(id: int, **fields: object) -> bytes:
     frame = frames.encode({"id": id, **fields})
     if len(frame) > frames.MAX_RESULT_BYTES:
-        return frames.encode({"id": id, "failed": f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"})
+        return frames.encode(
+            {"id": id, "failed": f"a result of {len(frame)} bytes, want at most {frames.MAX_RESULT_BYTES}"}
+        )
     return frame
 
 
@@ -113,7 +120,9 @@ async def _serve_many(connection: socket.socket, function: Bound, limit: limits.
             return _failed(message["id"], error)
 
     def ended(id: int, task: asyncio.Task[bytes]) -> None:
-        """Send the reply. A cancelled call has one, too, even if it had not begun: by it the actor knows that the loop is not blocked."""
+        """Send the reply. A cancelled call has one, too, even if it had not begun: by it the actor knows that the loop
+        is not blocked.
+        """
         writer.write(_failed(id, asyncio.CancelledError()) if task.cancelled() else task.result())
         del calls[id]
 

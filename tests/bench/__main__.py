@@ -1,4 +1,5 @@
-"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without a name.
+"""``python -m tests.bench [NAME [OPTION ...]] ...``: benchmarks by name, each with its own options; all of them without
+a name.
 
 On CPUs, unless a benchmark's option ``--device cuda`` is given, or the benchmark is ``gpu``.
 """
@@ -15,15 +16,23 @@ NAMES = {
     "overhead": "corrections and diagnostics, against a step with a bare PPO loss",
     "grouped_experts": "a step with the experts of a rank in one product, against one product for each",
     "learner_step": "a step of the learner, against plain transformers and torch",
-    "output_layer": "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)",
-    "mutants": "whether the tests of learner/algorithms see a wrong formula (1,890 mutants, 3 s of CPU each; --sample 4 for less)",
+    "output_layer": (
+        "log-probs fused with the output layer, against a linear layer and a loss on its logits (about 2 minutes)"
+    ),
+    "mutants": (
+        "whether the tests of learner/algorithms see a wrong formula (1,890 mutants, 3 s of CPU each; --sample 4 "
+        "for less)"
+    ),
     "staleness": "what age does to learning, with and without correction (about 25 minutes on two cores)",
     "push": "a weight push, against a bare torch.distributed.broadcast",
     "handles": "a weight push to an engine of this host by handles, against a plain memory copy, and by broadcast",
     "checkpoint": "how long a step waits for a checkpoint in the background, against one that is written at once",
     "stall": "what pushes cost generation: tokens per CPU-second and gaps between tokens",
     "snapshot": "writing and loading a snapshot with its checksums, against safetensors alone",
-    "rewards": "samples/s per core of each reward that ships, against a library or its definition, and of a call in child processes",
+    "rewards": (
+        "samples/s per core of each reward that ships, against a library or its definition, and of a call in "
+        "child processes"
+    ),
     "episodes": "turns/s of episodes through the gateway, with and without a log, against asking the engine directly",
     "actors": "1,000 actors with 1,000 samples/s of 32 KB: does the feeder keep up, and at what cost",
     "recovery": "how long a run stands still when a process of it is killed, against its first start",
@@ -39,9 +48,14 @@ NAMES = {
 def main() -> int:
     wanted = chosen(sys.argv[1:])
     if wanted is None:
-        print(f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}", file=sys.stderr)
+        print(
+            f"bench: want some of {', '.join(NAMES)}, each with its options behind it, got {sys.argv[1:]}",
+            file=sys.stderr,
+        )
         return 2
-    if not any(word == "gpu" or "cuda" in word for word in sys.argv[1:]):  # cuda: as the value of a benchmark's --device
+    if not any(
+        word == "gpu" or "cuda" in word for word in sys.argv[1:]
+    ):  # cuda: as the value of a benchmark's --device
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     failed = [name for name, options in wanted if not runs_well(name, options)]
     if failed:

@@ -1,11 +1,13 @@
-"""A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and how much does each process cost?
+"""A thousand actors at once: does the learner's side keep up with 1,000 samples/s of 32 KB, and how much does each
+process cost?
 
-One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the other, renews and
-acks like a real one; only the tokens are made up, at a fixed pace. Behind the real nats-server is the real feeder
-(`tidemill.learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains nothing.
+One process plays the actors: each has a connection of its own, leases tasks, publishes valid samples one after the
+other, renews and acks like a real one; only the tokens are made up, at a fixed pace. Behind the real nats-server is the
+real feeder (`tidemill.learner.feed.feeder`), in a process of its own, with a rank that takes every batch and trains
+nothing.
 
-Printed: samples/s offered and stored, CPU of each process per second, memory, the number of messages by which the feeder was behind, and
-the rate that the feeder could reach with a core of its own.
+Printed: samples/s offered and stored, CPU of each process per second, memory, the number of messages by which the
+feeder was behind, and the rate that the feeder could reach with a core of its own.
 """
 
 import argparse
@@ -68,7 +70,9 @@ def main(arguments: list[str] | None = None) -> None:
         (Path(directory) / "keys").write_text(json.dumps(asdict(FeedKeys.new())))
         command = [sys.executable, "-m", "tests.bench.actors", "--url", server.url, "--directory", directory]
         command += ["--actors", str(args.actors), "--rate", str(args.rate)]
-        children = {role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")}
+        children = {
+            role: subprocess.Popen([*command, "--role", role], cwd=ROOT) for role in ("feeder", "rank", "actors")
+        }
         try:
             asyncio.run(watch(server, children, args))
         finally:
@@ -83,7 +87,9 @@ async def prepare(url: str) -> None:
 
 
 async def watch(server: EmbeddedServer, children: dict[str, subprocess.Popen[bytes]], args: argparse.Namespace) -> None:
-    processes = {name: psutil.Process(child.pid) for name, child in children.items()} | {"nats-server": psutil.Process(server.pid)}
+    processes = {name: psutil.Process(child.pid) for name, child in children.items()} | {
+        "nats-server": psutil.Process(server.pid)
+    }
     async with connect(server.url, RUN, CONFIG, name="watch") as bus:
         view, behind = LiveView(bus), []
         while (await bus.samples.info()).last_seq < args.rate:
@@ -101,8 +107,14 @@ async def watch(server: EmbeddedServer, children: dict[str, subprocess.Popen[byt
         rate = ((await bus.samples.info()).last_seq - stored) / elapsed_s
         taken = (await counted(view, "trained") - trained) / elapsed_s
         spent = {name: (after - before[name]) / elapsed_s for name, after in cpu(processes).items()}
-        print(f"{args.actors} actors, one connection each; offered {args.rate:.0f} samples/s, stored {rate:.0f}, trained {taken:.0f}")
-        print(f"feeder behind by {median(behind):.0f} messages in the median, {max(behind):.0f} at most, {behind[-1]:.0f} at the end")
+        print(
+            f"{args.actors} actors, one connection each; offered {args.rate:.0f} samples/s, stored "
+            f"{rate:.0f}, trained {taken:.0f}"
+        )
+        print(
+            f"feeder behind by {median(behind):.0f} messages in the median, {max(behind):.0f} at most, "
+            f"{behind[-1]:.0f} at the end"
+        )
         for name, process in processes.items():
             share = f"{100 * spent[name]:.0f} % of a core, {1e6 * spent[name] / rate:.0f} us a sample"
             print(f"  {name:<12} {share}, {process.memory_info().rss / 1e6:.0f} MB")
@@ -129,7 +141,9 @@ def keys_in(directory: Path) -> FeedKeys:
 
 async def feeder(args: argparse.Namespace) -> None:
     directory = Path(args.directory)
-    (directory / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"p{number}", "label": ""}) + "\n" for number in range(10_000)))
+    (directory / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"p{number}", "label": ""}) + "\n" for number in range(10_000))
+    )
     (directory / "checkpoints").mkdir()
     tokens = list(range(PROMPT_TOKENS))
 
@@ -140,7 +154,9 @@ async def feeder(args: argparse.Namespace) -> None:
         (directory / "url.new").rename(directory / "url")
         checkpoints = directory / "checkpoints"
         settings = FeederSettings(
-            places=FeederPlaces(run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=checkpoints),
+            places=FeederPlaces(
+                run=RUN, bus_url=args.url, bus=CONFIG, listen=url, keys=keys_in(directory), checkpoints=checkpoints
+            ),
             model=ModelFacts(vocab_size=150_000),
             learner=LearnerConfig(
                 steps=1_000_000,
@@ -193,11 +209,15 @@ async def actors(args: argparse.Namespace) -> None:
 
         async def open_one(number: int) -> Bus:
             async with limit:
-                return await stack.enter_async_context(connect(args.url, RUN, CONFIG, name=f"actor-{number}", wait_s=120))
+                return await stack.enter_async_context(
+                    connect(args.url, RUN, CONFIG, name=f"actor-{number}", wait_s=120)
+                )
 
         opened = await asyncio.gather(*[open_one(number) for number in range(args.actors)])
         print(f"{len(opened)} connections", flush=True)
-        await asyncio.gather(*[act(bus, f"actor-{number}", args.actors / args.rate) for number, bus in enumerate(opened)])
+        await asyncio.gather(
+            *[act(bus, f"actor-{number}", args.actors / args.rate) for number, bus in enumerate(opened)]
+        )
 
 
 async def act(bus: Bus, id: str, pause_s: float) -> None:

@@ -1,8 +1,10 @@
-"""Seconds for which a step waits for its checkpoint: written in the background, against written at once; same process, same model.
+"""Seconds for which a step waits for its checkpoint: written in the background, against written at once; same process,
+same model.
 
-``python -m tests.bench checkpoint`` trains one rank on the CPU and takes a checkpoint every few steps, in both ways by turns. *Stall* is
-the time from the end of the step to the beginning of the next; *whole* is the time of all steps with their checkpoints, against the same
-steps without one: the time that the writing takes from the steps that it runs beside.
+``python -m tests.bench checkpoint`` trains one rank on the CPU and takes a checkpoint every few steps, in both ways by
+turns. *Stall* is the time from the end of the step to the beginning of the next; *whole* is the time of all steps with
+their checkpoints, against the same steps without one: the time that the writing takes from the steps that it runs
+beside.
 """
 
 import argparse
@@ -32,7 +34,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.directory) as directory, one_rank() as here:
         root = Path(directory)
         model = write_tiny_model(
-            root / "model", vocab_size=VOCAB, hidden_size=args.hidden, intermediate_size=4 * args.hidden, num_hidden_layers=args.layers
+            root / "model",
+            vocab_size=VOCAB,
+            hidden_size=args.hidden,
+            intermediate_size=4 * args.hidden,
+            num_hidden_layers=args.layers,
         )
         policy, optimizer, trainer = built(model, here)
         ways = {

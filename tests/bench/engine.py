@@ -1,8 +1,8 @@
 """Tokens per second of the built-in engine over HTTP against transformers' batched generate: same model, same run.
 
 ``python -m tests.bench.engine`` prints one line per engine and the ratio; more than 1 = the built-in engine is faster.
-The engine answers 32 requests over loopback, with log-probs, client and server in the same process; generate gets one padded batch
-and gives no log-probs.
+The engine answers 32 requests over loopback, with log-probs, client and server in the same process; generate gets one
+padded batch and gives no log-probs.
 """
 
 import argparse
@@ -29,18 +29,29 @@ PROMPT_TOKENS = 24
 
 async def engine_round(client: HttpEngine, prompts: np.ndarray, num_tokens: int) -> None:
     sampling = [Sampling(max_new_tokens=num_tokens, seed=seed) for seed in range(len(prompts))]
-    answers = await asyncio.gather(*(client.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)))
+    answers = await asyncio.gather(
+        *(client.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True))
+    )
     assert all(len(answer.tokens) == num_tokens for answer in answers), "a response ended early"
 
 
 @torch.inference_mode()
 def generate_round(model: Any, prompts: np.ndarray, num_tokens: int) -> None:
     tokens = torch.from_numpy(prompts)
-    model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=True, top_k=0, max_new_tokens=num_tokens, eos_token_id=None)
+    model.generate(
+        tokens,
+        attention_mask=torch.ones_like(tokens),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=num_tokens,
+        eos_token_id=None,
+    )
 
 
 async def measure(model_dir: Path, prompts: np.ndarray, num_tokens: int, rounds: int) -> list[tuple[float, float]]:
-    """Return (seconds of the engine, seconds of generate) of each round, taking turns, so that other load on the machine affects both."""
+    """Return (seconds of the engine, seconds of generate) of each round, taking turns, so that other load on the
+    machine affects both.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, attn_implementation="sdpa").eval()
@@ -74,14 +85,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         # Without end-of-sequence ids every response has its full length.
         model_dir = write_tiny_model(
-            Path(directory), num_hidden_layers=args.layers, hidden_size=args.hidden, intermediate_size=2 * args.hidden, eos_token_id=None
+            Path(directory),
+            num_hidden_layers=args.layers,
+            hidden_size=args.hidden,
+            intermediate_size=2 * args.hidden,
+            eos_token_id=None,
         )
         (model_dir / "tokenizer_config.json").write_text(json.dumps({}), encoding="utf-8")
         prompts = np.random.default_rng(0).integers(3, 250, (args.requests, PROMPT_TOKENS), dtype=np.int64)
         times = asyncio.run(measure(model_dir, prompts, args.tokens, args.rounds))
     total = args.requests * args.tokens
     for place, name in enumerate(("builtin over HTTP", "transformers generate")):
-        print(f"{name:22} {total / statistics.median(each[place] for each in times):8.0f} tokens/s, median of {args.rounds}")
+        print(
+            f"{name:22} {total / statistics.median(each[place] for each in times):8.0f} tokens/s, median of "
+            f"{args.rounds}"
+        )
     print(f"{'ratio':22} {statistics.median(generate / engine for engine, generate in times):8.2f}")
 
 

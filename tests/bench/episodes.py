@@ -2,13 +2,14 @@
 
 python -m tests.bench.episodes [--episodes 32] [--turns 6] [--new-tokens 32] [--rounds 3]
 
-An episode's prompt grows by its answers. ``direct ids``: the program asks the engine's own /generate with token ids, for log-probs, too;
-``ids``: the same program asks the gateway's. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus before it is given.
-``no program``: the actor's client of engines alone, as for a rollout without a program. ``direct chat``: the same program of chat
-completions asks the engine's own OpenAI API; ``chat``: the gateway's, which makes the history into the token ids of its answers again. All
-take part in each round, in another order; the ratio is that of the medians. The engine is a process of its own, as in a run; gateway and
-programs share this one, whose CPU time a turn is printed. The model is tiny: the long turns of a large model do not hide the gateway's
-share here.
+An episode's prompt grows by its answers. ``direct ids``: the program asks the engine's own /generate with token ids,
+for log-probs, too;
+``ids``: the same program asks the gateway's. ``log``: ``ids`` with ``again: replay``, every turn stored on a real bus
+before it is given. ``no program``: the actor's client of engines alone, as for a rollout without a program. ``direct
+chat``: the same program of chat completions asks the engine's own OpenAI API; ``chat``: the gateway's, which makes the
+history into the token ids of its answers again. All take part in each round, in another order; the ratio is that of the
+medians. The engine is a process of its own, as in a run; gateway and programs share this one, whose CPU time a turn is
+printed. The model is tiny: the long turns of a large model do not hide the gateway's share here.
 """
 
 import argparse
@@ -46,7 +47,9 @@ async def direct(responses: Responses, episode: int, turns: int, sampling: Sampl
     """Play an episode with the engine alone."""
     tokens = first(episode)
     for turn in range(turns):
-        asked = Prompt(name=f"{episode}.{turn}", tokens=np.array(tokens, np.int32), sampling=sampling, min_version=0, prefer="")
+        asked = Prompt(
+            name=f"{episode}.{turn}", tokens=np.array(tokens, np.int32), sampling=sampling, min_version=0, prefer=""
+        )
         response = await responses.generate(asked)
         tokens += response.generation.tokens.tolist()
 
@@ -86,7 +89,9 @@ def by_chat(turns: int, **sampling: Any) -> Callable[[Client], Awaitable[float]]
 async def engine(model: Path) -> AsyncIterator[str]:
     """Serve the model in a process of its own; yield its URL."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "tests.engine_child", str(model), "0"), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "tests.engine_child", str(model), "0"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdin is not None and process.stdout is not None
     try:
@@ -99,7 +104,9 @@ async def engine(model: Path) -> AsyncIterator[str]:
 async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, float]]]:
     """Return turns/s, and milliseconds of this process's CPU a turn, by way and round."""
     sampling = Sampling(temperature=1.0, max_new_tokens=args.new_tokens)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("no program", "direct ids", "ids", "log", "direct chat", "chat")}
+    found: dict[str, list[tuple[float, float]]] = {
+        name: [] for name in ("no program", "direct ids", "ids", "log", "direct chat", "chat")
+    }
     with tempfile.TemporaryDirectory() as directory:
         model = write_tiny_model(Path(directory) / "model", max_position_embeddings=4096)
         with EmbeddedServer(Path(directory) / "nats", BusConfig()) as server:
@@ -121,8 +128,14 @@ async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, floa
                 def rollout(program: Any, **log: Any) -> ProgramRollout:
                     return ProgramRollout(gateway, InProcess(session, program), max_calls_in_flight=4, **log)
 
-                ways: dict[str, Callable[[int], Awaitable[Any]]] = {"no program": lambda n: direct(responses, n, args.turns, sampling)}
-                ids = by_ids(args.turns, sampling_params={"temperature": 1.0, "max_new_tokens": args.new_tokens}, return_logprob=True)
+                ways: dict[str, Callable[[int], Awaitable[Any]]] = {
+                    "no program": lambda n: direct(responses, n, args.turns, sampling)
+                }
+                ids = by_ids(
+                    args.turns,
+                    sampling_params={"temperature": 1.0, "max_new_tokens": args.new_tokens},
+                    return_logprob=True,
+                )
                 ways["direct ids"] = lambda n: ids(Client(session, url, "", {"task": n}))
                 own = by_chat(args.turns, temperature=1.0, max_tokens=args.new_tokens, model="m")
                 ways["direct chat"] = lambda n: own(Client(session, f"{url}/v1", "", {"task": n}))
@@ -139,7 +152,9 @@ async def measured(args: argparse.Namespace) -> dict[str, list[tuple[float, floa
                         await asyncio.gather(*(ways[name](next(number)) for _ in range(args.episodes)))
                         if round:  # the first is a rehearsal
                             turns = args.episodes * args.turns
-                            found[name].append((turns / (time.perf_counter() - begin), 1000 * (time.process_time() - busy) / turns))
+                            found[name].append(
+                                (turns / (time.perf_counter() - begin), 1000 * (time.process_time() - busy) / turns)
+                            )
                 await gateway.close()
                 running.cancel()
     return found

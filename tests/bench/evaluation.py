@@ -1,9 +1,12 @@
-"""Cost of evaluation beside training: samples/s that are trained with evaluations all the time, against the same run without any.
+"""Cost of evaluation beside training: samples/s that are trained with evaluations all the time, against the same run
+without any.
 
-Both runs have the same model, prompts, engine, actor and seed, one after the other on the same cores, in rounds. With ``eval.every: 1``
-the next evaluation begins when the last one ends, so there is one at any time; at most ``--open`` prompts of it are out. The engine
-gives each sequence the same share of its time, so an evaluation may cost as much of the training's rate as it has of the generated
-tokens: the last ratio is 1 where it costs just that. The evaluation that is open at the last step ends after it, and is counted whole.
+Both runs have the same model, prompts, engine, actor and seed, one after the other on the same cores, in rounds. With
+``eval.every: 1`` the next evaluation begins when the last one ends, so there is one at any time; at most ``--open``
+prompts of it are out. The engine gives each sequence the same share of its time, so an evaluation may cost as much of
+the training's rate as it has of the generated
+tokens: the last ratio is 1 where it costs just that. The evaluation that is open at the last step ends after it, and is
+counted whole.
 """
 
 import argparse
@@ -31,7 +34,9 @@ class Measured:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench evaluation", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench evaluation",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=60)
@@ -43,7 +48,8 @@ def main(arguments: list[str] | None = None) -> None:
         costs.append(beside.rate / without.rate)
         shares.append(costs[-1] / (1 - beside.eval_share))
         print(
-            f"round {number}: {without.rate:.0f} samples/s trained without, {beside.rate:.0f} with {beside.evaluations} evaluations, which "
+            f"round {number}: {without.rate:.0f} samples/s trained without, {beside.rate:.0f} with "
+            f"{beside.evaluations} evaluations, which "
             f"have {beside.eval_share:.0%} of the generated tokens",
             flush=True,
         )
@@ -66,8 +72,18 @@ def run(number: int, args: argparse.Namespace, *, evaluates: bool) -> Measured:
         sets = json.dumps({"held": {"path": str(held), "samples": 4}})
         settings += [f"eval.sets={sets}", "eval.every=1", "eval.at_end=false", f"eval.max_open_tasks={args.open}"]
     config = load(CONFIG, settings).config
-    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
-    done = metered(command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "up",
+        str(CONFIG),
+        "--fresh",
+        *(word for each in settings for word in ("--set", each)),
+    ]
+    done = metered(
+        command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT
+    )
     seconds = done.lines[-1]["seconds"] - done.lines[0]["seconds"]
     scores = evaluations(directory / "evaluations.jsonl") if evaluates else []
     tokens = sum(line["samples"] * line.get("tokens_mean", 0.0) for line in scores)

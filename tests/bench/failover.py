@@ -2,11 +2,11 @@
 
 python -m tests.bench.failover [--kills 6] [--streams SAMPLES,TASKS,PLAN]
 
-Under load - samples published and read by cursor, tasks issued, leased and acked, records appended by a fenced writer, a row changed by
-compare-and-set - the server that leads a stream is killed with -9, stays away until all activities continue, comes back, and catches
-up. The pause of an activity is the longest time between two of its successes around the kill. At the end the accounting is checked:
-every acknowledged sample is read once, every task acked, every record in its place, the row changed as often as acknowledged. One
-machine, loopback.
+Under load - samples published and read by cursor, tasks issued, leased and acked, records appended by a fenced writer,
+a row changed by compare-and-set - the server that leads a stream is killed with -9, stays away until all activities
+continue, comes back, and catches up. The pause of an activity is the longest time between two of its successes around
+the kill. At the end the accounting is checked: every acknowledged sample is read once, every task acked, every record
+in its place, the row changed as often as acknowledged. One machine, loopback.
 """
 
 import argparse
@@ -36,7 +36,9 @@ from tidemill.bus.wire.messages import Done, Sampling, Task
 RUN = "failover"
 IN_FLIGHT = 4
 PACE_S = 0.02
-"""Seconds between two successes of one activity: short enough to show a pause, long enough to leave the machine to the servers."""
+"""Seconds between two successes of one activity: short enough to show a pause, long enough to leave the machine to the
+servers.
+"""
 ROW = "count"
 GOES_ON = 5
 """Number of successes of every activity after which the load counts as continued."""
@@ -118,7 +120,9 @@ class Activities:
             if lease is None:
                 continue
             self.load.leased[lease.task.id] += 1
-            if await lease.ack():  # without a confirmation it may be stored; the consumer's ack floor shows it at the end
+            if (
+                await lease.ack()
+            ):  # without a confirmation it may be stored; the consumer's ack floor shows it at the end
                 self.load.done("settle")
 
     async def append(self) -> None:
@@ -150,14 +154,18 @@ class Activities:
 
 @asynccontextmanager
 async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus, Load, Activities]]:
-    """Run three servers and the load on them; at the end of the block the load comes to rest, with nothing in flight."""
+    """Run three servers and the load on them; at the end of the block the load comes to rest, with nothing in
+    flight.
+    """
     config = BusConfig(cluster=3, lease_s=5.0, samples_max_bytes=500_000_000)
     servers, load = EmbeddedBus(directory, RUN, config), Load()
     servers.start()
     try:
         async with AsyncExitStack() as stack:
             names = ("actor", "reader", "feeder")
-            buses = {name: await stack.enter_async_context(connect(servers.url, RUN, config, name=name)) for name in names}
+            buses = {
+                name: await stack.enter_async_context(connect(servers.url, RUN, config, name=name)) for name in names
+            }
             feeder = buses["feeder"]
             await feeder.jet.retry_for_ever(feeder.create_layout)
             await feeder.tasks.fence(1)
@@ -182,7 +190,9 @@ async def cluster_under_load(directory: Path) -> AsyncIterator[tuple[EmbeddedBus
 
 
 async def fail_over(servers: EmbeddedBus, load: Load, bus: Bus, stream: str) -> dict[str, float]:
-    """Kill the leader of a stream, wait until all activities continue, restart it, wait until it has caught up. Return pauses in s."""
+    """Kill the leader of a stream, wait until all activities continue, restart it, wait until it has caught up. Return
+    pauses in s.
+    """
     name = subjects.stream(bus.run, stream)
     victim = await leader(servers, bus, name)
     since = time.monotonic()
@@ -197,14 +207,18 @@ async def fail_over(servers: EmbeddedBus, load: Load, bus: Bus, stream: str) -> 
 
 def goes_on(load: Load, since: float) -> bool:
     activities = ("publish", "read", "issue", "settle", "append", "write")
-    return all(sum(moment > since for moment in load.when.get(activity, [])[-GOES_ON:]) == GOES_ON for activity in activities)
+    return all(
+        sum(moment > since for moment in load.when.get(activity, [])[-GOES_ON:]) == GOES_ON for activity in activities
+    )
 
 
 async def leader(servers: EmbeddedBus, bus: Bus, stream: str) -> EmbeddedServer:
     """Return the server that leads a stream; wait for one when there is none at the moment."""
     async with asyncio.timeout(GOES_ON_S):
         while True:
-            name = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get("leader", "")
+            name = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"].get(
+                "leader", ""
+            )
             if name:
                 return servers.servers[int(name.removeprefix("n"))]
             await asyncio.sleep(LOOK_S)
@@ -220,14 +234,20 @@ async def all_settled(load: Load, bus: Bus) -> None:
 async def caught_up(bus: Bus) -> None:
     """Wait until every stream has three copies, all current."""
     async with asyncio.timeout(CAUGHT_UP_S):
-        while not all([await _complete(bus, subjects.stream(bus.run, name)) for name in ("SAMPLES", "TASKS", "PLAN", "DEAD")]):  # noqa: ASYNC110
+        while not all(  # noqa: ASYNC110
+            [await _complete(bus, subjects.stream(bus.run, name)) for name in ("SAMPLES", "TASKS", "PLAN", "DEAD")]
+        ):
             await asyncio.sleep(LOOK_S)
 
 
 async def _complete(bus: Bus, stream: str) -> bool:
     cluster = (await bus.jet.retry_for_ever(lambda: bus.jet.call(f"STREAM.INFO.{stream}")))["cluster"]
     others = cluster.get("replicas") or []
-    return bool(cluster.get("leader")) and len(others) == 2 and all(other["current"] and not other.get("offline") for other in others)
+    return (
+        bool(cluster.get("leader"))
+        and len(others) == 2
+        and all(other["current"] and not other.get("offline") for other in others)
+    )
 
 
 async def check_books(load: Load, bus: Bus) -> None:
@@ -255,7 +275,9 @@ async def until(met: Callable[[], bool], within_s: float, what: str) -> None:
 
 
 def report(stream: str, pauses: dict[str, float]) -> str:
-    return f"leader of {stream:8} killed; pause, s: " + "  ".join(f"{name} {seconds:.2f}" for name, seconds in sorted(pauses.items()))
+    return f"leader of {stream:8} killed; pause, s: " + "  ".join(
+        f"{name} {seconds:.2f}" for name, seconds in sorted(pauses.items())
+    )
 
 
 async def bench(kills: int, streams: list[str]) -> None:

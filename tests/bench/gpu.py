@@ -1,7 +1,9 @@
-"""The learner's step, pushes, the built-in engine and the whole loop on one device: TFLOP/s, MFU, peak memory, GB/s, tokens/s; as JSON.
+"""The learner's step, pushes, the built-in engine and the whole loop on one device: TFLOP/s, MFU, peak memory, GB/s,
+tokens/s; as JSON.
 
-``python -m tests.bench gpu --out gpu.json`` measures the shape of Qwen3-1.7B with random weights, written here; ``--tiny`` shows on a CPU
-that everything runs. The step of transformers (bfloat16 weights and Adam, the same tokens, one sequence a row) is taken in the same run.
+``python -m tests.bench gpu --out gpu.json`` measures the shape of Qwen3-1.7B with random weights, written here;
+``--tiny`` shows on a CPU that everything runs. The step of transformers (bfloat16 weights and Adam, the same tokens,
+one sequence a row) is taken in the same run.
 """
 
 import argparse
@@ -42,8 +44,24 @@ from tidemill.learner.megatron.meter import StepFlops
 from tidemill.weightstore.transport.nccl import own_end
 
 SHAPES = {
-    "qwen3-1.7b": {"layers": 28, "hidden": 2048, "intermediate": 6144, "heads": 16, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
-    "qwen3-8b": {"layers": 36, "hidden": 4096, "intermediate": 12_288, "heads": 32, "kv_heads": 8, "head_dim": 128, "vocab": 151_936},
+    "qwen3-1.7b": {
+        "layers": 28,
+        "hidden": 2048,
+        "intermediate": 6144,
+        "heads": 16,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocab": 151_936,
+    },
+    "qwen3-8b": {
+        "layers": 36,
+        "hidden": 4096,
+        "intermediate": 12_288,
+        "heads": 32,
+        "kv_heads": 8,
+        "head_dim": 128,
+        "vocab": 151_936,
+    },
 }
 """Sizes of their configurations; the larger one's output layer is not that of its embedding, but here it is."""
 TINY = {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 512}
@@ -130,7 +148,9 @@ def make_step(lengths: Sequence[int], vocab: int, micro_batches: int) -> StepBat
     return make_batches(samples, max_tokens=sum(lengths))[0]
 
 
-def our_step(directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, **wanted: Any) -> Callable[[], Any]:
+def our_step(
+    directory: Path, batch: StepBatch, *, deterministic: bool, parallel: Any, **wanted: Any
+) -> Callable[[], Any]:
     """Return a step of the learner in bfloat16. ``wanted``: settings about kernels."""
     from tidemill.learner.algorithms.config import AlgorithmConfig
     from tidemill.learner.megatron.layers.kernels import Wanted
@@ -152,7 +172,11 @@ def plain_step(directory: Path, batch: StepBatch, device: torch.device) -> Calla
     from transformers import AutoModelForCausalLM
 
     torch.use_deterministic_algorithms(False)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa").to(device).train()
+    model = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+        .to(device)
+        .train()
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
 
     def step() -> None:
@@ -160,9 +184,12 @@ def plain_step(directory: Path, batch: StepBatch, device: torch.device) -> Calla
         for row in batch.micro_batches:
             size = int(row.cu_seqlens[1])
             tokens, targets, mask = (
-                torch.from_numpy(values).to(device).view(-1, size) for values in (row.tokens_T, row.targets_T, row.loss_mask_T)
+                torch.from_numpy(values).to(device).view(-1, size)
+                for values in (row.tokens_T, row.targets_T, row.loss_mask_T)
             )
-            log_probs = model(tokens, use_cache=False).logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+            log_probs = (
+                model(tokens, use_cache=False).logits.float().log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+            )
             (-(log_probs * mask).sum() / batch.num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -213,8 +240,8 @@ def split(step: Callable[[], Any], device: torch.device) -> dict[str, float]:
 def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespace) -> dict[str, Any]:
     """Return the results by name, for each length of sequences.
 
-    They are those of the learner with and without deterministic kernels, with flash attention alone and with recomputation, and of
-    transformers.
+    They are those of the learner with and without deterministic kernels, with flash attention alone and with
+    recomputation, and of transformers.
     """
     device, found = args.torch_device, {}
     counted = StepFlops.read(directory)
@@ -246,8 +273,17 @@ def measure_steps(directory: Path, shape: dict[str, int], args: argparse.Namespa
                 result["tokens_per_second"] = args.micro_batches * sum(lengths) / result["seconds"]
                 found[title := f"{len(lengths)} x {length}, {name}"] = result
                 memory = f", peak {result['peak_gb']:.1f} GB" if "peak_gb" in result else ""
-                print(f"{title}: {result['seconds']:.4f} s, {result['tflops']:.0f} TFLOP/s, MFU {result['mfu']:.1%}{memory}", flush=True)
-                print("  " + ", ".join(f"{kind} {seconds * 1e3:.0f} ms" for kind, seconds in result["split"].items()), flush=True)
+                print(
+                    (
+                        f"{title}: {result['seconds']:.4f} s, {result['tflops']:.0f} TFLOP/s, MFU "
+                        f"{result['mfu']:.1%}{memory}"
+                    ),
+                    flush=True,
+                )
+                print(
+                    "  " + ", ".join(f"{kind} {seconds * 1e3:.0f} ms" for kind, seconds in result["split"].items()),
+                    flush=True,
+                )
     torch.use_deterministic_algorithms(False)
     return found
 
@@ -259,7 +295,9 @@ async def engine_main(url: str, run: str, model_dir: str, device: str) -> None:
     """Body of the engine's process."""
     own = own_end()
     devices = HeldDevices(own=(own.uuid,), visible=(own.uuid,), nccl=own.nccl) if own.uuid else HeldDevices()
-    places = EnginePlaces(bus_url=url, run=run, model_dir=Path(model_dir), bus=BusConfig(), id="engine", devices=devices)
+    places = EnginePlaces(
+        bus_url=url, run=run, model_dir=Path(model_dir), bus=BusConfig(), id="engine", devices=devices
+    )
     config = EngineConfig(device=device, dtype="bfloat16", max_running=4, max_context=256)
     await run_engine(places, config, asyncio.Event(), factory=BuiltinEngine, limits=EngineLimits())
 
@@ -303,10 +341,15 @@ def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
             run = name.replace(" ", "-")
             asyncio.run(make_layout(server.url, run))
             with live_engine(server.url, run, directory, device):
-                with publishing(server.url, run, Path(place) / run, epoch, args.bucket_mbytes * 1_000_000, **settings) as publisher:
+                with publishing(
+                    server.url, run, Path(place) / run, epoch, args.bucket_mbytes * 1_000_000, **settings
+                ) as publisher:
                     for step in range(2):  # both staging copies, and both of the engine
                         publisher.publish(step, tensors.items(), wait=True).result(0)
-                    reports = [publisher.publish(step, tensors.items(), wait=True).result(0) for step in range(2, 2 + args.rounds)]
+                    reports = [
+                        publisher.publish(step, tensors.items(), wait=True).result(0)
+                        for step in range(2, 2 + args.rounds)
+                    ]
             assert all(report.engines == ("engine",) for report in reports), reports
             transfer_s = statistics.median(report.transfer_s for report in reports)
             found[name] = {
@@ -321,7 +364,9 @@ def measure_pushes(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def copies(size: int, device: torch.device, rounds: int) -> dict[str, float]:
-    """Return GB/s of plain copies of as many bytes: on the device, and between it and pinned host memory. No push can be faster."""
+    """Return GB/s of plain copies of as many bytes: on the device, and between it and pinned host memory. No push can
+    be faster.
+    """
     here = torch.empty(size, dtype=torch.uint8, device=device)
     host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     work: dict[str, tuple[torch.Tensor, torch.Tensor]] = {
@@ -332,7 +377,9 @@ def copies(size: int, device: torch.device, rounds: int) -> dict[str, float]:
     found = {}
     for name, (target, source) in work.items():
         target.copy_(source)
-        found[name] = size / 1e9 / statistics.median(timed(lambda a=target, b=source: a.copy_(b), device) for _ in range(rounds))  # type: ignore[misc]
+        found[name] = (
+            size / 1e9 / statistics.median(timed(lambda a=target, b=source: a.copy_(b), device) for _ in range(rounds))
+        )  # type: ignore[misc]
     return found
 
 
@@ -343,7 +390,9 @@ async def measure_engine(directory: Path, vocab: int, args: argparse.Namespace) 
     """Return tokens per second over HTTP, by the number of responses at a time."""
     found = {}
     for rows in args.rows:
-        config = EngineConfig(device=args.torch_device.type, dtype="bfloat16", max_running=rows, max_context=32 + args.new_tokens)
+        config = EngineConfig(
+            device=args.torch_device.type, dtype="bfloat16", max_running=rows, max_context=32 + args.new_tokens
+        )
         engine = BuiltinEngine(directory, config, authority=Authority(unguarded=True))
         await asyncio.to_thread(engine.load)
         client = HttpEngine(await engine.start())
@@ -354,7 +403,9 @@ async def measure_engine(directory: Path, vocab: int, args: argparse.Namespace) 
             for _ in range(1 + args.rounds):
                 began = time.perf_counter()
                 sampling = [Sampling(max_new_tokens=args.new_tokens, seed=seed) for seed in range(rows)]
-                answers = await asyncio.gather(*(client.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True)))
+                answers = await asyncio.gather(
+                    *(client.generate(prompt, each) for prompt, each in zip(prompts, sampling, strict=True))
+                )
                 seconds.append(time.perf_counter() - began)
                 assert all(len(answer.tokens) == args.new_tokens for answer in answers), "a response ended early"
         finally:
@@ -372,11 +423,17 @@ def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse
     """Return the seconds of ``generate`` of transformers for the same prompts, all at once, with as many new tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa").to(args.torch_device).eval()
+    model = (
+        AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, attn_implementation="sdpa")
+        .to(args.torch_device)
+        .eval()
+    )
     tokens = torch.from_numpy(prompts).to(args.torch_device)
 
     def generate() -> None:
-        model.generate(tokens, do_sample=True, max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, pad_token_id=0)
+        model.generate(
+            tokens, do_sample=True, max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, pad_token_id=0
+        )
 
     model.generate(tokens, do_sample=True, max_new_tokens=2, pad_token_id=0)
     return timed(generate, args.torch_device)
@@ -389,36 +446,61 @@ def plain_generation(directory: Path, prompts: NDArray[np.int64], args: argparse
 
 
 def measure_run(directory: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds, waits, pushes and tokens/s of the steps of `tidemill up`, after the first two, with the engine on the same device."""
+    """Return seconds, waits, pushes and tokens/s of the steps of `tidemill up`, after the first two, with the engine on
+    the same device.
+    """
     run = directory.parent / "loop"
     prompts = directory.parent / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": f"{number} and more", "label": "0"}) + "\n" for number in range(256)))
+    prompts.write_text(
+        "".join(json.dumps({"prompt": f"{number} and more", "label": "0"}) + "\n" for number in range(256))
+    )
     settings = {
         "directory": str(run),
         "model": {"path": str(directory)},
         "data": {"path": str(prompts)},
         "sampling": {"max_new_tokens": args.new_tokens},
-        "learner": {"steps": 2 + args.rounds, "groups_per_step": 4 if args.tiny else 16, "group_size": 4 if args.tiny else 8},
+        "learner": {
+            "steps": 2 + args.rounds,
+            "groups_per_step": 4 if args.tiny else 16,
+            "group_size": 4 if args.tiny else 8,
+        },
         "engine": {"max_running": max(args.rows)},
         "actor": {"reward": "exact", "max_samples_in_flight": max(args.rows)},
         "weights": {"transport": "handles"},
     }
-    settings["learner"] |= {"deterministic": args.torch_device.type == "cpu", "optimizer": {"lr": 1e-6}, "checkpoint_every": 1000}
+    settings["learner"] |= {
+        "deterministic": args.torch_device.type == "cpu",
+        "optimizer": {"lr": 1e-6},
+        "checkpoint_every": 1000,
+    }
     config = directory.parent / "loop.yaml"
     config.write_text(json.dumps(settings))  # JSON is YAML
-    ended = subprocess.run([sys.executable, "-m", "tidemill", "up", str(config), "--fresh"], capture_output=True, text=True, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-m", "tidemill", "up", str(config), "--fresh"], capture_output=True, text=True, check=False
+    )
     if ended.returncode:
         raise SystemExit(f"the run ended with {ended.returncode}: {ended.stdout[-2000:]} {ended.stderr[-2000:]}")
     lines = (run / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line) for line in lines][2:]
-    names = ("train/step_seconds", "train/wait_seconds", "train/tokens_per_second", "train/mfu", "push/seconds", "push/prepare_seconds")
-    return {name: statistics.median(step[name] for step in steps) for name in names if all(name in step for step in steps)}
+    names = (
+        "train/step_seconds",
+        "train/wait_seconds",
+        "train/tokens_per_second",
+        "train/mfu",
+        "push/seconds",
+        "push/prepare_seconds",
+    )
+    return {
+        name: statistics.median(step[name] for step in steps) for name in names if all(name in step for step in steps)
+    }
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    parser.add_argument("--tiny", action="store_true", help="a model of two layers, which shows that everything runs; on a CPU always")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a model of two layers, which shows that everything runs; on a CPU always"
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS, help="kinds of steps")
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-1.7b")
@@ -429,10 +511,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rows", type=int, nargs="+", help="responses at a time")
     parser.add_argument("--new-tokens", type=int)
-    parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="transports of pushes")
+    parser.add_argument(
+        "--transports", nargs="+", choices=TRANSPORTS, default=list(TRANSPORTS), help="transports of pushes"
+    )
     parser.add_argument("--bucket-mbytes", type=int, default=0, help="0 = by the transport")
     parser.add_argument(
-        "--peak-tflops", type=float, default=989.0, help="dense bfloat16 of the device: H100 SXM and H200 (NVIDIA's data sheets)"
+        "--peak-tflops",
+        type=float,
+        default=989.0,
+        help="dense bfloat16 of the device: H100 SXM and H200 (NVIDIA's data sheets)",
     )
     parser.add_argument("--out", type=Path, help="file for the JSON")
     parser.add_argument("--engine", nargs=4, help=argparse.SUPPRESS)
@@ -453,7 +540,11 @@ def main() -> None:
     if args.engine:
         asyncio.run(engine_main(*args.engine))
         return
-    for name, value in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "GLOO_SOCKET_IFNAME": "lo"}.items():
+    for name, value in {
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+    }.items():
         os.environ.setdefault(name, value)
     shape = (TINY if args.tiny else SHAPES[args.shape]) | ({"layers": args.layers} if args.layers else {})
     found: dict[str, Any] = {

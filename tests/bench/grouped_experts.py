@@ -1,6 +1,7 @@
 """Step time of the learner with the experts of a rank in one grouped product, against one product for each expert.
 
-Both train the same mixture of experts (Qwen3-MoE) on the same batches, in one process, in turn. ``python -m tests.bench grouped_experts``
+Both train the same mixture of experts (Qwen3-MoE) on the same batches, in one process, in turn. ``python -m tests.bench
+grouped_experts``
 """
 
 import argparse
@@ -20,7 +21,12 @@ SHAPES: dict[str, dict[str, int]] = {
     "128 experts of 64, 8 of them a token (hidden 128)": {"hidden": 128, "experts": 128, "each": 8, "inner": 64},
 }
 ON_CUDA = {
-    "128 experts of 768, 8 of them a token (hidden 2048, as Qwen3-30B-A3B)": {"hidden": 2048, "experts": 128, "each": 8, "inner": 768}
+    "128 experts of 768, 8 of them a token (hidden 2048, as Qwen3-30B-A3B)": {
+        "hidden": 2048,
+        "experts": 128,
+        "each": 8,
+        "inner": 768,
+    }
 }
 """Shapes for an accelerator alone."""
 LAYERS, VOCAB = 2, 128
@@ -56,7 +62,9 @@ def compare(name: str, *, rounds: int, device: str) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as directory:
         make_model(Path(directory), **(SHAPES | ON_CUDA)[name])
         wanted = {"grouped": Wanted(grouped_experts="always"), "sequential": Wanted(grouped_experts="never")}
-        steps = {kind: our_step(Path(directory), batch, device, dtype=dtype, kernels=one) for kind, one in wanted.items()}
+        steps = {
+            kind: our_step(Path(directory), batch, device, dtype=dtype, kernels=one) for kind, one in wanted.items()
+        }
     first = {kind: step() for kind, step in steps.items()}
     assert abs(first["grouped"] - first["sequential"]) < (1e-2 if device == "cuda" else 1e-5), first
     times: dict[str, list[float]] = {kind: [] for kind in steps}
@@ -66,12 +74,17 @@ def compare(name: str, *, rounds: int, device: str) -> dict[str, float]:
             step()  # returns a number, so the device has finished
             times[kind].append(clock() - began)
     median = {kind: statistics.median(values) for kind, values in times.items()}
-    return {**{f"{kind}_ms": value * 1e3 for kind, value in median.items()}, "ratio": median["grouped"] / median["sequential"]}
+    return {
+        **{f"{kind}_ms": value * 1e3 for kind, value in median.items()},
+        "ratio": median["grouped"] / median["sequential"],
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench grouped_experts", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench grouped_experts",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))

@@ -1,11 +1,14 @@
-"""Seconds to hand weights to an engine of this host by handles, against a plain memory copy of the same bytes: same process, same run.
+"""Seconds to hand weights to an engine of this host by handles, against a plain memory copy of the same bytes: same
+process, same run.
 
-``python -m tests.bench.handles`` prints, for each size, the median ratio of pairs (1 = as fast as the copy; the goal is 0.8):
-``read``: the engine's part, copying the handles of all buckets into its own tensors, in the process that also copies plainly;
+``python -m tests.bench.handles`` prints, for each size, the median ratio of pairs (1 = as fast as the copy; the goal is
+0.8):
+``read``: the engine's part, copying the handles of all buckets into its own tensors, in the process that also copies
+plainly;
 ``push``: a whole push to one receiver (bus, ZMQ, begin, buckets, end), against a plain copy in the learner's process.
 Then the same push by broadcast, over the transfer by handles. ``--verify always`` as in ``bench.push``.
-Last, a push of 310 tensors of 64 bytes (as many as Qwen3-1.7B has): its requests alone take that time, which a larger one adds to its copy.
-Once in two requests, as to the built-in engine, and once in one for each step, as to SGLang.
+Last, a push of 310 tensors of 64 bytes (as many as Qwen3-1.7B has): its requests alone take that time, which a larger
+one adds to its copy. Once in two requests, as to the built-in engine, and once in one for each step, as to SGLang.
 """
 
 import argparse
@@ -111,7 +114,10 @@ def push_pairs(
 
 def ratio(pairs: list[tuple[float, float]]) -> str:
     plain_s, other_s = (statistics.median(each) for each in zip(*pairs, strict=True))
-    return f"plain {plain_s:.4f} s  this {other_s:.4f} s  ratio {statistics.median(plain / other for plain, other in pairs):.2f}"
+    return (
+        f"plain {plain_s:.4f} s  this {other_s:.4f} s  ratio "
+        f"{statistics.median(plain / other for plain, other in pairs):.2f}"
+    )
 
 
 def main() -> None:
@@ -131,9 +137,17 @@ def main() -> None:
             print(f"{num_bytes / 1e6:.0f} MB, median of {args.rounds}")
             first, *pairs = read_pairs(num_bytes, args.rounds)
             print(f"  read  {ratio(pairs)}  (first, which maps: {first[0] / first[1]:.2f})")
-            by = {each: push_pairs(server.url, Path(name) / each, each, tensors, args) for each in ("handles", "broadcast")}
-            print(f"  push  {ratio(by['handles'])}  {mega(num_bytes, statistics.median(other for _, other in by['handles']))}")
-            faster = statistics.median(over for _, over in by["broadcast"]) / statistics.median(over for _, over in by["handles"])
+            by = {
+                each: push_pairs(server.url, Path(name) / each, each, tensors, args)
+                for each in ("handles", "broadcast")
+            }
+            print(
+                f"  push  {ratio(by['handles'])}  "
+                f"{mega(num_bytes, statistics.median(other for _, other in by['handles']))}"
+            )
+            faster = statistics.median(over for _, over in by["broadcast"]) / statistics.median(
+                over for _, over in by["handles"]
+            )
             print(f"  by broadcast, over handles  {faster:.1f}")
         took: dict[bool, list[float]] = {True: [], False: []}
         for turn in range(6):  # in turns: the machine may be slower for a while

@@ -1,4 +1,5 @@
-"""Log-probs of the sampled tokens and entropies from logits that are kept: the reference of ``tidemill.learner.megatron.logprobs``.
+"""Log-probs of the sampled tokens and entropies from logits that are kept: the reference of
+``tidemill.learner.megatron.logprobs``.
 
 Shape letters: T = tokens, V = the vocabulary, C = the tokens of one chunk.
 """
@@ -25,7 +26,9 @@ def log_probs_and_entropy(logits_TV: Tensor, targets_T: Tensor, *, temperature: 
 class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TV: Tensor, targets_T: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Return log-probs and entropies, both [T]. Keeps the logits for ``backward``, and besides them only tensors of size T."""
+        """Return log-probs and entropies, both [T]. Keeps the logits for ``backward``, and besides them only tensors of
+        size T.
+        """
         kind = torch.promote_types(logits_TV.dtype, torch.float32)
         normalizer_T, picked_T, entropy_T = (torch.empty(len(targets_T), dtype=kind) for _ in range(3))
         for rows in _chunks(logits_TV):
@@ -46,7 +49,9 @@ class _LogProbsAndEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs_T: Tensor, grad_entropy_T: Tensor) -> tuple[Tensor, None, None]:
-        """Return the logits' gradient, [T, V]: ``scale (g (1[target] - p) - h p (log p + H))``, g of the log-prob, h of the entropy."""
+        """Return the logits' gradient, [T, V]: ``scale (g (1[target] - p) - h p (log p + H))``, g of the log-prob, h of
+        the entropy.
+        """
         logits_TV, targets_T, normalizer_T, entropy_T = ctx.saved_tensors
         grad_TV = torch.empty_like(logits_TV)
         with_entropy = bool((grad_entropy_T != 0).any())

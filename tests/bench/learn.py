@@ -1,12 +1,14 @@
-"""Samples and seconds to reward 0.9: Tidemill, synchronous and asynchronous, against TRL's GRPOTrainer on the same task.
+"""Samples and seconds to reward 0.9: Tidemill, synchronous and asynchronous, against TRL's GRPOTrainer on the same
+task.
 
-Same model, tokenizer, prompts, reward, batch, optimizer and seed; one torch thread a process. TRL is one process, Tidemill is bus, engine,
-actor, feeder, rank and their parents. They take turns, so that other load on the machine affects all of them.
+Same model, tokenizer, prompts, reward, batch, optimizer and seed; one torch thread a process. TRL is one process,
+Tidemill is bus, engine, actor, feeder, rank and their parents. They take turns, so that other load on the machine
+affects all of them.
 
-``seconds`` count from the beginning of training: TRL's on_train_begin (model loaded, nothing generated); Tidemill's first request for a
-batch (model loaded; the wait for the engine to come up and for the first samples is included). ``with start`` counts from the command.
-``CPU`` is user and system time of all processes, from the first step's end to the crossing: the cost of the run, independent of other
-load.
+``seconds`` count from the beginning of training: TRL's on_train_begin (model loaded, nothing generated); Tidemill's
+first request for a batch (model loaded; the wait for the engine to come up and for the first samples is included).
+``with start`` counts from the command. ``CPU`` is user and system time of all processes, from the first step's end to
+the crossing: the cost of the run, independent of other load.
 """
 
 import argparse
@@ -35,7 +37,9 @@ LAST = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reached:
-    """The point at which a run crossed the target; ``step`` None = it never did, and the other figures are those of its end."""
+    """The point at which a run crossed the target; ``step`` None = it never did, and the other figures are those of its
+    end.
+    """
 
     step: int | None
     samples: int
@@ -72,7 +76,9 @@ def make_environment(directory: Path) -> str:
         print(f"installing {', '.join(TRL)} in {directory.relative_to(ROOT)}", flush=True)
         venv.create(directory, with_pip=True, clear=True)
         for packages in (TRL[:1], TRL):
-            subprocess.run([str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True)
+            subprocess.run(
+                [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages], check=True
+            )
         (directory / "ready").touch()
     return str(python)
 
@@ -110,11 +116,29 @@ def trl_settings(config: RunConfig, seed: int, steps: int) -> dict[str, object]:
 
 def run_tidemill(work: Path, seed: int, steps: int, lag: int) -> Reached:
     directory = work / f"lag-{lag}-{seed}"
-    settings = (f"directory={directory}", f"seed={seed}", f"staleness.max_lag={lag}", f"learner.steps={steps}", "up.require_reward=-1")
-    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
-    run = metered(command, lines_file=directory / "metrics.jsonl", log_file=work / f"lag-{lag}-{seed}.log", directory=ROOT)
+    settings = (
+        f"directory={directory}",
+        f"seed={seed}",
+        f"staleness.max_lag={lag}",
+        f"learner.steps={steps}",
+        "up.require_reward=-1",
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "up",
+        str(CONFIG),
+        "--fresh",
+        *(word for each in settings for word in ("--set", each)),
+    ]
+    run = metered(
+        command, lines_file=directory / "metrics.jsonl", log_file=work / f"lag-{lag}-{seed}.log", directory=ROOT
+    )
     for file in ("model/model.safetensors", "prompts.jsonl"):
-        assert filecmp.cmp(work / f"trl-{seed}" / file, directory / "prepared" / file, shallow=False), f"{file} is not the one TRL had"
+        assert filecmp.cmp(work / f"trl-{seed}" / file, directory / "prepared" / file, shallow=False), (
+            f"{file} is not the one TRL had"
+        )
     first = run.lines[0]
     began_s = first["seconds"] - first["train/wait_seconds"] - first["train/step_seconds"]
     return crossed(run, "data/reward_mean", int(first["data/samples"]), began_s=began_s)
@@ -148,7 +172,9 @@ def note(results: dict[str, list[Reached]], name: str, found: Reached) -> None:
 
 
 def report(results: dict[str, list[Reached]]) -> None:
-    """Print medians over the seeds; ratios to TRL's run of the same seed, which came just before: their median and range."""
+    """Print medians over the seeds; ratios to TRL's run of the same seed, which came just before: their median and
+    range.
+    """
     print(
         f"{'to reward ' + str(TARGET):<14}{'samples':>9}{'seconds':>9}{'with start':>12}{'CPU ms/step':>13}{'last reward':>13}{'never':>7}"
     )

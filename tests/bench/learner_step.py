@@ -1,11 +1,11 @@
 """Step time of the learner's trainer against the same step in plain transformers and torch.
 
-Both take the whole step on the same data: log-probs, advantages, truncated importance weights, clipped loss, backward, gradient
-clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process, interleaved, so that a busy
-machine slows both. ``python -m tests.bench learner_step``
+Both take the whole step on the same data: log-probs, advantages, truncated importance weights, clipped loss, backward,
+gradient clipping, Adam. Ours is packed and computes the diagnostics too; the plain one pads. Run in one process,
+interleaved, so that a busy machine slows both. ``python -m tests.bench learner_step``
 
-``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add DIRECTORY COMMIT``),
-each in a process of its own, step by step in turn.
+``--against DIRECTORY``: the trainer of another checkout instead, such as that of an older commit (``git worktree add
+DIRECTORY COMMIT``), each in a process of its own, step by step in turn.
 """
 
 import argparse
@@ -31,8 +31,22 @@ from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.settings.config import OptimizerConfig
 
 SHAPES: dict[str, dict[str, int]] = {
-    "digits (2 layers, hidden 64)": {"layers": 2, "hidden": 64, "sequences": 256, "prompt": 6, "response": 8, "vocab": 32},
-    "larger (4 layers, hidden 256)": {"layers": 4, "hidden": 256, "sequences": 64, "prompt": 24, "response": 40, "vocab": 512},
+    "digits (2 layers, hidden 64)": {
+        "layers": 2,
+        "hidden": 64,
+        "sequences": 256,
+        "prompt": 6,
+        "response": 8,
+        "vocab": 32,
+    },
+    "larger (4 layers, hidden 256)": {
+        "layers": 4,
+        "hidden": 256,
+        "sequences": 64,
+        "prompt": 24,
+        "response": 40,
+        "vocab": 512,
+    },
 }
 GROUP = 8
 ROUNDS = 15
@@ -48,7 +62,8 @@ for _ in sys.stdin:
     loss = step()
     print(time.process_time() - began, loss, file=answers, flush=True)
 """
-"""A process that takes a step for every line of its input, and answers with its processor time in seconds and its loss."""
+"""A process that takes a step for every line of its input, and answers with its processor time in seconds and its loss.
+"""
 
 
 def make_model(directory: Path, *, layers: int, hidden: int, vocab: int) -> None:
@@ -75,7 +90,9 @@ def make_batch(*, sequences: int, prompt: int, response: int, vocab: int) -> Ste
     """Return one packed micro-batch of sequences with responses of about ``response`` tokens."""
     generator = np.random.default_rng(0)
     lengths_N = generator.integers(max(1, response // 2), response + response // 2 + 1, sequences)
-    parts: dict[str, list[NDArray[Any]]] = {name: [] for name in ("tokens", "targets", "positions", "sample", "mask", "mu", "lag")}
+    parts: dict[str, list[NDArray[Any]]] = {
+        name: [] for name in ("tokens", "targets", "positions", "sample", "mask", "mu", "lag")
+    }
     for row, length in enumerate(lengths_N):
         size = prompt + int(length)
         tokens = generator.integers(0, vocab, size)
@@ -152,7 +169,9 @@ _parallel: Any = None
 
 
 def plain_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], float]:
-    """Return the same step with transformers and torch (right-padded, AdamW, no diagnostics), which returns the loss."""
+    """Return the same step with transformers and torch (right-padded, AdamW, no diagnostics), which returns the
+    loss.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
@@ -161,12 +180,16 @@ def plain_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], f
     bounds = list(zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True))
 
     def padded(values: NDArray[Any]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(values[a:b]) for a, b in bounds], batch_first=True).to(device)
+        return torch.nn.utils.rnn.pad_sequence([torch.from_numpy(values[a:b]) for a, b in bounds], batch_first=True).to(
+            device
+        )
 
     def step() -> float:
         rewards = torch.from_numpy(batch.rewards_N).to(device).view(-1, GROUP)
         advantages = ((rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)).view(-1, 1)
-        tokens, targets, mask, mu = (padded(x) for x in (row.tokens_T, row.targets_T, row.loss_mask_T, row.rollout_log_probs_T))
+        tokens, targets, mask, mu = (
+            padded(x) for x in (row.tokens_T, row.targets_T, row.loss_mask_T, row.rollout_log_probs_T)
+        )
         attention = padded(np.ones_like(row.tokens_T))
         optimizer.zero_grad()
         logits = model(tokens, attention_mask=attention).logits.float()
@@ -174,7 +197,9 @@ def plain_step(directory: Path, batch: StepBatch, device: str) -> Callable[[], f
         old = log_probs.detach()
         weights = (old - mu).exp().clamp(settings.weight_low, settings.weight_high)
         ratio = (log_probs - old).exp()
-        surrogate = torch.minimum(ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages)
+        surrogate = torch.minimum(
+            ratio * advantages, ratio.clamp(1 - settings.clip_low, 1 + settings.clip_high) * advantages
+        )
         loss = -(weights * surrogate * mask).sum() / batch.num_tokens
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -210,7 +235,9 @@ def compare(name: str, *, rounds: int = ROUNDS, device: str = "cpu") -> dict[str
 
 
 def against(other: Path, name: str, *, rounds: int = ROUNDS) -> dict[str, float]:
-    """Return processor time of a step of this checkout and of another, and the median of the ratios of steps beside each other."""
+    """Return processor time of a step of this checkout and of another, and the median of the ratios of steps beside
+    each other.
+    """
     shape = SHAPES[name]
     batch = json.dumps({key: shape[key] for key in ("sequences", "prompt", "response", "vocab")})
     with tempfile.TemporaryDirectory() as directory:
@@ -244,17 +271,25 @@ def _step_of(child: Any) -> tuple[float, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench learner_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench learner_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with")
+    parser.add_argument(
+        "--against", type=Path, metavar="DIRECTORY", help="another checkout, whose trainer is compared with"
+    )
     args = parser.parse_args(arguments)
     torch.set_num_threads(1)
     for name in args.shapes:
         rounds = args.rounds
-        found = against(args.against, name, rounds=rounds) if args.against else compare(name, rounds=rounds, device=args.device)
+        found = (
+            against(args.against, name, rounds=rounds)
+            if args.against
+            else compare(name, rounds=rounds, device=args.device)
+        )
         print(name, " ".join(f"{key}={value:.2f}" for key, value in found.items()), flush=True)
 
 

@@ -2,14 +2,15 @@
 
 python -m tests.bench.looking [--rounds 3] [--samples 1500] [--tokens 3500] [--rate 150]
 
-A publisher and the learner's reader (decoding, checking) work as in ``bench.sample_path``, while other readers follow the stream, each a
-``tidemill tail --follow`` process of its own: ``tails`` read every payload (and print it, to nowhere), ``filters`` have ``--reward '>2'``,
-which no sample meets, and so read headers alone. The first part is at full speed (samples/s from the first publish to the last read), the
-second at ``--rate`` samples/s: CPU time of a sample in publisher, server and reader, and a publish's wait for its acknowledgement.
+A publisher and the learner's reader (decoding, checking) work as in ``bench.sample_path``, while other readers follow
+the stream, each a ``tidemill tail --follow`` process of its own: ``tails`` read every payload (and print it, to
+nowhere), ``filters`` have ``--reward '>2'``, which no sample meets, and so read headers alone. The first part is at
+full speed (samples/s from the first publish to the last read), the second at ``--rate`` samples/s: CPU time of a sample
+in publisher, server and reader, and a publish's wait for its acknowledgement.
 
-Rounds are interleaved: each runs every variant once, in turning order. Ratios compare medians with those of the same run without
-such readers. Where there are fewer cores than processes, the readers' own CPU time takes from all others: full speed then measures the
-machine more than the queue, and the CPU per sample is the figure that counts.
+Rounds are interleaved: each runs every variant once, in turning order. Ratios compare medians with those of the same
+run without such readers. Where there are fewer cores than processes, the readers' own CPU time takes from all others:
+full speed then measures the machine more than the queue, and the CPU per sample is the figure that counts.
 """
 
 import argparse
@@ -44,7 +45,9 @@ async def publisher(url: str, run: str, count: int, tokens: int, rate: float) ->
 
         async def publish(number: int) -> None:
             sample = samples[number % len(samples)]
-            object.__setattr__(sample, "attempt", f"bench{number}")  # another message id, without paying for another Sample
+            object.__setattr__(
+                sample, "attempt", f"bench{number}"
+            )  # another message id, without paying for another Sample
             began = time.monotonic()
             await bus.samples.publish(sample)
             waits.append(time.monotonic() - began)
@@ -55,7 +58,12 @@ async def publisher(url: str, run: str, count: int, tokens: int, rate: float) ->
         else:
             await in_flight(count, publish)
         cpu_s = time.process_time() - cpu
-    return {"cpu_s": cpu_s, "began_s": wall, "wait_p50_ms": percentile(waits, 0.5), "wait_p95_ms": percentile(waits, 0.95)}
+    return {
+        "cpu_s": cpu_s,
+        "began_s": wall,
+        "wait_p50_ms": percentile(waits, 0.5),
+        "wait_p95_ms": percentile(waits, 0.95),
+    }
 
 
 async def paced(count: int, rate: float, publish: Any) -> None:
@@ -106,7 +114,21 @@ async def readers_there(url: str, run: str, count: int) -> None:
 def one(variant: str, server: EmbeddedServer, args: argparse.Namespace, rate: float) -> dict[str, float]:
     run, (onlookers, wanted) = f"bench-{nonce()}", VARIANTS[variant]
     asyncio.run(prepare(server.url, run))
-    tail = [sys.executable, "-m", "tidemill", "tail", "--bus", server.url, "--run", run, "--last", "0", "--follow", "--jsonl", *wanted]
+    tail = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "tail",
+        "--bus",
+        server.url,
+        "--run",
+        run,
+        "--last",
+        "0",
+        "--follow",
+        "--jsonl",
+        *wanted,
+    ]
     role = [sys.executable, "-m", "tests.bench.looking", "--url", server.url, "--run", run]
     role += ["--samples", str(args.samples), "--tokens", str(args.tokens), "--rate", str(rate), "--role"]
     tails = [subprocess.Popen(tail, stdout=subprocess.DEVNULL, cwd=ROOT) for _ in range(onlookers)]
@@ -123,7 +145,9 @@ def one(variant: str, server: EmbeddedServer, args: argparse.Namespace, rate: fl
             child.terminate()
             child.wait()
     asyncio.run(clear(server.url, run))
-    cost = {name: result["cpu_s"] / args.samples * 1e6 for name, result in found.items()} | {"server": spent / args.samples * 1e6}
+    cost = {name: result["cpu_s"] / args.samples * 1e6 for name, result in found.items()} | {
+        "server": spent / args.samples * 1e6
+    }
     return {
         **cost,
         "sum": sum(cost.values()),
@@ -142,7 +166,10 @@ def compare(server: EmbeddedServer, args: argparse.Namespace, rate: float) -> di
         for name in names[turn:] + names[:turn]:
             rounds[name].append(one(name, server, args, rate))
             print(f"round {number} {name:10}", *[f"{k}={v:.1f}" for k, v in rounds[name][-1].items()], file=sys.stderr)
-    return {name: {key: statistics.median(result[key] for result in results) for key in results[0]} for name, results in rounds.items()}
+    return {
+        name: {key: statistics.median(result[key] for result in results) for key in results[0]}
+        for name, results in rounds.items()
+    }
 
 
 def report(medians: dict[str, dict[str, float]], title: str, ratios: tuple[str, ...]) -> None:
@@ -152,7 +179,10 @@ def report(medians: dict[str, dict[str, float]], title: str, ratios: tuple[str, 
     for name, row in medians.items():
         print(f"{name:10}" + "".join(f"{row[column]:11.{1 if 'wait' in column else 0}f}" for column in columns))
     for name in list(VARIANTS)[1:]:
-        print(f"RATIO {name} / nobody: " + ", ".join(f"{key} {medians[name][key] / medians['nobody'][key]:.2f}" for key in ratios))
+        print(
+            f"RATIO {name} / nobody: "
+            + ", ".join(f"{key} {medians[name][key] / medians['nobody'][key]:.2f}" for key in ratios)
+        )
 
 
 def main() -> None:
@@ -173,7 +203,9 @@ def main() -> None:
             title = f"{args.tokens} tokens a sample, medians of {args.rounds} rounds"
             paced_medians = compare(server, args, args.rate)
             report(
-                paced_medians, f"{args.samples} samples at {args.rate:g} a second, {title}", ("publisher", "server", "reader", "wait p50")
+                paced_medians,
+                f"{args.samples} samples at {args.rate:g} a second, {title}",
+                ("publisher", "server", "reader", "wait p50"),
             )
             args.samples *= _MORE_FLAT_OUT
             report(compare(server, args, 0), f"{args.samples} samples flat out, {title}", ("samples/s",))

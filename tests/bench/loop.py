@@ -1,12 +1,14 @@
 """The whole loop against its slower half: samples/s of an asynchronous run, of generating alone, and of training alone.
 
-The same model, prompts, engine, actor and learner on the same cores, one after the other, in rounds. Training alone: a learner with no
-checkpoint on the bus of the run just made executes its recorded plans again from the first step, reading its samples from the stream;
-there is no generation and no push. Generating alone: bus, engine and actor with the model that the run made (so responses are of a
-trained model's length), fed with tasks by this process, which also reads the samples; there is no training.
+The same model, prompts, engine, actor and learner on the same cores, one after the other, in rounds. Training alone: a
+learner with no checkpoint on the bus of the run just made executes its recorded plans again from the first step,
+reading its samples from the stream; there is no generation and no push. Generating alone: bus, engine and actor with
+the model that the run made (so responses are of a trained model's length), fed with tasks by this process, which also
+reads the samples; there is no training.
 
-Where both halves share two cores the loop cannot reach its slower half: the work of both has to be done. So the rate of the two
-halves in sequence is printed as well, and the CPU time of a step, from which the rate on two free cores follows.
+Where both halves share two cores the loop cannot reach its slower half: the work of both has to be done. So the rate of
+the two halves in sequence is printed as well, and the CPU time of a step, from which the rate on two free cores
+follows.
 """
 
 import argparse
@@ -72,7 +74,8 @@ def main(arguments: list[str] | None = None) -> None:
     for number in range(args.rounds):
         rounds.append(one(number, args))
         print(
-            f"round {number}: loop {rounds[-1].loop:.0f}, generate only {rounds[-1].generate:.0f}, train only {rounds[-1].train:.0f} "
+            f"round {number}: loop {rounds[-1].loop:.0f}, generate only {rounds[-1].generate:.0f}, train only "
+            f"{rounds[-1].train:.0f} "
             f"samples/s; {1e3 * rounds[-1].cpu_s:.0f} CPU ms a step",
             flush=True,
         )
@@ -83,12 +86,27 @@ def main(arguments: list[str] | None = None) -> None:
 def one(number: int, args: argparse.Namespace) -> Round:
     directory = ROOT / "runs" / "bench" / f"loop-{number}"
     settings = (
-        *(f"directory={directory}", f"seed={number}", f"learner.steps={args.steps}", f"staleness.max_lag={args.max_lag}"),
+        *(
+            f"directory={directory}",
+            f"seed={number}",
+            f"learner.steps={args.steps}",
+            f"staleness.max_lag={args.max_lag}",
+        ),
         *("learner.checkpoint_every=0", "up.require_reward=-1"),
     )
     config = load(CONFIG, settings).config
-    command = [sys.executable, "-m", "tidemill", "up", str(CONFIG), "--fresh", *(word for each in settings for word in ("--set", each))]
-    run = metered(command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT)
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "up",
+        str(CONFIG),
+        "--fresh",
+        *(word for each in settings for word in ("--set", each)),
+    ]
+    run = metered(
+        command, lines_file=directory / "metrics.jsonl", log_file=directory.with_suffix(".log"), directory=ROOT
+    )
     seconds = run.lines[-1]["seconds"] - run.lines[0]["seconds"]
     return Round(
         loop=(len(run.lines) - 1) * config.samples_per_step / seconds,
@@ -134,7 +152,9 @@ async def generate_only(config: RunConfig, num_samples: int) -> float:
 
 
 async def generated_per_second(bus: Bus, config: RunConfig, epoch: int, num_samples: int) -> float:
-    """Issue tasks as samples arrive, with as many in flight as max_lag admits; return samples per second after the first step's samples."""
+    """Issue tasks as samples arrive, with as many in flight as max_lag admits; return samples per second after the
+    first step's samples.
+    """
     tasks, per_task, warm = tasks_of(config, epoch), config.learner.group_size, config.samples_per_step
     for _ in range((config.staleness.max_lag + 1) * config.learner.groups_per_step):
         await bus.tasks.issue(next(tasks))

@@ -1,4 +1,5 @@
-"""Runs a command that writes a JSON line a step, and records the time of each line and the CPU time of all its processes by then.
+"""Runs a command that writes a JSON line a step, and records the time of each line and the CPU time of all its
+processes by then.
 
 Wall time on shared cores is no measure of a program of many processes; CPU time shows its cost.
 """
@@ -46,7 +47,9 @@ class Metered:
         return (end.cpu_s - begin.cpu_s) / max(1, end.lines - begin.lines)
 
 
-def metered(command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path, for_s: float = 0.0) -> Metered:
+def metered(
+    command: Sequence[str], *, lines_file: Path, log_file: Path, directory: Path, for_s: float = 0.0
+) -> Metered:
     """Run with one torch thread a process. Raises SystemExit with its last log lines when it fails or takes too long.
 
     ``for_s``: seconds after which it is ended, if it runs so long; 0 = it has to end by itself.

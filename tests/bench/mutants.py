@@ -1,8 +1,9 @@
-"""Do the tests of ``learner/algorithms`` detect a wrong formula? Each mutant is one change of the source; the tests must fail.
+"""Do the tests of ``learner/algorithms`` detect a wrong formula? Each mutant is one change of the source; the tests
+must fail.
 
-A mutant replaces an operator, a comparison, a constant, a function (min by max, sum by mean, ...), drops a ``detach`` or a ``not``, or
-negates a condition. It replaces the module in a forked child, which runs the tests that import the module, with ``-x``. Survivors are
-printed with their line: each is a missing test, or a change without effect.
+A mutant replaces an operator, a comparison, a constant, a function (min by max, sum by mean, ...), drops a ``detach``
+or a ``not``, or negates a condition. It replaces the module in a forked child, which runs the tests that import the
+module, with ``-x``. Survivors are printed with their line: each is a missing test, or a change without effect.
 """
 
 import argparse
@@ -34,7 +35,14 @@ BINARY: dict[type, type] = {
     ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd,
 }
-COMPARE: dict[type, type] = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
+COMPARE: dict[type, type] = {
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+}
 FLIPPED: dict[type, type] = {ast.Lt: ast.Gt, ast.LtE: ast.GtE, ast.Gt: ast.Lt, ast.GtE: ast.LtE}
 NAMES = {
     "minimum": "maximum",
@@ -105,7 +113,11 @@ class _Mutator(ast.NodeTransformer):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
         self.generic_visit(node)
-        if self._inside and isinstance(node.op, ast.USub | ast.Not | ast.Invert) and self._take(node, f"drop {type(node.op).__name__}"):
+        if (
+            self._inside
+            and isinstance(node.op, ast.USub | ast.Not | ast.Invert)
+            and self._take(node, f"drop {type(node.op).__name__}")
+        ):
             return node.operand
         return node
 
@@ -133,7 +145,9 @@ class _Mutator(ast.NodeTransformer):
                 node.func.attr = NAMES[node.func.attr]
         elif isinstance(node.func, ast.Name) and node.func.id in NAMES:
             other = NAMES[node.func.id]
-            if other in ("sequence_sums", "sequence_means", "min", "max", "any", "all") and self._take(node, f"{node.func.id} -> {other}"):
+            if other in ("sequence_sums", "sequence_means", "min", "max", "any", "all") and self._take(
+                node, f"{node.func.id} -> {other}"
+            ):
                 node.func.id = other
         return node
 
@@ -150,7 +164,11 @@ class _Mutator(ast.NodeTransformer):
 def files_for(module: str) -> list[str]:
     """Return the files of tests that import a module or are named after it, the latter first."""
     files = [*ROOT.glob("tests/unit/test_*.py"), *ROOT.glob("tests/contract/test_custom_algorithms.py")]
-    found = [file for file in files if f"tidemill.learner.algorithms.{module}" in _imports(file) or file.stem.endswith(f"_{module}")]
+    found = [
+        file
+        for file in files
+        if f"tidemill.learner.algorithms.{module}" in _imports(file) or file.stem.endswith(f"_{module}")
+    ]
     return [
         str(file.relative_to(ROOT))
         for file in sorted(found, key=lambda file: (module not in file.stem, "algorithms" not in file.stem, file))
@@ -160,7 +178,9 @@ def files_for(module: str) -> list[str]:
 @functools.cache
 def _imports(file: Path) -> set[str]:
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom)]
-    return {str(node.module) for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    return {str(node.module) for node in nodes} | {
+        f"{node.module}.{alias.name}" for node in nodes for alias in node.names
+    }
 
 
 def _parsed(module: str, number: int = -1) -> tuple[_Mutator, ast.Module]:
@@ -243,8 +263,13 @@ def main(arguments: list[str] | None = None) -> None:
         child(None, sorted({file for module in args.modules for file in files_for(module)}))
     assert os.waitpid(pid, 0)[1] == 0, "the tests fail without any mutation"
     made = {module: list(mutants(module)) for module in args.modules}
-    work = {module: random.Random(args.seed).sample(all_, min(args.sample or len(all_), len(all_))) for module, all_ in made.items()}
-    survivors = Counter(mutant.module for mutant in run([mutant for chosen in work.values() for mutant in chosen], args.jobs))
+    work = {
+        module: random.Random(args.seed).sample(all_, min(args.sample or len(all_), len(all_)))
+        for module, all_ in made.items()
+    }
+    survivors = Counter(
+        mutant.module for mutant in run([mutant for chosen in work.values() for mutant in chosen], args.jobs)
+    )
     for module, chosen in work.items():
         killed = len(chosen) - survivors[module]
         print(f"RATIO {module}: {killed} of {len(chosen)} mutants killed ({len(made[module])} there are)", flush=True)

@@ -1,8 +1,9 @@
-"""Memory and time of log-probs and entropy fused with the output layer, against a linear layer and a loss on its logits.
+"""Memory and time of log-probs and entropy fused with the output layer, against a linear layer and a loss on its
+logits.
 
-Both sides go forward and backward on the same hidden states, weight and targets, taking turns in one process, and add the weight's gradient
-to a float32 buffer as Megatron's DistributedDataParallel does. Peak memory is the resident set on a CPU and the allocator's on CUDA. Values
-and gradients are compared.
+Both sides go forward and backward on the same hidden states, weight and targets, taking turns in one process, and add
+the weight's gradient to a float32 buffer as Megatron's DistributedDataParallel does. Peak memory is the resident set on
+a CPU and the allocator's on CUDA. Values and gradients are compared.
 """
 
 import argparse
@@ -42,12 +43,16 @@ class Pass:
     """Peak of the memory, less that."""
 
 
-def make_case(*, tokens: int, vocab: int, hidden: int, dtype: torch.dtype, entropy: float, device: torch.device) -> Case:
+def make_case(
+    *, tokens: int, vocab: int, hidden: int, dtype: torch.dtype, entropy: float, device: torch.device
+) -> Case:
     """Return a case with random logits of a standard deviation of 4."""
     generator = torch.Generator().manual_seed(0)
     case = Case(
         hidden_TH=torch.randn(tokens, hidden, generator=generator).to(device, dtype).requires_grad_(),
-        weight_VH=(4 * hidden**-0.5 * torch.randn(vocab, hidden, generator=generator)).to(device, dtype).requires_grad_(),
+        weight_VH=(4 * hidden**-0.5 * torch.randn(vocab, hidden, generator=generator))
+        .to(device, dtype)
+        .requires_grad_(),
         targets_T=torch.randint(vocab, (tokens,), generator=generator).to(device),
         grads_2T=(torch.randn(2, tokens, generator=generator) * torch.tensor([[1.0], [entropy]])).to(device),
     )
@@ -64,7 +69,9 @@ def plain(case: Case) -> tuple[Tensor, Tensor]:
 
 
 def take(case: Case, side: Callable[[Case], tuple[Tensor, Tensor]]) -> tuple[Pass, Mapping[str, Tensor]]:
-    """Run one side forward and backward. Returns also values and gradients; the weight's is the buffer, which the next pass overwrites."""
+    """Run one side forward and backward. Returns also values and gradients; the weight's is the buffer, which the next
+    pass overwrites.
+    """
     main_grad: Tensor = case.weight_VH.main_grad  # type: ignore[attr-defined]
     main_grad.zero_()
     there = reset_peak(case.hidden_TH.device)
@@ -78,7 +85,9 @@ def take(case: Case, side: Callable[[Case], tuple[Tensor, Tensor]]) -> tuple[Pas
     seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
     assert case.hidden_TH.grad is not None
     names = ("log-probs", "entropy", "hidden states' gradient", "weight's gradient")
-    results = dict(zip(names, (log_probs_T.detach(), entropy_T.detach(), case.hidden_TH.grad.float(), main_grad), strict=True))
+    results = dict(
+        zip(names, (log_probs_T.detach(), entropy_T.detach(), case.hidden_TH.grad.float(), main_grad), strict=True)
+    )
     case.hidden_TH.grad = None
     return Pass(seconds=seconds, cpu_s=cpu_s, there_bytes=there, peak_bytes=peak - there), results
 
@@ -117,13 +126,17 @@ def _status_bytes(field: str) -> int:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench output_layer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench output_layer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--tokens", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=151_936, help="Qwen3's by default")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--entropy", type=float, default=0.0, help="size of the entropy's gradient beside that of the log-probs")
+    parser.add_argument(
+        "--entropy", type=float, default=0.0, help="size of the entropy's gradient beside that of the log-probs"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--chunk", type=int, default=logprobs.CHUNK_ELEMENTS, help="logits of one chunk")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -131,8 +144,13 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(1)
     logprobs.CHUNK_ELEMENTS = args.chunk
     device, dtype = torch.device(args.device), {"float32": torch.float32, "bfloat16": torch.bfloat16}[args.dtype]
-    case = make_case(tokens=args.tokens, vocab=args.vocab, hidden=args.hidden, dtype=dtype, entropy=args.entropy, device=device)
-    print(f"T={args.tokens} V={args.vocab} H={args.hidden} {args.dtype} on {args.device}, logits {args.tokens * args.vocab:,}")
+    case = make_case(
+        tokens=args.tokens, vocab=args.vocab, hidden=args.hidden, dtype=dtype, entropy=args.entropy, device=device
+    )
+    print(
+        f"T={args.tokens} V={args.vocab} H={args.hidden} {args.dtype} on {args.device}, logits "
+        f"{args.tokens * args.vocab:,}"
+    )
     compare(case)
     taken: dict[str, list[Pass]] = {"plain": [], "fused": []}
     for _ in range(args.rounds):
@@ -140,13 +158,24 @@ def main(arguments: list[str] | None = None) -> None:
         taken["fused"].append(take(case, fused)[0])
     for side, passes in taken.items():
         peak, seconds = max(each.peak_bytes for each in passes), statistics.median(each.seconds for each in passes)
-        print(f"{side}: peak {peak / 1e6:.0f} MB above {passes[0].there_bytes / 1e6:.0f} MB that are there before, {seconds:.2f} s")
+        print(
+            f"{side}: peak {peak / 1e6:.0f} MB above {passes[0].there_bytes / 1e6:.0f} MB that are there "
+            f"before, {seconds:.2f} s"
+        )
     ratio = max(each.peak_bytes for each in taken["fused"]) / max(each.peak_bytes for each in taken["plain"])
     whole = [max(each.there_bytes + each.peak_bytes for each in passes) for passes in taken.values()]
-    print(f"RATIO peak memory fused / plain: {ratio:.3f}, with inputs, weight, its gradient and the program: {whole[1] / whole[0]:.3f}")
+    print(
+        f"RATIO peak memory fused / plain: {ratio:.3f}, with inputs, weight, its gradient and the program: "
+        f"{whole[1] / whole[0]:.3f}"
+    )
     for unit in ("seconds", "cpu_s"):
-        ratios = [getattr(one, unit) / getattr(other, unit) for one, other in zip(taken["fused"], taken["plain"], strict=True)]
-        print(f"RATIO {unit} fused / plain: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})", flush=True)
+        ratios = [
+            getattr(one, unit) / getattr(other, unit) for one, other in zip(taken["fused"], taken["plain"], strict=True)
+        ]
+        print(
+            f"RATIO {unit} fused / plain: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

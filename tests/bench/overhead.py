@@ -1,8 +1,10 @@
-"""Cost of corrections and diagnostics: a step of the learner with all of them against the same step with a bare PPO loss.
+"""Cost of corrections and diagnostics: a step of the learner with all of them against the same step with a bare PPO
+loss.
 
-Same Megatron, same rows, same optimizer, taking turns in one process. The bare step computes log-probs and entropies, a clipped ratio, the
-mean over the tokens and nothing else; no weights, no diagnostics, no metrics. ``decoupled`` is the default; ``everything`` adds rejections,
-a veto and the ESS-scaled learning rate. For both the parts of a step are printed as well, so that a ratio near 1 is no noise of the model.
+Same Megatron, same rows, same optimizer, taking turns in one process. The bare step computes log-probs and entropies, a
+clipped ratio, the mean over the tokens and nothing else; no weights, no diagnostics, no metrics. ``decoupled`` is the
+default; ``everything`` adds rejections, a veto and the ESS-scaled learning rate. For both the parts of a step are
+printed as well, so that a ratio near 1 is no noise of the model.
 """
 
 import argparse
@@ -25,7 +27,12 @@ from tidemill.learner.batch.batch import StepBatch
 from tidemill.learner.settings.config import OptimizerConfig
 
 ROUNDS = 60
-EVERYTHING: dict[str, Any] = {"reject": ("k3 seq_mean 1.0", "k1 token 0.01 100"), "veto": 1e-6, "opsm_threshold": 5.0, "ess_lr": True}
+EVERYTHING: dict[str, Any] = {
+    "reject": ("k3 seq_mean 1.0", "k1 token 0.01 100"),
+    "veto": 1e-6,
+    "opsm_threshold": 5.0,
+    "ess_lr": True,
+}
 
 
 @functools.cache
@@ -92,7 +99,9 @@ def compare(shape: str, rounds: int) -> dict[str, float]:
             if number >= 3:
                 times[name].append(time.process_time() - began)
     bare = statistics.median(times["bare"])
-    return {"bare_ms": 1e3 * bare} | {name: statistics.median(took) / bare for name, took in times.items() if name != "bare"}
+    return {"bare_ms": 1e3 * bare} | {
+        name: statistics.median(took) / bare for name, took in times.items() if name != "bare"
+    }
 
 
 def main(arguments: list[str] | None = None) -> None:

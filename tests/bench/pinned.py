@@ -2,9 +2,9 @@
 
     prompts -> Scheduler (built-in engine, weights of version v - lag) -> reward -> Samples -> Plan -> Trainer (Megatron) -> version v + 1
 
-For experiments in which the age of the data is the cause and everything else is held: deterministic for a seed, on one core. Versions
-count batches; a batch may be trained in several optimizer steps. Weights of past versions are kept as tensors and reach the engine as
-they do in a run: filled into a standby copy and flipped in between two decoding steps.
+For experiments in which the age of the data is the cause and everything else is held: deterministic for a seed, on one
+core. Versions count batches; a batch may be trained in several optimizer steps. Weights of past versions are kept as
+tensors and reach the engine as they do in a run: filled into a standby copy and flipped in between two decoding steps.
 """
 
 import functools
@@ -56,7 +56,8 @@ class Task:
     intermediate: int = 256
     lr: float = 1e-3
     eps: float = 1e-3
-    """Epsilon of Adam. It is large, so that a converged policy is not shaken by its last rare mistakes (docs/log.md)."""
+    """Epsilon of Adam. It is large, so that a converged policy is not shaken by its last rare mistakes (docs/log.md).
+    """
     groups: int = 32
     group_size: int = 8
     minibatches: int = 4
@@ -108,7 +109,13 @@ class LocalEngine:
         self._facts = Model(eos_ids=self.eos_ids, max_context=self._context, text=text)
         self._done, self._open = threading.Event(), 0
         self._scheduler = Scheduler(
-            weights, 0, max_running=max_running, max_context=self._context, share_prefix=True, threads=1, post=self._count
+            weights,
+            0,
+            max_running=max_running,
+            max_context=self._context,
+            share_prefix=True,
+            threads=1,
+            post=self._count,
         )
         self._scheduler.start()
 
@@ -123,10 +130,14 @@ class LocalEngine:
         self._standby.finalize()
         self._standby, _ = self._scheduler.flip(self._standby, version).result(60)
 
-    def generate(self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]) -> list[Response]:
+    def generate(
+        self, prompts: Sequence[np.ndarray[Any, Any]], params: SamplingParams, seeds: Sequence[int]
+    ) -> list[Response]:
         """Return one finished response to each prompt."""
         responses = [
-            Response(ResponseRequest(rid=str(row), prompt=prompt, params=params, seed=seed), model=self._facts, sink=_nobody)
+            Response(
+                ResponseRequest(rid=str(row), prompt=prompt, params=params, seed=seed), model=self._facts, sink=_nobody
+            )
             for row, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True))
         ]
         self._open = len(responses)
@@ -182,7 +193,8 @@ class PinnedLoop:
         corrupt: Corrupt | None = None,
         parallel: Any = None,
     ) -> None:
-        """``directory``: for model and prompts. ``lag``: versions between sampler and learner, from the lag-th version on.
+        """``directory``: for model and prompts. ``lag``: versions between sampler and learner, from the lag-th version
+        on.
 
         ``parallel``: Megatron's groups of this process; None = a world of one, joined once.
         """
@@ -190,12 +202,22 @@ class PinnedLoop:
         from tidemill.learner.megatron.optimizer import PolicyOptimizer
         from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
-        self.task, self.lag, self.seed, self.fault, self.corrupt = task or Task(), lag, seed, fault or EngineFault(), corrupt
+        self.task, self.lag, self.seed, self.fault, self.corrupt = (
+            task or Task(),
+            lag,
+            seed,
+            fault or EngineFault(),
+            corrupt,
+        )
         self.directory = directory
         made = prepare(self.task.prepare_config(seed), directory)
-        self.engine = LocalEngine(made.model, max_running=max(self.task.groups * self.task.group_size, self.task.held_out))
+        self.engine = LocalEngine(
+            made.model, max_running=max(self.task.groups * self.task.group_size, self.task.held_out)
+        )
         rows = [json.loads(line) for line in made.prompts.read_text().splitlines()]
-        self._prompts = [(np.array(self.engine.text.encode(row["prompt"]), np.int32), row["label"], row["prompt"]) for row in rows]
+        self._prompts = [
+            (np.array(self.engine.text.encode(row["prompt"]), np.int32), row["label"], row["prompt"]) for row in rows
+        ]
         self.policy = build_policy(made.model, dtype="float32", parallel=parallel or world_of_one())
         optimizer = PolicyOptimizer(self.policy, _optimizer(self.task), steps=versions)
         reference = WeightBackup(self.policy) if algorithm.needs_reference else None
@@ -207,7 +229,9 @@ class PinnedLoop:
         """Weights of the last versions, the present one last."""
 
     def step(self) -> dict[str, float]:
-        """Sample a batch with the lagged weights and train it; return the metrics of ``Trainer`` and the batch's ``reward``."""
+        """Sample a batch with the lagged weights and train it; return the metrics of ``Trainer`` and the batch's
+        ``reward``.
+        """
         step = self.version + 1
         samples = self.rollout()
         if self.corrupt is not None:
@@ -223,7 +247,10 @@ class PinnedLoop:
         named = self.past[-1 - min(self.lag, self.version)]
         self.engine.serve(self.fault.weights(self, version) if self.fault.weights else named, version)
         first = self.version * self.task.groups
-        chosen = [self._prompts[(first + group) % (len(self._prompts) - self.task.held_out)] for group in range(self.task.groups)]
+        chosen = [
+            self._prompts[(first + group) % (len(self._prompts) - self.task.held_out)]
+            for group in range(self.task.groups)
+        ]
         return self._sampled(chosen, first, version)
 
     def batch(self, samples: list[Sample], step: int) -> StepBatch:
@@ -260,7 +287,10 @@ class PinnedLoop:
         held_out = self._prompts[-self.task.held_out :]
         params = SamplingParams(max_new_tokens=self.task.num_digits + 1, temperature=0.0)
         answers = self.engine.generate([prompt for prompt, _, _ in held_out], params, [0] * len(held_out))
-        right = [self.engine.text.decode(answer.tokens) == label for answer, (_, label, _) in zip(answers, held_out, strict=True)]
+        right = [
+            self.engine.text.decode(answer.tokens) == label
+            for answer, (_, label, _) in zip(answers, held_out, strict=True)
+        ]
         self.engine.serve(self.past[-1 - min(self.lag, self.version)], max(0, self.version - self.lag))
         return float(np.mean(right))
 
@@ -274,10 +304,14 @@ class PinnedLoop:
     def _sampled(self, chosen: list[tuple[Any, str, str]], first: int, version: int) -> list[Sample]:
         size = self.task.group_size
         params = SamplingParams(
-            max_new_tokens=self.task.num_digits + 1, temperature=self.fault.temperature or self.task.temperature, top_p=self.fault.top_p
+            max_new_tokens=self.task.num_digits + 1,
+            temperature=self.fault.temperature or self.task.temperature,
+            top_p=self.fault.top_p,
         )
         prompts = [prompt for prompt, _, _ in chosen for _ in range(size)]
-        seeds = [(self.seed << 32) + (first + group) * size + index for group in range(len(chosen)) for index in range(size)]
+        seeds = [
+            (self.seed << 32) + (first + group) * size + index for group in range(len(chosen)) for index in range(size)
+        ]
         responses = self.engine.generate(prompts, params, seeds)
         return [
             self._sample(response, *chosen[row // size][1:], first + row // size + 1, row % size, version)
@@ -285,7 +319,9 @@ class PinnedLoop:
         ]
 
     def _sample(self, response: Response, label: str, prompt: str, task: int, index: int, version: int) -> Sample:
-        status = Status.COMPLETED if response.finish is not None and response.finish["type"] == "stop" else Status.TRUNCATED
+        status = (
+            Status.COMPLETED if response.finish is not None and response.finish["type"] == "stop" else Status.TRUNCATED
+        )
         text = self.engine.text.decode(response.tokens)
         sample = Sample(
             run="pinned",
@@ -305,5 +341,7 @@ class PinnedLoop:
             sampling=Sampling(temperature=self.task.temperature, max_new_tokens=self.task.num_digits + 1),
             label=label,
         )
-        request = RewardRequest(prompt=prompt, response=text, label=label, status=status, tokens=sample.tokens, metadata={})
+        request = RewardRequest(
+            prompt=prompt, response=text, label=label, status=status, tokens=sample.tokens, metadata={}
+        )
         return replace(sample, reward=digits(request))

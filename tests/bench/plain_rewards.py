@@ -1,6 +1,8 @@
-"""References of ``tests.bench.rewards``: each reward from its published definition in a few lines, or by the library that defines it.
+"""References of ``tests.bench.rewards``: each reward from its published definition in a few lines, or by the library
+that defines it.
 
-They are plain on purpose: no limits, no odd notations, no refusals. A reward is compared with its own one in speed and results.
+They are plain on purpose: no limits, no odd notations, no refusals. A reward is compared with its own one in speed and
+results.
 """
 
 import logging
@@ -43,7 +45,9 @@ def _squad_words(text: str) -> list[str]:
 def format_tags(request: RewardRequest) -> float:
     """DeepSeek-R1 (arXiv 2501.12948): thoughts and answer between their tags, nothing outside of them."""
     found = re.fullmatch(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", request.response, re.DOTALL)
-    return float(found is not None and all(part.strip() and not re.search("</?(think|answer)>", part) for part in found.groups()))
+    return float(
+        found is not None and all(part.strip() and not re.search("</?(think|answer)>", part) for part in found.groups())
+    )
 
 
 def gpqa(request: RewardRequest) -> float:
@@ -90,7 +94,9 @@ def regex(request: RewardRequest, *, pattern: str) -> float:
 
 
 def relative_length(request: GroupRequest) -> list[float]:
-    """Kimi k1.5 (arXiv 2501.12599), 2.3.3: 0.5 - (length - shortest) / (longest - shortest) more; for wrong ones at most 0 of that."""
+    """Kimi k1.5 (arXiv 2501.12599), 2.3.3: 0.5 - (length - shortest) / (longest - shortest) more; for wrong ones at
+    most 0 of that.
+    """
     lengths, found = [sample.sampled_length for sample in request.samples], []
     for length, reward in zip(lengths, request.rewards, strict=True):
         bonus = 0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) if max(lengths) > min(lengths) else 0.0

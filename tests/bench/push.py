@@ -1,14 +1,15 @@
-"""Seconds of a push against bare ``torch.distributed.broadcast`` of the same bytes in the same buckets: same machine, same run.
+"""Seconds of a push against bare ``torch.distributed.broadcast`` of the same bytes in the same buckets: same machine,
+same run.
 
-``python -m tests.bench.push`` prints, for each size, number of receivers and way to group them (``--groups``), the bandwidth of both
-and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the receivers report that they have all
-bytes, and both receive each bucket into memory of its own, in other processes. The push is the learner's: bus rows, a process
-group per receiver or push group, buckets announced over HTTP.
-``--verify always`` compares checksums in every push, and prints the time of that. ``--senders 1 2``: the same weights are sent by one
-rank, and in parts by two, each from a process of its own (``weightstore/transport/part_server.py``).
-``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with ``--idle`` it
-generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same with a real SGLang on this
-machine's CPU; its pushes are also compared with its own API, called by a minimal client.
+``python -m tests.bench.push`` prints, for each size, number of receivers and way to group them (``--groups``), the
+bandwidth of both and their ratio (1 = as fast as bare; the goal is 0.9 from 64 MB on). Both are timed until the
+receivers report that they have all bytes, and both receive each bucket into memory of its own, in other processes. The
+push is the learner's: bus rows, a process group per receiver or push group, buckets announced over HTTP.
+``--verify always`` compares checksums in every push, and prints the time of that. ``--senders 1 2``: the same weights
+are sent by one rank, and in parts by two, each from a process of its own (``weightstore/transport/part_server.py``).
+``python -m tests.bench.push --engine`` pushes to a built-in engine that generates meanwhile, and prints its stall; with
+``--idle`` it generates nothing, and its pushes are compared with bare broadcasts. ``--sglang-python PYTHON``: the same
+with a real SGLang on this machine's CPU; its pushes are also compared with its own API, called by a minimal client.
 """
 
 import argparse
@@ -58,7 +59,8 @@ from tidemill.weightstore.transport.parts import Division, PartPlace
 
 RUN = "bench"
 WARM = 4
-"""Rounds not counted: the first joins the group, and both copies of a receiver are allocated and written once by then."""
+"""Rounds not counted: the first joins the group, and both copies of a receiver are allocated and written once by then.
+"""
 
 
 def bare_receiver(port: int, rank: int, world_size: int, sizes: list[int]) -> None:
@@ -74,7 +76,9 @@ def bare_receiver(port: int, rank: int, world_size: int, sizes: list[int]) -> No
 
 @contextmanager
 def bare_group(num_receivers: int, flats: list[torch.Tensor]) -> Iterator[None]:
-    """Create the default group: this process is rank 0, children receive these broadcasts for ever, each into its own memory."""
+    """Create the default group: this process is rank 0, children receive these broadcasts for ever, each into its own
+    memory.
+    """
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     sizes = [flat.numel() for flat in flats]
@@ -144,8 +148,12 @@ def part_child(pipe: Any, names: list[str], bucket_bytes: int, rank: int) -> Non
 
 
 @contextmanager
-def other_ranks(parts: Sequence[list[str]], bucket_bytes: int) -> Iterator[tuple[list[PartPlace], Callable[[int], None]]]:
-    """Run a process for each part. Yields their places, and a function that fills the copies of a number in all of them."""
+def other_ranks(
+    parts: Sequence[list[str]], bucket_bytes: int
+) -> Iterator[tuple[list[PartPlace], Callable[[int], None]]]:
+    """Run a process for each part. Yields their places, and a function that fills the copies of a number in all of
+    them.
+    """
     context = multiprocessing.get_context("forkserver")
     pipes = [context.Pipe() for _ in parts]
     children = [
@@ -178,7 +186,9 @@ def mega(num_bytes: float, seconds: float) -> str:
     return f"{num_bytes / seconds / 1e6:7.0f} MB/s"
 
 
-def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, senders: int, args: argparse.Namespace) -> None:
+def compare(
+    bus_url: str, directory: Path, num_receivers: int, mbytes: int, senders: int, args: argparse.Namespace
+) -> None:
     """Print the times of bare broadcasts and of every grouping, in turn, ``--rounds`` times."""
     groups = args.groups
     tensors = {f"layer.{index}.weight": torch.randn(1 << 20) for index in range(max(1, mbytes * 1_000_000 >> 22))}
@@ -197,7 +207,9 @@ def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, send
             behaviours = {str(index): Behaviour(at_once=not args.in_turn) for index in range(num_receivers)}
             stack.enter_context(receivers(bus_url, run_id, behaviours))
             parts, fill = stack.enter_context(other_ranks(dealt[1:], bucket_bytes))
-            pushing = publishing(bus_url, run_id, directory, epoch, bucket_bytes, Manifest.of(own.items()), parts, **settings)
+            pushing = publishing(
+                bus_url, run_id, directory, epoch, bucket_bytes, Manifest.of(own.items()), parts, **settings
+            )
             publisher = stack.enter_context(pushing)
             stack.enter_context(bare_group(num_receivers, flats))
             for step in range(args.rounds + WARM):
@@ -210,12 +222,19 @@ def compare(bus_url: str, directory: Path, num_receivers: int, mbytes: int, send
         told(num_receivers, f"{group}, {senders} sender(s)", pushes[group][WARM:], bare_s[group][WARM:], args)
 
 
-def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[float], args: argparse.Namespace) -> None:
+def told(
+    num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[float], args: argparse.Namespace
+) -> None:
     assert all(len(push.engines) == num_receivers for push in pushes), pushes
     num_bytes = pushes[0].num_bytes
     seconds, transfer_s, prepare_s, bare = (
         statistics.median(values)
-        for values in ([push.seconds for push in pushes], [push.transfer_s for push in pushes], [push.prepare_s for push in pushes], bare_s)
+        for values in (
+            [push.seconds for push in pushes],
+            [push.transfer_s for push in pushes],
+            [push.prepare_s for push in pushes],
+            bare_s,
+        )
     )
     ratio = statistics.median(bare / push.transfer_s for bare, push in zip(bare_s, pushes, strict=True))
     whole = statistics.median(bare / push.seconds for bare, push in zip(bare_s, pushes, strict=True))
@@ -225,19 +244,30 @@ def told(num_receivers: int, group: str, pushes: list[PushReport], bare_s: list[
     print(f"  push, whole     {seconds:.4f} s  {mega(num_bytes, seconds)}  ratio {whole:.2f}  (with bus rows)")
     if args.verify == "always":
         verify_s = statistics.median(max(push.verify_s.values()) for push in pushes)
-        print(f"  verification    {verify_s:.4f} s  {mega(num_bytes, verify_s)}  {verify_s / transfer_s:.0%} of the transfer")
+        print(
+            f"  verification    {verify_s:.4f} s  {mega(num_bytes, verify_s)}  {verify_s / transfer_s:.0%} of "
+            "the transfer"
+        )
     print(f"  preparation     {prepare_s:.4f} s  (in the trainer's thread)", flush=True)
 
 
 class PlainClient:
-    """A client of an SGLang server's own API: pauses it, broadcasts every bucket while the server's request is open, and resumes it."""
+    """A client of an SGLang server's own API: pauses it, broadcasts every bucket while the server's request is open,
+    and resumes it.
+    """
 
     def __init__(self, url: str, buckets: list[Bucket], flats: list[torch.Tensor]) -> None:
         self._connection = http.client.HTTPConnection(url.removeprefix("http://"), timeout=120)
         self._asking = ThreadPoolExecutor(1)
         self._buckets, self._flats = buckets, flats
         self._group = BroadcastGroup.host("127.0.0.1", "plain", 2, "gloo", 60.0)
-        meeting = {"master_address": "127.0.0.1", "master_port": self._group.port, "rank_offset": 1, "world_size": 2, "backend": "gloo"}
+        meeting = {
+            "master_address": "127.0.0.1",
+            "master_port": self._group.port,
+            "rank_offset": 1,
+            "world_size": 2,
+            "backend": "gloo",
+        }
         asked = self._asking.submit(self._ask, "/init_weights_update_group", {**meeting, "group_name": "plain"})
         self._group.meet()
         asked.result()
@@ -250,7 +280,12 @@ class PlainClient:
         self._ask("/begin_weight_update", {})
         for bucket, flat in zip(self._buckets, self._flats, strict=True):
             told = {"names": [one.name for one in bucket.specs], "dtypes": [one.dtype for one in bucket.specs]}
-            body = {**told, "shapes": [list(one.shape) for one in bucket.specs], "group_name": "plain", "load_format": "flattened_bucket"}
+            body = {
+                **told,
+                "shapes": [list(one.shape) for one in bucket.specs],
+                "group_name": "plain",
+                "load_format": "flattened_bucket",
+            }
             asked = self._asking.submit(self._ask, "/update_weights_from_distributed", {**body, "flush_cache": False})
             self._group.send(flat)
             asked.result()
@@ -281,7 +316,9 @@ def engine_child(bus_url: str, model_dir: Path, sglang_url: str) -> None:
 
 @contextmanager
 def engine_process(bus_url: str, model_dir: Path, sglang_url: str) -> Iterator[None]:
-    child = multiprocessing.get_context("spawn").Process(target=engine_child, args=(bus_url, model_dir, sglang_url), daemon=True)
+    child = multiprocessing.get_context("spawn").Process(
+        target=engine_child, args=(bus_url, model_dir, sglang_url), daemon=True
+    )
     child.start()
     try:
         yield
@@ -331,7 +368,9 @@ def with_engine(bus_url: str, directory: Path, args: argparse.Namespace) -> None
     with ExitStack() as stack:
         server = ""
         if args.sglang_python:
-            server = stack.enter_context(sglang_server(args.sglang_python, model_dir, directory / "sglang.log", dtype="float32"))
+            server = stack.enter_context(
+                sglang_server(args.sglang_python, model_dir, directory / "sglang.log", dtype="float32")
+            )
         stack.enter_context(engine_process(bus_url, model_dir, server))
         publisher = stack.enter_context(publishing(bus_url, RUN, directory, 9, args.bucket_mbytes * 1_000_000))
         publisher.publish_initial(model_dir)
@@ -349,16 +388,24 @@ def with_engine(bus_url: str, directory: Path, args: argparse.Namespace) -> None
     if args.idle:
         told(1, f"pairs, {kind}, idle", pushes[WARM:], bare_s[WARM:], args)
         if plain_s:
-            ratio = statistics.median(alone / push.transfer_s for alone, push in zip(plain_s[WARM:], pushes[WARM:], strict=True))
+            ratio = statistics.median(
+                alone / push.transfer_s for alone, push in zip(plain_s[WARM:], pushes[WARM:], strict=True)
+            )
             print(
-                f"  SGLang's own    {statistics.median(plain_s[WARM:]):.4f} s  (its API, a plain client)  the push against it {ratio:.2f}"
+                f"  SGLang's own    {statistics.median(plain_s[WARM:]):.4f} s  (its API, a plain client)  the "
+                f"push against it {ratio:.2f}"
             )
         return
     assert all(push.engines == ("engine",) for push in pushes), pushes
     stalls = [push.stall_s["engine"] for push in pushes[WARM:]]
     transfers = [push.transfer_s for push in pushes[WARM:]]
-    print(f"{kind} generating, {pushes[0].num_bytes / 1e6:.0f} MB, {len(stalls)} pushes, {sum(counted or [])} tokens meanwhile")
-    print(f"  transfer  {statistics.median(transfers):.4f} s  {mega(pushes[0].num_bytes, statistics.median(transfers))}")
+    print(
+        f"{kind} generating, {pushes[0].num_bytes / 1e6:.0f} MB, {len(stalls)} pushes, {sum(counted or [])} "
+        "tokens meanwhile"
+    )
+    print(
+        f"  transfer  {statistics.median(transfers):.4f} s  {mega(pushes[0].num_bytes, statistics.median(transfers))}"
+    )
     print(f"  stall     median {statistics.median(stalls) * 1e3:.2f} ms, max {max(stalls) * 1e3:.2f} ms")
 
 
@@ -382,12 +429,18 @@ def main() -> None:
     parser.add_argument("--bucket-mbytes", type=int, default=64)
     parser.add_argument("--receivers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--groups", nargs="+", default=["pairs"], help="weights.group: pairs, all, or a number")
-    parser.add_argument("--senders", type=int, nargs="+", default=[1], help="ranks that send a part of the weights each")
-    parser.add_argument("--in-turn", action="store_true", help="a bucket is announced when the one before is stored, as to SGLang")
+    parser.add_argument(
+        "--senders", type=int, nargs="+", default=[1], help="ranks that send a part of the weights each"
+    )
+    parser.add_argument(
+        "--in-turn", action="store_true", help="a bucket is announced when the one before is stored, as to SGLang"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--verify", choices=("never", "always"), default="never")
     parser.add_argument("--engine", action="store_true")
-    parser.add_argument("--idle", action="store_true", help="with --engine: it does not generate, and is compared with bare")
+    parser.add_argument(
+        "--idle", action="store_true", help="with --engine: it does not generate, and is compared with bare"
+    )
     parser.add_argument("--sglang-python", default="", help="with --engine: a real SGLang of this interpreter, on CPU")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -402,7 +455,14 @@ def main() -> None:
             for mbytes in args.mbytes:
                 for num_receivers in args.receivers:
                     for senders in args.senders:
-                        compare(server.url, directory / f"{mbytes}-{num_receivers}-{senders}", num_receivers, mbytes, senders, args)
+                        compare(
+                            server.url,
+                            directory / f"{mbytes}-{num_receivers}-{senders}",
+                            num_receivers,
+                            mbytes,
+                            senders,
+                            args,
+                        )
 
 
 if __name__ == "__main__":

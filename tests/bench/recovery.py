@@ -1,9 +1,11 @@
-"""Pause of a run when one of its processes is killed (-9), against the time that the same process takes to start at first.
+"""Pause of a run when one of its processes is killed (-9), against the time that the same process takes to start at
+first.
 
-A real `tidemill up` of the digits run with one actor and one engine, so that every death matters. For each victim, in rounds: kill it,
-and measure until its successor is a process, until that is ready (it serves, works, answers; a rank: it has imported, loaded the model
-and read its checkpoint), and until the run has its next result from it: a sample for actor, engine and nats-server, a step for the
-learner and for the supervisor `up` (which takes all others with it, and which this program starts again at once with --resume).
+A real `tidemill up` of the digits run with one actor and one engine, so that every death matters. For each victim, in
+rounds: kill it, and measure until its successor is a process, until that is ready (it serves, works, answers; a rank:
+it has imported, loaded the model and read its checkpoint), and until the run has its next result from it: a sample for
+actor, engine and nats-server, a step for the learner and for the supervisor `up` (which takes all others with it, and
+which this program starts again at once with --resume).
 """
 
 import argparse
@@ -68,10 +70,13 @@ def main(arguments: list[str] | None = None) -> None:
     finally:
         scene.end()
     print(
-        f"{'killed':<12} {'process':>8} {'ready':>8} {'result':>8}   (medians of {args.rounds}, seconds after the kill; the longest result)"
+        f"{'killed':<12} {'process':>8} {'ready':>8} {'result':>8}   (medians of {args.rounds}, seconds after "
+        "the kill; the longest result)"
     )
     for victim, times in found.items():
-        process, ready, result = (median(getattr(one, name) for one in times) for name in ("process", "ready", "result"))
+        process, ready, result = (
+            median(getattr(one, name) for one in times) for name in ("process", "ready", "result")
+        )
         longest = max(one.result for one in times)
         print(f"{victim:<12} {process:8.2f} {ready:8.2f} {result:8.2f}   {longest:.2f}")
         print(f"RATIO {victim} recovery / first start of everything: {result / first.result:.2f}")
@@ -143,7 +148,11 @@ class Scene:
 
     def _begun(self) -> int:
         """Return how often a rank has loaded the model and its checkpoint, counted in its log."""
-        return (self._directory / "logs" / "learner.log").read_text(errors="replace").count("tidemill.learner.ranks.rank: begins rank=0")
+        return (
+            (self._directory / "logs" / "learner.log")
+            .read_text(errors="replace")
+            .count("tidemill.learner.ranks.rank: begins rank=0")
+        )
 
     def _processes(self, command: str = "") -> list[int]:
         """Return the ids of the processes below `up`, all or those of one command."""

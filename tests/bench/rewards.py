@@ -1,18 +1,19 @@
-"""Samples/s per core of each reward that ships, beside a reference: a library, plain calls of the same server, or the definition in Python.
+"""Samples/s per core of each reward that ships, beside a reference: a library, plain calls of the same server, or the
+definition in Python.
 
 python -m tests.bench.rewards [--seconds 0.2] [--lines 50] [--names gsm8k,math]
 
-A response is a solution of GSM8K's test split in the notation that the reward reads, with the gold answer as label, and a response with a
-wrong one; both count. ``math:latex`` has the answers of ``tests/data/reward_references.jsonl``, with fractions, intervals, sets and
-expressions, and so has ``math:rest``, with the option ``rest: math_verify``; ``code`` has programs, each with two tests. Reward and
-reference score the same responses in turn, the processor time of their child processes included; their results are compared.
-``relative_length`` scores groups of eight.
+A response is a solution of GSM8K's test split in the notation that the reward reads, with the gold answer as label, and
+a response with a wrong one; both count. ``math:latex`` has the answers of ``tests/data/reward_references.jsonl``, with
+fractions, intervals, sets and expressions, and so has ``math:rest``, with the option ``rest: math_verify``; ``code``
+has programs, each with two tests. Reward and reference score the same responses in turn, the processor time of their
+child processes included; their results are compared. ``relative_length`` scores groups of eight.
 
-``judge``, ``remote`` and ``reward_model`` ask a local server, a process of its own, 16 calls at a time; the reference posts the same JSON
-with aiohttp alone. Only this process's time counts there.
+``judge``, ``remote`` and ``reward_model`` ask a local server, a process of its own, 16 calls at a time; the reference
+posts the same JSON with aiohttp alone. Only this process's time counts there.
 
-At the end, the way of a call: to an empty function in child processes, for responses of 1 kB and 100 kB, one call at a time (latency) and
-64 at a time, and likewise to a scorer, a process with the reward ``length``, by HTTP.
+At the end, the way of a call: to an empty function in child processes, for responses of 1 kB and 100 kB, one call at a
+time (latency) and 64 at a time, and likewise to a scorer, a process with the reward ``length``, by HTTP.
 """
 
 import argparse
@@ -54,7 +55,11 @@ UNMEASURED = {BY_ROLLOUT: "it computes nothing: it raises for a response without
 """Rewards without a row, with the reason."""
 IFEVAL_RULES = {
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words", "keywords:frequency"],
-    "kwargs": [{}, {"relation": "less than", "num_words": 300}, {"keyword": "the", "relation": "at least", "frequency": 1}],
+    "kwargs": [
+        {},
+        {"relation": "less than", "num_words": 300},
+        {"keyword": "the", "relation": "at least", "frequency": 1},
+    ],
 }
 IFBENCH_RULES = {
     "instruction_id_list": ["count:word_count_range", "count:numbers", "words:repeats"],
@@ -68,7 +73,9 @@ ADDED = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
 def solutions(lines: int, write: str = "#### {}", *, label: str = "", **more: Any) -> list[RewardRequest]:
-    """Return a right and a wrong response for each of so many questions of GSM8K; ``label`` takes the place of the gold answer."""
+    """Return a right and a wrong response for each of so many questions of GSM8K; ``label`` takes the place of the gold
+    answer.
+    """
     found = []
     for line in (Path(launch.__file__).parent / "data/gsm8k/test.jsonl").read_text().splitlines()[:lines]:
         solution, _, gold = json.loads(line)["answer"].rpartition("#### ")
@@ -96,15 +103,19 @@ def answers(lines: int) -> list[RewardRequest]:
 def formed(lines: int) -> list[RewardRequest]:
     """Return solutions as thoughts in tags, with a right form and a wrong one."""
     found = [(one.response, one.label) for one in solutions(lines)[::2]]
-    return [_request(f"<think>{text}</think>{tag}{gold}</answer>", gold) for text, gold in found for tag in ("<answer>", "")]
+    return [
+        _request(f"<think>{text}</think>{tag}{gold}</answer>", gold) for text, gold in found for tag in ("<answer>", "")
+    ]
 
 
 def latex(lines: int) -> list[RewardRequest]:
     """Return the answers in LaTeX on which the tests compare ``math`` with its reference."""
     rows = map(json.loads, (Path(__file__).parents[1] / "data/reward_references.jsonl").read_text().splitlines())
-    return [_request(row["response"], row["label"]) for row in rows if row["reward"] == "math" and "\\boxed" in row["response"]][
-        : 2 * lines
-    ]
+    return [
+        _request(row["response"], row["label"])
+        for row in rows
+        if row["reward"] == "math" and "\\boxed" in row["response"]
+    ][: 2 * lines]
 
 
 def programs(lines: int) -> list[RewardRequest]:
@@ -116,7 +127,10 @@ def programs(lines: int) -> list[RewardRequest]:
 def groups(lines: int) -> list[group.GroupRequest]:
     """Return groups of at most eight solutions with their rewards."""
     found = [solutions(lines)[first : first + 8] for first in range(0, 2 * lines, 8)]
-    return [group.GroupRequest(samples=tuple(one), rewards=tuple(float(place % 2 == 0) for place in range(len(one)))) for one in found]
+    return [
+        group.GroupRequest(samples=tuple(one), rewards=tuple(float(place % 2 == 0) for place in range(len(one))))
+        for one in found
+    ]
 
 
 def _request(response: str, label: Any) -> RewardRequest:
@@ -143,7 +157,9 @@ def _gsm8k(write: str = "#### {}", **more: Any) -> Callable[[int], Sequence[Any]
 
 LIBRARY = "math-verify"
 ROWS: dict[str, Row] = {
-    "code": Row(work=programs, options={"seconds": 60.0}, reference=plain.code, against="an interpreter without a sandbox"),
+    "code": Row(
+        work=programs, options={"seconds": 60.0}, reference=plain.code, against="an interpreter without a sandbox"
+    ),
     "dapo": Row(work=_gsm8k("Answer: {}"), reference=plain.dapo),
     "deepscaler": Row(work=_gsm8k(r"</think> \boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "digits": Row(work=answers),
@@ -158,10 +174,14 @@ ROWS: dict[str, Row] = {
     "math": Row(work=_gsm8k(r"\boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "math:latex": Row(work=latex, reference=plain.math_verify, against=LIBRARY),
     "math:rest": Row(work=latex, options={"rest": "math_verify"}, reference=plain.math_verify, against=LIBRARY),
-    "math_answer": Row(work=_gsm8k(), options={"format_weight": 0.0}, reference=plain.gsm8k, against="GSM8K's definition"),
+    "math_answer": Row(
+        work=_gsm8k(), options={"format_weight": 0.0}, reference=plain.gsm8k, against="GSM8K's definition"
+    ),
     "math_verify": Row(work=_gsm8k(r"\boxed{{{}}}"), reference=plain.math_verify, against=LIBRARY),
     "overlong": Row(
-        work=_gsm8k(), options={"max_tokens": 100, "buffer": 50}, reference=functools.partial(plain.overlong, max_tokens=100, buffer=50)
+        work=_gsm8k(),
+        options={"max_tokens": 100, "buffer": 50},
+        reference=functools.partial(plain.overlong, max_tokens=100, buffer=50),
     ),
     "regex": Row(
         work=_gsm8k(),
@@ -176,7 +196,12 @@ ROWS: dict[str, Row] = {
 
 
 def _chat(request: RewardRequest) -> object:
-    return {"model": "m", "max_tokens": 1024, "temperature": 0.0, "messages": [{"role": "user", "content": request.response}]}
+    return {
+        "model": "m",
+        "max_tokens": 1024,
+        "temperature": 0.0,
+        "messages": [{"role": "user", "content": request.response}],
+    }
 
 
 ASKED: dict[str, tuple[dict[str, Any], Callable[[RewardRequest], object]]] = {
@@ -202,12 +227,22 @@ def measure(name: str, seconds: float, lines: int) -> str:
         return _line(name, per_second(ours, work, seconds), "no reference")
     results = [[plain.score(side(one)) for one in work] for side in (ours, row.reference)]
     same = sum(one == other for one, other in zip(*results, strict=True))
-    rate, other = (statistics.median(rates) for rates in zip(*_in_turn(ours, row.reference, work, seconds), strict=True))
-    return _line(name, rate, f"ratio {rate / other:.2f} to {row.against} ({other:,.0f}); {same} of {len(work)} results are the same")
+    rate, other = (
+        statistics.median(rates) for rates in zip(*_in_turn(ours, row.reference, work, seconds), strict=True)
+    )
+    return _line(
+        name,
+        rate,
+        f"ratio {rate / other:.2f} to {row.against} ({other:,.0f}); {same} of {len(work)} results are the same",
+    )
 
 
-def _in_turn(ours: Callable[[Any], Any], other: Callable[[Any], Any], work: Sequence[Any], seconds: float) -> list[tuple[float, float]]:
-    return [(per_second(ours, work, seconds / ROUNDS), per_second(other, work, seconds / ROUNDS)) for _ in range(ROUNDS)]
+def _in_turn(
+    ours: Callable[[Any], Any], other: Callable[[Any], Any], work: Sequence[Any], seconds: float
+) -> list[tuple[float, float]]:
+    return [
+        (per_second(ours, work, seconds / ROUNDS), per_second(other, work, seconds / ROUNDS)) for _ in range(ROUNDS)
+    ]
 
 
 def _line(name: str, rate: float, what: str) -> str:
@@ -215,7 +250,9 @@ def _line(name: str, rate: float, what: str) -> str:
 
 
 def per_second(reward: Callable[[Any], Any], work: Sequence[Any], seconds: float) -> float:
-    """Return the samples that are scored in a second of processor time, that of child processes that have ended included."""
+    """Return the samples that are scored in a second of processor time, that of child processes that have ended
+    included.
+    """
     done, begin = 0, cpu_s()
     while (took := cpu_s() - begin) < seconds or not done:
         for one in work:
@@ -245,7 +282,9 @@ async def ask(url: str, name: str, seconds: float, lines: int) -> str:
 
         try:
             same = sum([plain.score(await reward(one)) == 1.0 for one in work])
-            rates = [[await calls_per_second(side, work, seconds / ROUNDS) for side in (reward, post)] for _ in range(ROUNDS)]
+            rates = [
+                [await calls_per_second(side, work, seconds / ROUNDS) for side in (reward, post)] for _ in range(ROUNDS)
+            ]
         finally:
             await reward._calls.close()
     rate, other = (statistics.median(side) for side in zip(*rates, strict=True))
@@ -253,7 +292,9 @@ async def ask(url: str, name: str, seconds: float, lines: int) -> str:
     return f"{name:<16} {rate:>10,.0f} calls/s per core   {1e6 / rate:>9,.1f} us each   {what}"
 
 
-async def calls_per_second(call: Callable[[RewardRequest], Awaitable[object]], work: Sequence[RewardRequest], seconds: float) -> float:
+async def calls_per_second(
+    call: Callable[[RewardRequest], Awaitable[object]], work: Sequence[RewardRequest], seconds: float
+) -> float:
     """Return the calls for which a second of this process's time suffices, ``AT_ONCE`` at a time."""
     done, begin = 0, time.process_time()
     while (took := time.process_time() - begin) < seconds or not done:
@@ -303,7 +344,9 @@ def nothing(request: RewardRequest) -> float:
 
 
 async def children(size: int, at_once: int, seconds: float) -> tuple[float, float]:
-    """Return the calls of ``nothing`` in children per second, and the seconds of this process's core that each takes."""
+    """Return the calls of ``nothing`` in children per second, and the seconds of this process's core that each
+    takes.
+    """
     request = _request("x" * size, "7")
     async with opened("tests.bench.rewards:nothing", {}, ProcessLimits(workers=min(at_once, 2))) as score:
         await asyncio.gather(*(score(request) for _ in range(2)))
@@ -333,7 +376,9 @@ class OneScorer:
 
 
 async def scorer(url: str, pid: int, size: int, at_once: int, seconds: float) -> tuple[float, float, float]:
-    """Return calls of a scorer per second, and the seconds of this process's core and of the scorer's that each takes."""
+    """Return calls of a scorer per second, and the seconds of this process's core and of the scorer's that each
+    takes.
+    """
     request = _request("x" * size, "7")
     pool = ScorerPool(OneScorer(url), lambda url: ScorerClient(url, RunKeys.fixed(Keys())))
     remote = RemoteScoring(pool)
@@ -357,12 +402,21 @@ async def ways(seconds: float) -> None:
     for size, at_once in kinds:
         rate, cpu_s = await children(size, at_once, seconds)
         what = f"{size:,} characters, {at_once} at a time"
-        print(f"children       {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} us of the actor's core each: {what}, at most 2 workers")
-    async with served("-m", "tidemill", "reward-server", "length", "--option", "target=100", "--port", "0") as (url, pid):
+        print(
+            f"children       {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} us of the actor's core each: {what}, "
+            "at most 2 workers"
+        )
+    async with served("-m", "tidemill", "reward-server", "length", "--option", "target=100", "--port", "0") as (
+        url,
+        pid,
+    ):
         for size, at_once in kinds:
             rate, cpu_s, theirs_s = await scorer(url.removesuffix("/score"), pid, size, at_once, seconds)
             what = f"{size:,} characters, {at_once} at a time"
-            print(f"scorer         {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} and {1e6 * theirs_s:,.0f} us of both cores: {what}")
+            print(
+                f"scorer         {rate:>10,.0f} calls/s, {1e6 * cpu_s:,.0f} and {1e6 * theirs_s:,.0f} us of "
+                f"both cores: {what}"
+            )
 
 
 async def asking(names: Sequence[str], seconds: float, lines: int) -> None:

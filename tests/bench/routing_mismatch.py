@@ -1,8 +1,10 @@
-"""Difference between the log-probs of an engine and of the learner on a tiny mixture of experts, with and without the engine's experts.
+"""Difference between the log-probs of an engine and of the learner on a tiny mixture of experts, with and without the
+engine's experts.
 
     python -m tests.bench.routing_mismatch
 
-The engine computes in bfloat16, token by token, the learner in float32, in packed rows; or the engine has slightly older weights.
+The engine computes in bfloat16, token by token, the learner in float32, in packed rows; or the engine has slightly
+older weights.
 """
 
 import asyncio
@@ -47,7 +49,10 @@ async def sampled(directory: Path, dtype: str) -> list[Sample]:
     prompts = [generator.integers(3, 299, 12).astype(np.int32) for _ in range(PROMPTS)]
     try:
         made = await asyncio.gather(
-            *(client.generate(prompt, Sampling(max_new_tokens=LENGTH, seed=seed)) for seed, prompt in enumerate(prompts))
+            *(
+                client.generate(prompt, Sampling(max_new_tokens=LENGTH, seed=seed))
+                for seed, prompt in enumerate(prompts)
+            )
         )
     finally:
         await client.close()
@@ -76,12 +81,16 @@ async def sampled(directory: Path, dtype: str) -> list[Sample]:
 
 
 def mismatch(directory: Path, samples: list[Sample], way: Way) -> Measured:
-    """Return the differences of the learner's log-probs from the engine's, over all sampled tokens (nats; k3 as in docs/metrics.md)."""
+    """Return the differences of the learner's log-probs from the engine's, over all sampled tokens (nats; k3 as in
+    docs/metrics.md).
+    """
     shape = RoutedShape.of(json.loads((directory / "config.json").read_text()))
     (batch,) = make_batches(samples, step=1, max_tokens=1024, routed=shape if way.mixture.given else None)
     with one_rank() as here:
         rows = learner(directory, here, way).trainer.log_probs(batch)
-    ours = torch.cat([row[torch.from_numpy(part.loss_mask_T)] for row, part in zip(rows, batch.micro_batches, strict=True)]).double()
+    ours = torch.cat(
+        [row[torch.from_numpy(part.loss_mask_T)] for row, part in zip(rows, batch.micro_batches, strict=True)]
+    ).double()
     gap = ours - torch.from_numpy(batch.engine_log_probs).double()
     return {
         "mean |difference|": float(gap.abs().mean()),
@@ -92,7 +101,9 @@ def mismatch(directory: Path, samples: list[Sample], way: Way) -> Measured:
 
 
 def measured(root: Path, case: str) -> dict[str, Measured]:
-    """Return the differences of each way. ``case``: ``bfloat16`` = the engine's dtype; ``behind`` = the engine has older weights."""
+    """Return the differences of each way. ``case``: ``bfloat16`` = the engine's dtype; ``behind`` = the engine has
+    older weights.
+    """
     directory, older = write_tiny_model(root / "model", "qwen3_moe", **SIZES), root / "older"
     if case == "bfloat16":
         samples = asyncio.run(sampled(directory, "bfloat16"))
@@ -114,7 +125,9 @@ def main() -> None:
     for case in ("bfloat16", "behind"):
         with tempfile.TemporaryDirectory() as directory:
             for way, found in measured(Path(directory), case).items():
-                sys.stdout.write(f"{case:10} {way:8} " + "  ".join(f"{name} {value:.3g}" for name, value in found.items()) + "\n")
+                sys.stdout.write(
+                    f"{case:10} {way:8} " + "  ".join(f"{name} {value:.3g}" for name, value in found.items()) + "\n"
+                )
 
 
 if __name__ == "__main__":

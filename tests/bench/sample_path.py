@@ -2,15 +2,16 @@
 
 python -m tests.bench.sample_path [--rounds 4] [--samples 3000] [--tokens 3500] [--loop asyncio]
 
-Ours: ``SampleStream.publish`` of Sample objects (encoded, with the summary headers) -> ``SampleStream.read`` (decoded, every invariant
-checked). Bare: ``js.publish`` of ready bytes of the same size with a message id -> a pull consumer without acknowledgements by
-sequence; neither encodes nor decodes. Two bare readers: ``fetch`` as in the client library's documentation, and ``callback``, the
-cheapest way to receive that the library offers, without heartbeats or reopening. Publisher, reader and server are processes of their
-own, 32 publishes are in flight, every publish is awaited until stored, and every reader checks that nothing is missing.
+Ours: ``SampleStream.publish`` of Sample objects (encoded, with the summary headers) -> ``SampleStream.read`` (decoded,
+every invariant checked). Bare: ``js.publish`` of ready bytes of the same size with a message id -> a pull consumer
+without acknowledgements by sequence; neither encodes nor decodes. Two bare readers: ``fetch`` as in the client
+library's documentation, and ``callback``, the cheapest way to receive that the library offers, without heartbeats or
+reopening. Publisher, reader and server are processes of their own, 32 publishes are in flight, every publish is awaited
+until stored, and every reader checks that nothing is missing.
 
-Rounds are interleaved: each runs every variant once, in turning order. CPU is user + system time of each process for the measured
-samples (after a warm-up of a tenth). The ratio compares medians; CPU is the figure that counts where cores are shared, samples/s is for
-information.
+Rounds are interleaved: each runs every variant once, in turning order. CPU is user + system time of each process for
+the measured samples (after a warm-up of a tenth). The ratio compares medians; CPU is the figure that counts where cores
+are shared, samples/s is for information.
 """
 
 import argparse
@@ -84,7 +85,9 @@ async def publisher(variant: str, url: str, run: str, count: int, tokens: int) -
 
         async def ours(number: int) -> None:
             sample = samples[number % len(samples)]
-            object.__setattr__(sample, "attempt", f"bench{number}")  # another message id, without paying for another Sample
+            object.__setattr__(
+                sample, "attempt", f"bench{number}"
+            )  # another message id, without paying for another Sample
             await bus.samples.publish(sample)
 
         async def bare(number: int) -> None:
@@ -118,7 +121,11 @@ async def read_ours(bus: Any, count: int) -> dict[str, float]:
 
 def by_sequence() -> api.ConsumerConfig:
     return api.ConsumerConfig(
-        name=nonce(), ack_policy=api.AckPolicy.NONE, deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE, opt_start_seq=1, mem_storage=True
+        name=nonce(),
+        ack_policy=api.AckPolicy.NONE,
+        deliver_policy=api.DeliverPolicy.BY_START_SEQUENCE,
+        opt_start_seq=1,
+        mem_storage=True,
     )
 
 
@@ -198,7 +205,9 @@ def one(variant: str, server: EmbeddedServer, args: argparse.Namespace) -> dict[
     command += ["--samples", str(args.samples), "--tokens", str(args.tokens)]
     before = server_cpu_s(server.pid)
     children = {
-        role: subprocess.Popen([*command, "--role", role], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        role: subprocess.Popen(
+            [*command, "--role", role], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        )
         for role in ("reader", "publisher")
     }
     found = {role: json.loads(child.communicate(timeout=120)[0]) for role, child in children.items()}
@@ -229,9 +238,14 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
             turn = number % len(VARIANTS)
             for variant in VARIANTS[turn:] + VARIANTS[:turn]:
                 rounds[variant].append(one(variant, server, args))
-                print(f"round {number} {variant:9}", *[f"{k}={v:.0f}" for k, v in rounds[variant][-1].items()], file=sys.stderr)
+                print(
+                    f"round {number} {variant:9}",
+                    *[f"{k}={v:.0f}" for k, v in rounds[variant][-1].items()],
+                    file=sys.stderr,
+                )
     medians = {
-        variant: {key: statistics.median(result[key] for result in results) for key in results[0]} for variant, results in rounds.items()
+        variant: {key: statistics.median(result[key] for result in results) for key in results[0]}
+        for variant, results in rounds.items()
     }
     for bare in VARIANTS[1:]:
         medians["ours"][f"ratio to {bare}"] = medians["ours"]["sum"] / medians[bare]["sum"]
@@ -240,11 +254,16 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 def report(medians: dict[str, Any], args: argparse.Namespace) -> None:
     size = len(encode_sample(make_sample("bench", 1, args.tokens)))
-    print(f"{size} bytes a sample, {args.samples} samples, medians of {args.rounds} rounds, {args.loop}; CPU-us per sample")
+    print(
+        f"{size} bytes a sample, {args.samples} samples, medians of {args.rounds} rounds, {args.loop}; CPU-us "
+        "per sample"
+    )
     print(f"{'':10}{'publisher':>11}{'server':>9}{'reader':>9}{'sum':>9}{'samples/s':>11}")
     for variant in VARIANTS:
         row = medians[variant]
-        print(f"{variant:10}{row['publisher']:11.0f}{row['server']:9.0f}{row['reader']:9.0f}{row['sum']:9.0f}{row['samples/s']:11.0f}")
+        print(
+            f"{variant:10}{row['publisher']:11.0f}{row['server']:9.0f}{row['reader']:9.0f}{row['sum']:9.0f}{row['samples/s']:11.0f}"
+        )
     for bare in VARIANTS[1:]:
         print(f"RATIO ours / {bare}: {medians['ours'][f'ratio to {bare}']:.2f}")
 

@@ -1,7 +1,9 @@
-"""CPU seconds to write and to load a snapshot of the weights, against safetensors alone, and the speed of the checksums; in the same run.
+"""CPU seconds to write and to load a snapshot of the weights, against safetensors alone, and the speed of the
+checksums; in the same run.
 
-``python -m tests.bench.snapshot`` exports a small model as fp32 and as bf16. A snapshot is written with its SHA-256, and loaded as an
-engine loads it: every byte hashed, every tensor copied. The other side does the same with safetensors alone, without checksums.
+``python -m tests.bench.snapshot`` exports a small model as fp32 and as bf16. A snapshot is written with its SHA-256,
+and loaded as an engine loads it: every byte hashed, every tensor copied. The other side does the same with safetensors
+alone, without checksums.
 """
 
 import argparse
@@ -70,8 +72,14 @@ def compare(directory: Path, weights: Weights, title: str) -> None:
 def checksum_speed(weights: Weights) -> None:
     tensors = list(weights.values())
     num_bytes = sum(tensor.nbytes for tensor in tensors)
-    ours, theirs = (statistics.median(cpu_s(lambda: [way([tensor]) for tensor in tensors]) for _ in range(5)) for way in (sum64, sha256))  # noqa: B023
-    print(f"checksums of {num_bytes / 1e6:.0f} MB: sum64 {num_bytes / ours / 1e9:.2f} GB per CPU second, {theirs / ours:.1f} times SHA-256")
+    ours, theirs = (
+        statistics.median(cpu_s(lambda way=way: [way([tensor]) for tensor in tensors]) for _ in range(5))
+        for way in (sum64, sha256)
+    )
+    print(
+        f"checksums of {num_bytes / 1e6:.0f} MB: sum64 {num_bytes / ours / 1e9:.2f} GB per CPU second, "
+        f"{theirs / ours:.1f} times SHA-256"
+    )
 
 
 def main() -> None:
@@ -80,10 +88,17 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     weights = model(args.hidden)
-    print("a snapshot against safetensors alone (ratios; CPU seconds to write, CPU seconds to verify and load), median of the rounds")
+    print(
+        "a snapshot against safetensors alone (ratios; CPU seconds to write, CPU seconds to verify and "
+        "load), median of the rounds"
+    )
     for dtype in (torch.float32, torch.bfloat16):
         with tempfile.TemporaryDirectory() as name:
-            compare(Path(name), {name: tensor.to(dtype) for name, tensor in weights.items()}, str(dtype).removeprefix("torch."))
+            compare(
+                Path(name),
+                {name: tensor.to(dtype) for name, tensor in weights.items()},
+                str(dtype).removeprefix("torch."),
+            )
     checksum_speed(weights)
 
 

@@ -1,12 +1,12 @@
 """Effect of age on learning, with and without correction: the same task at pinned lags, and fully asynchronous.
 
-Pinned: the closed loop of ``bench.pinned`` (the real engine and the real learner taking turns), four optimizer steps per version, every
-lag x method x seed a run of its own. The *final* values are compared (the mean of the last three evaluations and of the last ten batches):
-uncorrected runs reach the goal and fall back later, so a peak proves nothing. ``--async`` runs ``tidemill up`` instead, every process
-real, at growing ``max_lag``.
+Pinned: the closed loop of ``bench.pinned`` (the real engine and the real learner taking turns), four optimizer steps
+per version, every lag x method x seed a run of its own. The *final* values are compared (the mean of the last three
+evaluations and of the last ten batches): uncorrected runs reach the goal and fall back later, so a peak proves nothing.
+``--async`` runs ``tidemill up`` instead, every process real, at growing ``max_lag``.
 
-Runs are appended to a file as they end; an interrupted sweep continues with the missing ones. Claims are checked and printed as
-HOLDS or DOES NOT HOLD with their figures; a good result must be good with every seed.
+Runs are appended to a file as they end; an interrupted sweep continues with the missing ones. Claims are checked and
+printed as HOLDS or DOES NOT HOLD with their figures; a good result must be good with every seed.
 """
 
 import argparse
@@ -66,7 +66,9 @@ def train(run: Run) -> dict[str, Any]:
     worst_k3 = 0.0
     rewards: list[float] = []
     with tempfile.TemporaryDirectory() as directory:
-        loop = PinnedLoop(Path(directory), AlgorithmConfig(correction=run.method), lag=run.lag, seed=run.seed, versions=run.versions)
+        loop = PinnedLoop(
+            Path(directory), AlgorithmConfig(correction=run.method), lag=run.lag, seed=run.seed, versions=run.versions
+        )
         started = time.perf_counter()
         for version in range(1, run.versions + 1):
             metrics = loop.step()
@@ -101,7 +103,10 @@ def sweep(runs: Sequence[Run], file: Path, jobs: int) -> list[dict[str, Any]]:
             out.flush()
             there[Run(**{name: row[name] for name in ("method", "lag", "seed", "versions")}).key] = row
             shown = f"{row['method']:<10}lag {row['lag']:<3} seed {row['seed']}"
-            print(f"{number:>4} {shown} accuracy {final(row):.3f} reward {row['reward']:.3f} {row['seconds']:.0f} s", flush=True)
+            print(
+                f"{number:>4} {shown} accuracy {final(row):.3f} reward {row['reward']:.3f} {row['seconds']:.0f} s",
+                flush=True,
+            )
     return [there[run.key] for run in runs]
 
 
@@ -114,12 +119,16 @@ def cell(rows: Iterable[Mapping[str, Any]], method: str, lag: int) -> list[Mappi
 
 
 def final(row: Mapping[str, Any]) -> float:
-    """Return the greedy accuracy at the end: the mean of the last three evaluations, so that neither a fall nor a late rise is missed."""
+    """Return the greedy accuracy at the end: the mean of the last three evaluations, so that neither a fall nor a late
+    rise is missed.
+    """
     return statistics.mean(accuracy for _, _, _, accuracy in row["curve"][-3:])
 
 
 def versions_to(row: Mapping[str, Any], reward: float) -> float:
-    """Return the versions until an evaluated batch was sampled with this reward; one more than there are when none was."""
+    """Return the versions until an evaluated batch was sampled with this reward; one more than there are when none
+    was.
+    """
     return float(next((version for version, _, sampled, _ in row["curve"] if sampled >= reward), row["versions"] + 1))
 
 
@@ -137,10 +146,15 @@ def tables(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequ
 
     def one(show: Callable[[Sequence[Mapping[str, Any]]], str]) -> str:
         lines = ["| lag | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-        lines += [f"| {lag} | " + " | ".join(show(cell(rows, method, lag)) for method in methods) + " |" for lag in lags]
+        lines += [
+            f"| {lag} | " + " | ".join(show(cell(rows, method, lag)) for method in methods) + " |" for lag in lags
+        ]
         return "\n".join(lines)
 
-    ends = f"Final greedy accuracy, mean (smallest) over the seeds; [versions to {NEAR} with the median seed, never = not with every seed];"
+    ends = (
+        f"Final greedy accuracy, mean (smallest) over the seeds; [versions to {NEAR} with the median seed, never "
+        "= not with every seed];"
+    )
     return (
         f"{ends} sampled reward of the last ten batches:\n\n{one(ending)}\n\n"
         f"Largest k3 of any batch and seed / entropy at the end (nats):\n\n{one(apart)}"
@@ -152,21 +166,41 @@ def claims(rows: Sequence[Mapping[str, Any]], lags: Sequence[int]) -> list[str]:
     said = []
 
     def claim(text: str, figures: Mapping[int, float], holds: bool) -> None:
-        said.append(f"{verdict(holds)}: {text}: " + ", ".join(f"lag {lag} {figure:.3f}" for lag, figure in figures.items()))
+        said.append(
+            f"{verdict(holds)}: {text}: " + ", ".join(f"lag {lag} {figure:.3f}" for lag, figure in figures.items())
+        )
 
-    def by_lag(method: str, reduce: Callable[[list[float]], float], of: Callable[[Any], float], least: int = 0) -> dict[int, float]:
-        return {lag: reduce([of(row) for row in cell(rows, method, lag)]) for lag in lags if lag >= least and cell(rows, method, lag)}
+    def by_lag(
+        method: str, reduce: Callable[[list[float]], float], of: Callable[[Any], float], least: int = 0
+    ) -> dict[int, float]:
+        return {
+            lag: reduce([of(row) for row in cell(rows, method, lag)])
+            for lag in lags
+            if lag >= least and cell(rows, method, lag)
+        }
 
     for method in ("decoupled", "tis"):
         if worst := by_lag(method, min, final):
-            claim(f"{method} ends at {GOOD} or better at every lag with every seed; the worst", worst, min(worst.values()) >= GOOD)
+            claim(
+                f"{method} ends at {GOOD} or better at every lag with every seed; the worst",
+                worst,
+                min(worst.values()) >= GOOD,
+            )
     if old := by_lag("none", statistics.mean, final, OLD):
-        claim(f"without correction it ends at {BROKEN} or worse, in the mean, from lag {OLD} on", old, max(old.values()) <= BROKEN)
+        claim(
+            f"without correction it ends at {BROKEN} or worse, in the mean, from lag {OLD} on",
+            old,
+            max(old.values()) <= BROKEN,
+        )
     if speeds := by_lag("bypass", statistics.mean, lambda row: versions_to(row, NEAR)):
         text = f"bypass sharpens ever more slowly: versions to a sampled reward of {NEAR} never fall with the lag"
         claim(text, speeds, never_falls(speeds.values()))
     if entropies := by_lag("bypass", statistics.mean, lambda row: row["entropy"], 4):
-        claim("bypass sharpens ever more slowly: its final entropy never falls from lag 4 on", entropies, never_falls(entropies.values()))
+        claim(
+            "bypass sharpens ever more slowly: its final entropy never falls from lag 4 on",
+            entropies,
+            never_falls(entropies.values()),
+        )
     return said
 
 
@@ -179,7 +213,9 @@ def never_falls(values: Iterable[float]) -> bool:
 
 
 def draw(rows: Sequence[Mapping[str, Any]], methods: Sequence[str], lags: Sequence[int], file: Path) -> None:
-    """Draw reward against versions (above) and against seconds (below), a column per lag, a line per method (mean over seeds)."""
+    """Draw reward against versions (above) and against seconds (below), a column per lag, a line per method (mean over
+    seeds).
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -212,11 +248,24 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
     rows = []
     for max_lag in max_lags:
         directory = WORK / f"async-{max_lag}"
-        settings = [f"directory={directory}", f"staleness.max_lag={max_lag}", f"learner.steps={steps}", "up.require_reward=-1"]
+        settings = [
+            f"directory={directory}",
+            f"staleness.max_lag={max_lag}",
+            f"learner.steps={steps}",
+            "up.require_reward=-1",
+        ]
         if judge_seconds:  # many responses wait for the judge at the same time: only the bound on staleness limits them
             options = json.dumps({"seconds": judge_seconds})
-            settings += ["actor.reward=tests.bench.judge:judged", f"actor.reward_options={options}", "actor.max_samples_in_flight=16384"]
-            settings += ["learner.minibatches=4", "learner.optimizer.lr=1e-3", "learner.optimizer.eps=1e-3"]  # as in the pinned sweep
+            settings += [
+                "actor.reward=tests.bench.judge:judged",
+                f"actor.reward_options={options}",
+                "actor.max_samples_in_flight=16384",
+            ]
+            settings += [
+                "learner.minibatches=4",
+                "learner.optimizer.lr=1e-3",
+                "learner.optimizer.eps=1e-3",
+            ]  # as in the pinned sweep
         command = [sys.executable, "-m", "tidemill", "up", str(ROOT / "launch/configs/digits.yaml"), "--fresh"]
         command += [word for setting in settings for word in ("--set", setting)]
         with (WORK / f"async-{max_lag}.log").open("w") as log:
@@ -227,7 +276,8 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
         row = {
             "max_lag": max_lag,
             "seconds": lines[-1]["seconds"] - first,
-            "wait": sum(line["train/wait_seconds"] for line in lines[1:]) / (lines[-1]["seconds"] - lines[0]["seconds"]),
+            "wait": sum(line["train/wait_seconds"] for line in lines[1:])
+            / (lines[-1]["seconds"] - lines[0]["seconds"]),
             "lag_mean": statistics.mean(line["offpolicy/lag_mean"] for line in lines),
             "lag_max": max(line["offpolicy/lag_max"] for line in lines),
             "reward": statistics.mean(rewards[-10:]),
@@ -236,18 +286,26 @@ def honestly_asynchronous(max_lags: Sequence[int], steps: int, judge_seconds: fl
         print(" ".join(f"{name}={value:.3g}" for name, value in row.items()), flush=True)
     print("| max_lag | seconds | learner waits | mean lag | largest lag | final reward |\n|---|---|---|---|---|---|")
     for row in rows:
-        shown = f"{row['seconds']:.1f} | {row['wait']:.0%} | {row['lag_mean']:.2f} | {row['lag_max']:.0f} | {row['reward']:.3f}"
+        shown = (
+            f"{row['seconds']:.1f} | {row['wait']:.0%} | {row['lag_mean']:.2f} | {row['lag_max']:.0f} | "
+            f"{row['reward']:.3f}"
+        )
         print(f"| {row['max_lag']} | {shown} |")
     within = all(row["lag_max"] <= row["max_lag"] for row in rows)
     print(f"{verdict(within)}: the largest lag trained is never above the bound")
     waits = [row["wait"] for row in rows]
     print(f"{verdict(never_falls(reversed(waits)))}: the learner's wait falls as the bound grows")
-    print(f"{verdict(max(waits[1:], default=0.0) < waits[0])}: the learner waits less than at the smallest bound at every larger one")
+    print(
+        f"{verdict(max(waits[1:], default=0.0) < waits[0])}: the learner waits less than at the smallest "
+        "bound at every larger one"
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench staleness", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench staleness",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--lags", type=int, nargs="*", default=list(LAGS))
     parser.add_argument("--methods", nargs="*", default=list(METHODS))
@@ -256,9 +314,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--versions", type=int, default=VERSIONS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument(
-        "--async", dest="asynchronous", action="store_true", help="tidemill up at growing max_lag, instead of the pinned sweep"
+        "--async",
+        dest="asynchronous",
+        action="store_true",
+        help="tidemill up at growing max_lag, instead of the pinned sweep",
     )
-    parser.add_argument("--judge-seconds", type=float, default=0.0, help="with --async: every reward takes so long, and no computation")
+    parser.add_argument(
+        "--judge-seconds", type=float, default=0.0, help="with --async: every reward takes so long, and no computation"
+    )
     args = parser.parse_args(arguments)
     if args.asynchronous:
         WORK.mkdir(parents=True, exist_ok=True)
@@ -266,7 +329,9 @@ def main(arguments: list[str] | None = None) -> None:
         return
     runs = [
         Run(method=method, lag=lag, seed=seed, versions=args.versions)
-        for method, lag, seed in itertools.product(args.methods, args.lags, range(args.first_seed, args.first_seed + args.seeds))
+        for method, lag, seed in itertools.product(
+            args.methods, args.lags, range(args.first_seed, args.first_seed + args.seeds)
+        )
     ]
     rows = sweep(runs, WORK / f"{setting()}.jsonl", args.jobs)
     print(f"\n{args.seeds} seeds from {args.first_seed} on\n\n{tables(rows, args.methods, args.lags)}\n")

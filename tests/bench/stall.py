@@ -1,11 +1,12 @@
-"""Cost of pushes for generation: tokens per CPU-second, and the gaps between tokens, with a push after every step and without.
+"""Cost of pushes for generation: tokens per CPU-second, and the gaps between tokens, with a push after every step and
+without.
 
-An engine process generates for eight streaming requests; a publisher like the learner's pushes the weights of a small model at
-the pace of small steps. Quiet and pushing phases take turns. CPU is that of the decoding thread (built-in engine) or of the whole server
-(SGLang); gaps are measured by the clients: the time between two tokens of one request.
+An engine process generates for eight streaming requests; a publisher like the learner's pushes the weights of a small
+model at the pace of small steps. Quiet and pushing phases take turns. CPU is that of the decoding thread (built-in
+engine) or of the whole server (SGLang); gaps are measured by the clients: the time between two tokens of one request.
 
-``--sglang-python PYTHON``: the same on a real SGLang on this machine's CPU, with its requests paused in place and retracted, and in
-slime's way: abort everything, flush, broadcast, and send the requests again.
+``--sglang-python PYTHON``: the same on a real SGLang on this machine's CPU, with its requests paused in place and
+retracted, and in slime's way: abort everything, flush, broadcast, and send the requests again.
 """
 
 import argparse
@@ -42,20 +43,29 @@ from tidemill.bus.wire.messages import Sampling
 from tidemill.launch.settings.wiring import engine_factory
 
 REQUESTS, TOKENS = 8, 512
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "max_position_embeddings": 4096}
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "max_position_embeddings": 4096,
+}
 FLOOR_S = 0.02
 """Gap in seconds that is allowed during a push in addition to twice the median gap."""
 
 
 class Clients:
-    """Eight requests in flight, for ever, in a process of their own, so that the pushing process does not delay them."""
+    """Eight requests in flight, for ever, in a process of their own, so that the pushing process does not delay
+    them.
+    """
 
     def __init__(self, url: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._running, self._tokens = context.Event(), context.Value("q", 0)
         self._running.set()
         self._ours, theirs = context.Pipe()
-        self._process = context.Process(target=_ask_for_ever, args=(url, self._running, self._tokens, theirs), daemon=True)
+        self._process = context.Process(
+            target=_ask_for_ever, args=(url, self._running, self._tokens, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
         self._ours.recv()
@@ -126,9 +136,17 @@ def main(arguments: list[str] | None = None) -> None:
         prog="python -m tests.bench stall", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--phases", type=int, default=40, help="quiet and pushing in turn: short ones, so that what else the machine does falls on both"
+        "--phases",
+        type=int,
+        default=40,
+        help="quiet and pushing in turn: short ones, so that what else the machine does falls on both",
     )
-    parser.add_argument("--seconds", type=float, default=1.5, help="of a phase; four times that, and a quarter of the phases, for SGLang")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.5,
+        help="of a phase; four times that, and a quarter of the phases, for SGLang",
+    )
     parser.add_argument("--step", type=float, default=0.1, help="seconds between the end of a push and the next one")
     parser.add_argument("--sglang-python", default="")
     args = parser.parse_args(arguments)
@@ -178,7 +196,9 @@ def measure(way: Way, *, phases: int, seconds: float, step_s: float) -> None:
                     publisher.publish(step, versions[step % 2].items(), wait=True).result(0)
                     seen.pushes.append((push_s, time.monotonic()))
                     time.sleep(step_s)
-                tokens, cpu_s = (after - first for after, first in zip(spent(url, pid, way, clients), before, strict=True))
+                tokens, cpu_s = (
+                    after - first for after, first in zip(spent(url, pid, way, clients), before, strict=True)
+                )
                 (seen.pushing if phase % 2 else seen.quiet).append(tokens / cpu_s)
             clients.end()
     report(way, seen, clients)
@@ -196,16 +216,30 @@ class Seen:
 
 
 def report(way: Way, seen: Seen, clients: Clients) -> None:
-    during = [length for began, length in clients.gaps if any(began < end and began + length > begin for begin, end in seen.pushes)]
-    quiet = [length for began, length in clients.gaps if not any(began < end and began + length > begin for begin, end in seen.pushes)]
+    during = [
+        length
+        for began, length in clients.gaps
+        if any(began < end and began + length > begin for begin, end in seen.pushes)
+    ]
+    quiet = [
+        length
+        for began, length in clients.gaps
+        if not any(began < end and began + length > begin for begin, end in seen.pushes)
+    ]
     typical = median(quiet)
     durations = [end - begin for begin, end in seen.pushes]
-    print(f"{way.name}: {len(seen.pushes)} pushes of {1e3 * median(durations):.0f} ms (median), {clients.broken} responses broken off")
+    print(
+        f"{way.name}: {len(seen.pushes)} pushes of {1e3 * median(durations):.0f} ms (median), "
+        f"{clients.broken} responses broken off"
+    )
     in_push = f"median {1e3 * median(during):.2f}, longest {1e3 * max(during):.1f} ms"
     print(f"  gap between tokens: median {1e3 * typical:.2f} ms; in a push: {in_push}")
     print(f"  tokens per CPU-second: quiet {median(seen.quiet):.0f}, pushing {median(seen.pushing):.0f}")
     print(f"RATIO {way.name}, tokens per CPU-second, pushing / quiet: {median(seen.pushing) / median(seen.quiet):.3f}")
-    print(f"RATIO {way.name}, longest gap in a push / (2 x median + 20 ms): {max(during) / (2 * typical + FLOOR_S):.2f}", flush=True)
+    print(
+        f"RATIO {way.name}, longest gap in a push / (2 x median + 20 ms): {max(during) / (2 * typical + FLOOR_S):.2f}",
+        flush=True,
+    )
 
 
 def spent(url: str, pid: int, way: Way, clients: Clients) -> tuple[float, float]:

@@ -1,6 +1,7 @@
 """The other side of ``tests/bench/learn.py``: TRL's GRPOTrainer on the same model, tokenizer, prompts, reward and seed.
 
-Runs in TRL's own virtual environment, so it imports nothing of ours; prints one JSON line per step: samples, seconds, reward.
+Runs in TRL's own virtual environment, so it imports nothing of ours; prints one JSON line per step: samples, seconds,
+reward.
 """
 
 import argparse
@@ -13,7 +14,9 @@ import torch
 
 
 def dense_reward(completion_ids: list[list[int]], label: list[str], tokenizer: Any, max_new_tokens: int) -> list[float]:
-    """Return the rewards by the formula of ``digits``: right positions and the right end, over the longer length and one."""
+    """Return the rewards by the formula of ``digits``: right positions and the right end, over the longer length and
+    one.
+    """
     scores = []
     for ids, want in zip(completion_ids, label, strict=True):
         ended = tokenizer.eos_token_id in ids
@@ -28,7 +31,9 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
     parser.add_argument(
-        "--settings", required=True, help="JSON: steps, groups, group_size, max_new_tokens, lr, betas, eps, clip_grad, seed"
+        "--settings",
+        required=True,
+        help="JSON: steps, groups, group_size, max_new_tokens, lr, betas, eps, clip_grad, seed",
     )
     parser.add_argument("--out", required=True)
     args = parser.parse_args()
@@ -56,7 +61,11 @@ def main() -> None:
                 self.start = time.monotonic()
 
             def on_step_end(self, _args: Any, state: Any, *__: Any, **___: Any) -> None:
-                line = {"step": state.global_step, "samples": state.global_step * samples, "seconds": time.monotonic() - self.start}
+                line = {
+                    "step": state.global_step,
+                    "samples": state.global_step * samples,
+                    "seconds": time.monotonic() - self.start,
+                }
                 out.write(json.dumps({**line, "reward": rewards[-1]}) + "\n")
                 out.flush()
 

@@ -2,10 +2,11 @@
 
 python -m tests.bench warm_start [--lr 2e-3]
 
-The task is that of ``make arithmetic``: sums of two numbers of two digits, a random model of two layers. ``warm start``: 300 steps of
-cross-entropy, then 100 steps of RL from the checkpoint. ``RL alone``: the same configuration of RL from the random weights, with ``--lr``,
-for as many seconds as the two runs together took, their starts included. One after the other, on the same machine; the ratio is that of the
-rewards at the end, each the mean of ten steps. The reward is the share of right digits.
+The task is that of ``make arithmetic``: sums of two numbers of two digits, a random model of two layers. ``warm
+start``: 300 steps of cross-entropy, then 100 steps of RL from the checkpoint. ``RL alone``: the same configuration of
+RL from the random weights, with ``--lr``, for as many seconds as the two runs together took, their starts included. One
+after the other, on the same machine; the ratio is that of the rewards at the end, each the mean of ten steps. The
+reward is the share of right digits.
 """
 
 import argparse
@@ -28,21 +29,36 @@ Curve = list[tuple[float, float]]
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.bench warm_start", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.bench warm_start",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of RL alone (default 2e-3; from the warm start it is 5e-4)")
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=2e-3,
+        help="learning rate of RL alone (default 2e-3; from the warm start it is 5e-4)",
+    )
     args = parser.parse_args(arguments)
     taught = up(TAUGHT, "taught")
     checkpoint = max((WORK / "taught/checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
     learnt = up(LEARNT, "learnt", "--from-checkpoint", str(checkpoint))
     began_s, seconds = taught.seen[-1].wall_s, taught.seen[-1].wall_s + learnt.seen[-1].wall_s
-    alone = up(LEARNT, "alone", "--set", f"learner.optimizer.lr={args.lr}", "--set", "learner.steps=100000", for_s=seconds)
+    alone = up(
+        LEARNT, "alone", "--set", f"learner.optimizer.lr={args.lr}", "--set", "learner.steps=100000", for_s=seconds
+    )
     curves = {"warm start": smoothed(learnt, began_s), "RL alone": smoothed(alone, 0.0)}
     print(
-        f"warm start: {began_s:.0f} s, cross-entropy {taught.lines[0]['train/sft_loss']:.2f} -> {taught.lines[-1]['train/sft_loss']:.2f}; ",
+        (
+            f"warm start: {began_s:.0f} s, cross-entropy {taught.lines[0]['train/sft_loss']:.2f} -> "
+            f"{taught.lines[-1]['train/sft_loss']:.2f}; "
+        ),
         end="",
     )
-    print(f"RL: {len(learnt.lines)} steps in {seconds - began_s:.0f} s; RL alone: {len(alone.lines)} steps in {seconds:.0f} s")
+    print(
+        f"RL: {len(learnt.lines)} steps in {seconds - began_s:.0f} s; RL alone: {len(alone.lines)} steps in "
+        f"{seconds:.0f} s"
+    )
     report(curves, seconds)
     draw(curves, began_s, WORK / "warm_start.png")
     print(f"picture {(WORK / 'warm_start.png').relative_to(ROOT)}")
@@ -62,14 +78,18 @@ def up(config: Path, name: str, *words: str, for_s: float = 0.0) -> Metered:
         *words,
         *(word for one in settings for word in ("--set", one)),
     ]
-    return metered(command, lines_file=directory / "metrics.jsonl", log_file=WORK / f"{name}.log", directory=ROOT, for_s=for_s)
+    return metered(
+        command, lines_file=directory / "metrics.jsonl", log_file=WORK / f"{name}.log", directory=ROOT, for_s=for_s
+    )
 
 
 def smoothed(run: Metered, began_s: float) -> Curve:
     """Return the mean reward of the last ``MEAN_OF`` steps behind each step that has so many."""
     rewards = [line["data/reward_mean"] for line in run.lines]
     numbers = range(MEAN_OF, len(rewards) + 1)
-    return [(began_s + run.at(number).wall_s, statistics.mean(rewards[number - MEAN_OF : number])) for number in numbers]
+    return [
+        (began_s + run.at(number).wall_s, statistics.mean(rewards[number - MEAN_OF : number])) for number in numbers
+    ]
 
 
 def report(curves: dict[str, Curve], seconds: float) -> None:

@@ -1,4 +1,5 @@
-"""An auditor that shares no code with the system: it reads the streams and the newest checkpoint as docs/wire.md spells them.
+"""An auditor that shares no code with the system: it reads the streams and the newest checkpoint as docs/wire.md spells
+them.
 
 It knows msgpack, JSON and NATS requests. It requires of a run, whatever was killed in it:
 
@@ -29,7 +30,9 @@ Place = tuple[int, int]
 SOUND = ("good", "duplicate")
 """Kinds of a foreign actor's samples that may be trained."""
 BY_TASK = ("index beyond the group", "group size", "another prompt", "another temperature", "unknown task")
-"""Kinds of samples that only their task shows to be wrong: they are duplicates once it is settled, and may wait for one to be issued."""
+"""Kinds of samples that only their task shows to be wrong: they are duplicates once it is settled, and may wait for one
+to be issued.
+"""
 CHANCE = ("mutated", "version of tomorrow", "version of next week")
 """Kinds of samples that may be valid by chance: the version exists by now, or the changed byte has no effect."""
 REASONS = {"stale", "filtered", "empty", "dead", "lost", "failed", "aborted"}
@@ -53,14 +56,22 @@ class Verdict:
     trimmed: int = 0
     steps_taken_again: int = 0
     steps_without_digest: int = 0
-    """Number of done steps with weights that have no digest (``learner.weights_digest``): their bits were compared with nothing."""
+    """Number of done steps with weights that have no digest (``learner.weights_digest``): their bits were compared with
+    nothing.
+    """
     lost: list[str] = field(default_factory=list)
     twice: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
     def __str__(self) -> str:
-        found = f"{self.steps} steps, {self.trained} samples trained, dropped {dict(self.dropped)}, {self.duplicates} duplicates"
-        more = f"{self.refused} refused, {self.to_come} to come, {self.trimmed} trimmed, {self.steps_taken_again} steps taken again"
+        found = (
+            f"{self.steps} steps, {self.trained} samples trained, dropped {dict(self.dropped)}, {self.duplicates} "
+            "duplicates"
+        )
+        more = (
+            f"{self.refused} refused, {self.to_come} to come, {self.trimmed} trimmed, {self.steps_taken_again} "
+            "steps taken again"
+        )
         return f"{found}, {more}; lost {self.lost[:5]}, twice {self.twice[:5]}, wrong {self.wrong[:5]}"
 
 
@@ -72,10 +83,14 @@ class Message:
     body: dict[str, Any]
 
 
-async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str], foreign: Mapping[str, str] | None = None) -> Verdict:
-    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as a reader saw them while it ran.
+async def judge(
+    url: str, run: str, checkpoints: Path, witnessed: dict[int, str], foreign: Mapping[str, str] | None = None
+) -> Verdict:
+    """Audit a run that is at rest. ``witnessed``: message ids by sequence in SAMPLES, as a reader saw them while it
+    ran.
 
-    ``foreign``: the intent of a hostile actor for each of its message ids (see ``hostile``): a defect must not be trained, and is no loss.
+    ``foreign``: the intent of a hostile actor for each of its message ids (see ``hostile``): a defect must not be
+    trained, and is no loss.
     """
     user = urlsplit(url).username
     inbox = f"_INBOX_{user}" if user else "_INBOX"  # where docs/security.md lets a user receive its answers
@@ -98,10 +113,16 @@ async def judge(url: str, run: str, checkpoints: Path, witnessed: dict[int, str]
         present: set[int] = set()
         async for message in _messages(nc, f"TM_{run}_SAMPLES"):
             present.add(message.seq)
-            if ".part." not in message.subject and ".sample.eval." not in message.subject and not audit.defective(message):
+            if (
+                ".part." not in message.subject
+                and ".sample.eval." not in message.subject
+                and not audit.defective(message)
+            ):
                 audit.sample(message)
                 if witnessed.get(message.seq, message.headers["Nats-Msg-Id"]) != message.headers["Nats-Msg-Id"]:
-                    audit.verdict.lost.append(f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}")
+                    audit.verdict.lost.append(
+                        f"{message.seq} was {witnessed[message.seq]} and is {message.headers['Nats-Msg-Id']}"
+                    )
         for seq in sorted(set(witnessed) - present):
             if seq >= int(info["state"]["first_seq"]):
                 audit.verdict.lost.append(f"{seq} ({witnessed[seq]}) was seen in the stream and is not there")
@@ -172,7 +193,9 @@ class _Audit:
         self.verdict.steps_done = len(self._digests)
         self.verdict.steps_without_digest = sum("None" in digests for digests in self._digests.values())
         if len(known) > 1:
-            self.verdict.wrong.append(f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}")
+            self.verdict.wrong.append(
+                f"step {message.body['step']} was taken again and gave other weights: {sorted(known)}"
+            )
 
     def requeue(self, message: Message) -> None:
         task = message.body["task"]
@@ -199,9 +222,13 @@ class _Audit:
         self._checkpoint_step = int(state["step"])
         for seq, step in self._step_of.items():
             if step <= self._checkpoint_step and not self._behind(seq):
-                self.verdict.twice.append(f"sample {seq} is in step {step}, in the model of the checkpoint, and not behind its cursor")
+                self.verdict.twice.append(
+                    f"sample {seq} is in step {step}, in the model of the checkpoint, and not behind its cursor"
+                )
             if step > self._checkpoint_step and self._behind(seq):
-                self.verdict.lost.append(f"sample {seq} is in step {step}, not in the model of the checkpoint, and behind its cursor")
+                self.verdict.lost.append(
+                    f"sample {seq} is in step {step}, not in the model of the checkpoint, and behind its cursor"
+                )
 
     def _behind(self, seq: int) -> bool:
         return seq <= self._floor or seq in self._settled
@@ -209,7 +236,9 @@ class _Audit:
     # ---- the samples
 
     def trimmed(self, first: int, witnessed: dict[int, str]) -> None:
-        """Check that every sample before the first message is in a record, or behind the cursor as a duplicate or a failed one."""
+        """Check that every sample before the first message is in a record, or behind the cursor as a duplicate or a
+        failed one.
+        """
         self.verdict.trimmed = max(0, first - 1)
         for seq in range(1, first):
             if not self._behind(seq):
@@ -219,16 +248,24 @@ class _Audit:
             if self._foreign.get(witnessed[seq], SOUND[0]) not in SOUND:
                 continue
             task, index = map(int, witnessed[seq].split(".")[:2])
-            if (task, index) not in self._places and task not in self._dropped_tasks and not (task in self._dead and task in self._sizes):
+            if (
+                (task, index) not in self._places
+                and task not in self._dropped_tasks
+                and not (task in self._dead and task in self._sizes)
+            ):
                 self.verdict.lost.append(f"sample {seq} ({witnessed[seq]}) was trimmed, and no record knows its place")
 
     def defective(self, message: Message) -> bool:
-        """Return whether a message is a foreign actor's sample that was not meant to be trained; training it is recorded as wrong."""
+        """Return whether a message is a foreign actor's sample that was not meant to be trained; training it is
+        recorded as wrong.
+        """
         kind = self._foreign.get(message.headers["Nats-Msg-Id"], SOUND[0])
         if kind in SOUND or (kind in CHANCE and message.seq in self._step_of):
             return False
         if message.seq in self._step_of:
-            self.verdict.wrong.append(f"sample {message.seq} with the defect {kind!r} is in step {self._step_of[message.seq]}")
+            self.verdict.wrong.append(
+                f"sample {message.seq} with the defect {kind!r} is in step {self._step_of[message.seq]}"
+            )
         self.verdict.refused += 1
         self.verdict.refused_by[kind] += 1
         return True
@@ -242,7 +279,8 @@ class _Audit:
             planned = self._planned[seq]
             if size < asked and not short:
                 verdict.wrong.append(f"task {body['task']} is not dead, and was trained with {size} of {asked} samples")
-            # A dead task may be trained with fewer samples. A plan has no indexes, so those behind a gap are larger than their positions.
+            # A dead task may be trained with fewer samples. A plan has no indexes, so those behind a gap are larger
+            # than their positions.
             if place != planned and not (short and place[0] == planned[0] and place[1] > planned[1]):
                 verdict.wrong.append(f"sample {seq} is {place}, and its step has it as {planned}")
         elif seq in self._reason_of:
@@ -265,13 +303,17 @@ class _Audit:
             if place in self._places:
                 self.verdict.duplicates += 1
             else:
-                self.verdict.lost.append(f"sample {seq} {place} is the only one of its place, and its task was trained without it")
+                self.verdict.lost.append(
+                    f"sample {seq} {place} is the only one of its place, and its task was trained without it"
+                )
 
 
 def _whole(path: Path) -> bool:
     try:
         files = json.loads((path / "manifest.json").read_text())["files"]
-        return all(hashlib.sha256((path / name).read_bytes()).hexdigest() == wanted["sha256"] for name, wanted in files.items())
+        return all(
+            hashlib.sha256((path / name).read_bytes()).hexdigest() == wanted["sha256"] for name, wanted in files.items()
+        )
     except (OSError, ValueError, KeyError):
         return False
 
@@ -307,7 +349,9 @@ async def _messages(nc: Client, stream: str) -> AsyncIterator[Message]:
     sub = await nc.subscribe(inbox)
     while wanted:
         batch = min(256, wanted)
-        await nc.publish(f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", json.dumps({"batch": batch}).encode(), reply=inbox)
+        await nc.publish(
+            f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{name}", json.dumps({"batch": batch}).encode(), reply=inbox
+        )
         for _ in range(batch):
             message = await sub.next_msg(timeout=30)
             assert message.reply, f"{stream}: {message.headers}"

@@ -4,10 +4,11 @@ python -m tests.chaos.dying learner <instant> <signal> <arguments of `tidemill l
 python -m tests.chaos.dying engine <phase> <signal> <arguments of `tidemill engine`>
 python -m tests.chaos.dying actor <instant> <signal> <arguments of `tidemill actor`>
 
-The learner has one rank; feeder and rank are started as by `tidemill learner`, one of them with the instant's function wrapped, and so
-are engine and actor: at its n-th call the process sends the signal (KILL or STOP) to its whole process group and to those of all its
-children (KILL-SERVER, STOP-SERVER: to the children's alone; TERM: to itself alone). The file <instant>.died (of an engine or actor:
-<its name>.died) beside the run's directory records that the instant was reached; an actor's names the sample, <task>.<index>.
+The learner has one rank; feeder and rank are started as by `tidemill learner`, one of them with the instant's function
+wrapped, and so are engine and actor: at its n-th call the process sends the signal (KILL or STOP) to its whole process
+group and to those of all its children (KILL-SERVER, STOP-SERVER: to the children's alone; TERM: to itself alone). The
+file <instant>.died (of an engine or actor: <its name>.died) beside the run's directory records that the instant was
+reached; an actor's names the sample, <task>.<index>.
 """
 
 import importlib
@@ -87,7 +88,9 @@ SGLANG_PHASES = {
 
 @dataclass(frozen=True)
 class Point:
-    """An instant of an episode: the first call of an asynchronous function of the actor for whose arguments ``at`` is true."""
+    """An instant of an episode: the first call of an asynchronous function of the actor for whose arguments ``at`` is
+    true.
+    """
 
     where: str
     sample: Callable[..., str]
@@ -117,9 +120,13 @@ EPISODE = {
         lambda calls, *_: f"{calls._episode.task.id}.{calls._episode.index}",
         lambda calls, *_: len(calls._episode.recorder) == 2,
     ),
-    "unscored": Point("tidemill.actors.actor.loop:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"),
+    "unscored": Point(
+        "tidemill.actors.actor.loop:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"
+    ),
     "scored": Point("tidemill.actors.actor.loop:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
-    "published": Point("tidemill.actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"),
+    "published": Point(
+        "tidemill.actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"
+    ),
     "ended": Point("tidemill.bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
 }
 """Instants of an episode of three turns:
@@ -171,7 +178,9 @@ def _mark_and_strike(mark: Path, sample: str, how: str) -> None:
 
 
 def learner(instant: str, how: str, arguments: list[str]) -> int:
-    """Run both children; return 0 when both have ended well. They are in this process' group, so a signal to the group kills all."""
+    """Run both children; return 0 when both have ended well. They are in this process' group, so a signal to the group
+    kills all.
+    """
     with KeptPort() as port, KeptPort() as feeder:
         url, keys = f"tcp://127.0.0.1:{feeder.number}", FeedKeys.new()
         part = Part(num_ranks=1, world=1, master=("127.0.0.1", port.number), feeder_url=url, listen=url, keys=keys)
@@ -209,7 +218,9 @@ def _mark(arguments: list[str], instant: str) -> Path:
 
 
 def die_at(where: str, nth: int, how: str, mark: Path) -> None:
-    """Wrap a function (``module:name`` or ``module:Class.name``): at its n-th call this process gets the signal, and ``mark`` is made."""
+    """Wrap a function (``module:name`` or ``module:Class.name``): at its n-th call this process gets the signal, and
+    ``mark`` is made.
+    """
     owner, name = _owner(where)
     original, calls = getattr(owner, name), 0
 

@@ -1,11 +1,12 @@
 """A foreign actor that misbehaves. It shares no code with the system: it knows NATS, msgpack and docs/wire.md.
 
-It leases tasks as user ``actor-<n>`` of a bus with users and publishes good samples, duplicates, and samples with one defect each;
-it writes junk on every subject that its user may publish to, sends random HTTP to the engines (with the admin key, too: then with an
-epoch that no learner has), and random frames to every TCP port of the feeder. Its actions are drawn from a seed, at a bounded rate; it
-ends when it is cancelled.
+It leases tasks as user ``actor-<n>`` of a bus with users and publishes good samples, duplicates, and samples with one
+defect each; it writes junk on every subject that its user may publish to, sends random HTTP to the engines (with the
+admin key, too: then with an epoch that no learner has), and random frames to every TCP port of the feeder. Its actions
+are drawn from a seed, at a bounded rate; it ends when it is cancelled.
 
-Consumes TASKS and the rows ``live/engine.engine-0``, ``weights/head``; produces junk. Waits for nothing longer than ``ANSWER_S``.
+Consumes TASKS and the rows ``live/engine.engine-0``, ``weights/head``; produces junk. Waits for nothing longer than
+``ANSWER_S``.
 """
 
 import asyncio
@@ -162,7 +163,9 @@ class Hostile:
             await asyncio.sleep(0.2)
 
     async def _connect(self) -> Client:
-        words = dict(line.split("=", 1) for line in (self.directory / f"auth/{self.user}.env").read_text().split() if "=" in line)
+        words = dict(
+            line.split("=", 1) for line in (self.directory / f"auth/{self.user}.env").read_text().split() if "=" in line
+        )
 
         async def ignore(error: Exception) -> None:
             self.sent[f"error {type(error).__name__}"] += 1
@@ -186,7 +189,8 @@ class Hostile:
         raise _Reconnect
 
     async def _again(self, act: Callable[[Client], Any], nc: Client) -> None:
-        # Not for ever: a TaskGroup cancels each of its tasks once, and ``wait_for`` of Python 3.11 can lose that (CPython issue 86296).
+        # Not for ever: a TaskGroup cancels each of its tasks once, and ``wait_for`` of Python 3.11 can lose that
+        # (CPython issue 86296).
         while nc.is_connected:
             with contextlib.suppress(*_FOREIGN):
                 await act(nc)
@@ -262,7 +266,9 @@ class Hostile:
             await self._store(nc, GOOD, id, msgpack.packb(body))
             if what == "twice":
                 await self._store(nc, DUPLICATE, id, msgpack.packb(body))
-                await self._store(nc, DUPLICATE, f"{id}-again", msgpack.packb({**body, "attempt": f"{body['attempt']}-again"}))
+                await self._store(
+                    nc, DUPLICATE, f"{id}-again", msgpack.packb({**body, "attempt": f"{body['attempt']}-again"})
+                )
         elif what == "defect":
             self._to_come = self._to_come or self._random.sample(list(DEFECTS), len(DEFECTS))
             name = self._to_come.pop()
@@ -271,7 +277,9 @@ class Hostile:
         elif what == "bytes":
             await self._store(nc, "bytes", id, self._bytes(self._random.choice((0, 3, 500))))
         elif what == EVAL:
-            payload = self._random.choice((self._bytes(300), msgpack.packb({**body, "kind": "eval"}), msgpack.packb(body)))
+            payload = self._random.choice(
+                (self._bytes(300), msgpack.packb({**body, "kind": "eval"}), msgpack.packb(body))
+            )
             await self._store(nc, EVAL, id, payload)
         elif what == "mutated":
             await self._store(nc, "mutated", id, self._mutated(msgpack.packb({**body, "reward": math.nan})))
@@ -281,8 +289,12 @@ class Hostile:
     async def _manifest(self, nc: Client, id: str) -> None:
         """Publish a manifest that names one part many times, or missing parts, or a size that no sample has."""
         part = f"tm.{self.run}.part.train.{id.split('.')[0]}"
-        stored = json.loads((await nc.request(part, b"x" * 200_000, timeout=ANSWER_S, headers={"Nats-Msg-Id": f"{id}.chunk/0"})).data)
-        seqs = self._random.choice(([stored["seq"]] * 3000, [2**40], [], [-1], list(range(1, 3000)), [stored["seq"]], ["1"], 7))
+        stored = json.loads(
+            (await nc.request(part, b"x" * 200_000, timeout=ANSWER_S, headers={"Nats-Msg-Id": f"{id}.chunk/0"})).data
+        )
+        seqs = self._random.choice(
+            ([stored["seq"]] * 3000, [2**40], [], [-1], list(range(1, 3000)), [stored["seq"]], ["1"], 7)
+        )
         length = self._random.choice((200_000, 2**40, -1, 0, "long"))
         manifest = {"schema": 1, "type": "parts", "seqs": seqs, "length": length, "sha256": "0" * 64}
         await self._store(nc, "manifest", id, msgpack.packb(manifest), parts=True)
@@ -312,22 +324,58 @@ class Hostile:
             )
         )
         extra = self._random.choice(
-            ({}, {"Nats-Rollup": "all"}, {"Nats-Rollup": "sub"}, {"Nats-TTL": "1s"}, {"KV-Operation": "PURGE"}, {"Tm-Epoch": "9" * 40})
+            (
+                {},
+                {"Nats-Rollup": "all"},
+                {"Nats-Rollup": "sub"},
+                {"Nats-TTL": "1s"},
+                {"KV-Operation": "PURGE"},
+                {"Tm-Epoch": "9" * 40},
+            )
         )
-        row = {"role": "actor", "id": [1], "pid": "x", "load": {"step": "many"}, "version": 1e300, "epoch": -1, "phase": {}}
-        dead = {"schema": 1, "type": "dead", "task": 10**9 + task, "reason": "\x1b[2J", "attempts": 1, "actor": "", "prompt": ""}
+        row = {
+            "role": "actor",
+            "id": [1],
+            "pid": "x",
+            "load": {"step": "many"},
+            "version": 1e300,
+            "epoch": -1,
+            "phase": {},
+        }
+        dead = {
+            "schema": 1,
+            "type": "dead",
+            "task": 10**9 + task,
+            "reason": "\x1b[2J",
+            "attempts": 1,
+            "actor": "",
+            "prompt": "",
+        }
         payload = self._random.choice(
-            (self._bytes(200), json.dumps(row).encode(), msgpack.packb(dead), b"{}", b"[1]", b"", self._mutated(msgpack.packb(dead)))
+            (
+                self._bytes(200),
+                json.dumps(row).encode(),
+                msgpack.packb(dead),
+                b"{}",
+                b"[1]",
+                b"",
+                self._mutated(msgpack.packb(dead)),
+            )
         )
         self.sent[f"junk: {subject.split('.')[2 if subject.startswith('tm.') else 1]}"] += 1
         with contextlib.suppress(nats.errors.TimeoutError, nats.errors.NoRespondersError):
-            await nc.request(subject, payload, timeout=0.5, headers={"Nats-Msg-Id": f"j{self._random.getrandbits(60)}", **extra})
+            await nc.request(
+                subject, payload, timeout=0.5, headers={"Nats-Msg-Id": f"j{self._random.getrandbits(60)}", **extra}
+            )
 
     async def _http(self, nc: Client) -> None:
         address = await self._engine(nc)
         if not address:
             return
-        path, token = self._random.choice(PATHS), self._random.choice(("", "wrong", self._key("api-key"), self._key("admin-key")))
+        path, token = (
+            self._random.choice(PATHS),
+            self._random.choice(("", "wrong", self._key("api-key"), self._key("admin-key"))),
+        )
         is_admin = bool(token) and token == self._key("admin-key")
         value: Any = self._random.choice(NO_EPOCH if is_admin else (*NO_EPOCH, None, math.nan))
         body = {
@@ -343,8 +391,11 @@ class Hostile:
             "timeout_s": value,
         }
         whole = json.dumps(body).encode()
-        # A command without an epoch is obeyed where it brings the admin key; this actor is not the learner, and must not be one.
-        payload = self._random.choice((whole, self._bytes(100), b"[" * 5000) if is_admin else (whole, self._bytes(100), b"", b"[" * 5000))
+        # A command without an epoch is obeyed where it brings the admin key; this actor is not the learner, and must
+        # not be one.
+        payload = self._random.choice(
+            (whole, self._bytes(100), b"[" * 5000) if is_admin else (whole, self._bytes(100), b"", b"[" * 5000)
+        )
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self.sent["http"] += 1
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=3)) as session:
@@ -362,7 +413,9 @@ class Hostile:
             return ""
 
     def _key(self, name: str) -> str:
-        """Return a key of the run: every process may present the api key, which is refused for commands. Empty while there is none."""
+        """Return a key of the run: every process may present the api key, which is refused for commands. Empty while
+        there is none.
+        """
         file = self.directory / "auth" / name
         return file.read_text().strip() if file.exists() else ""
 

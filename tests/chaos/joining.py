@@ -1,4 +1,6 @@
-"""An engine joins a run in progress: its first response is of the newest version, and no other process has waited for it."""
+"""An engine joins a run in progress: its first response is of the newest version, and no other process has waited for
+it.
+"""
 
 import asyncio
 import itertools
@@ -15,7 +17,8 @@ from tidemill.bus.wire.messages import Sample
 from tidemill.weightstore.store.registry import VersionRegistry
 
 MAX_LAG = 2
-"""``staleness.max_lag`` of smoke.yaml: a version and the next one that made a sample differ by at most one step more."""
+"""``staleness.max_lag`` of smoke.yaml: a version and the next one that made a sample differ by at most one step more.
+"""
 
 
 def join(tmp_path: Path, engine: Sequence[str] = ()) -> None:
@@ -50,7 +53,9 @@ async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
             finally:
                 watching.cancel()
                 await asyncio.gather(watching, return_exceptions=True)
-            told = {part.name: await serving(bus, part, 0, "afterwards") for part in run.started if part.role == "engine"}
+            told = {
+                part.name: await serving(bus, part, 0, "afterwards") for part in run.started if part.role == "engine"
+            }
             pushes = next(part for part in run.started if part.name == "learner").log
     begun, newest = seen.of_second.spans[0].version, seen.newest_before_it
     assert row.version >= before, "it served nothing older"
@@ -58,9 +63,16 @@ async def _join(tmp_path: Path, engine: Sequence[str]) -> None:
     assert begun >= max(before, newest - 2), f"newest seen {newest}: it may lack {late}; head was {before}; got {begun}"
     assert after >= before + 3, "steps and pushes went on while it joined"
     made = sorted({before, after} | {version for version in meanwhile if before < version < after})
-    assert max(b - a for a, b in itertools.pairwise(made)) <= MAX_LAG + 1, f"and so did the other engine: versions {made}"
+    assert max(b - a for a, b in itertools.pairwise(made)) <= MAX_LAG + 1, (
+        f"and so did the other engine: versions {made}"
+    )
     assert first.log.count("engine phase=") == phases, "which has served all the time"
-    assert sum(row.load.get("requests_aborted", 0) + row.load.get("requests_aborted_by_pushes", 0) for row in told.values()) == 0
+    assert (
+        sum(
+            row.load.get("requests_aborted", 0) + row.load.get("requests_aborted_by_pushes", 0) for row in told.values()
+        )
+        == 0
+    )
     assert "evicted" not in pushes.replace("evicted=0", ""), "no push has left anybody out"
 
 
@@ -90,6 +102,8 @@ class _Seen:
             self.versions += [span.version for span in sample.spans]
             if sample.engine == "second" and self.of_second is None:
                 began_s = received.stored_s - sample.timings.generating_s - sample.timings.reward_s
-                self.newest_before_it = max((newest for stored_s, newest in self._newest if stored_s < began_s), default=-1)
+                self.newest_before_it = max(
+                    (newest for stored_s, newest in self._newest if stored_s < began_s), default=-1
+                )
                 self.of_second = sample
             self._newest.append((received.stored_s, max(self.versions)))

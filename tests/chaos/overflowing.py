@@ -12,6 +12,8 @@ OVERFLOWING = "learner.algorithm.advantage=tests.chaos.overflowing:sometimes"
 
 
 def sometimes(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Infinite where the sum of the step's rewards is even, which is as random as the samples, and the same whenever they are taken."""
+    """Infinite where the sum of the step's rewards is even, which is as random as the samples, and the same whenever
+    they are taken.
+    """
     advantages = grpo_no_std(rewards_N, groups_N)
     return torch.full_like(advantages, math.inf) if round(float(rewards_N.sum())) % 2 == 0 else advantages

@@ -1,4 +1,6 @@
-"""A run with processes started one by one, as on several machines, which can be stopped, killed and inspected one by one."""
+"""A run with processes started one by one, as on several machines, which can be stopped, killed and inspected one by
+one.
+"""
 
 import asyncio
 import contextlib
@@ -38,7 +40,9 @@ class Part:
         return [top, *top.children(recursive=True)]
 
     async def frozen(self, *, below: bool = False) -> list[psutil.Process]:
-        """Wait until SIGSTOP has reached the whole family (or all below its top), and return it; `thaw` continues it."""
+        """Wait until SIGSTOP has reached the whole family (or all below its top), and return it; `thaw` continues
+        it.
+        """
         async with asyncio.timeout(PATIENCE_S):
             while {process.status() for process in self.family()[below:]} != {psutil.STATUS_STOPPED}:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -76,9 +80,17 @@ class Parts:
         return self.directory / "run"
 
     def start(
-        self, role: str, *settings: str, name: str = "", url: str = "", instant: str = "", how: str = "KILL", words: Sequence[str] = ()
+        self,
+        role: str,
+        *settings: str,
+        name: str = "",
+        url: str = "",
+        instant: str = "",
+        how: str = "KILL",
+        words: Sequence[str] = (),
     ) -> Part:
-        """Start ``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see `dying`).
+        """Start ``tidemill ROLE``; ``url``: of the bus, if not the run's own; ``instant``, ``how``: it dies then (see
+        `dying`).
 
         ``words``: further arguments.
         """

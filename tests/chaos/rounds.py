@@ -1,4 +1,6 @@
-"""An engine is killed or frozen in a phase of a push while another one serves: the learner goes on, and the engine comes back."""
+"""An engine is killed or frozen in a phase of a push while another one serves: the learner goes on, and the engine
+comes back.
+"""
 
 import asyncio
 import contextlib
@@ -28,9 +30,12 @@ class Round:
     phase: str
     """Phase of a push (see `dying`)."""
     how: str
-    """KILL | STOP of the engine; KILL-SERVER | STOP-SERVER of the server it has started, the engine itself left alone."""
+    """KILL | STOP of the engine; KILL-SERVER | STOP-SERVER of the server it has started, the engine itself left alone.
+    """
     may_end: bool = False
-    """True when a thawed engine may also end by itself, with code 1; the test then starts it again, like its supervisor."""
+    """True when a thawed engine may also end by itself, with code 1; the test then starts it again, like its
+    supervisor.
+    """
 
 
 def play(
@@ -44,7 +49,8 @@ def play(
 ) -> str:
     """Play one round after the other on one run, then check the accounting; return the learner's log.
 
-    ``victims``: settings of the engines that fail; ``settings``: of all processes; ``others``: names of engines that live all the time.
+    ``victims``: settings of the engines that fail; ``settings``: of all processes; ``others``: names of engines that
+    live all the time.
     """
     with parts(tmp_path, *SETTINGS, f"weights.phase_deadline_s={deadline_s}", *settings) as run:
         return asyncio.run(_all(run, rounds, victims, others))
@@ -81,7 +87,10 @@ def _spared(log: str, others: Sequence[str]) -> None:
     reached = [int(count) for count in re.findall(r"pushed version=.* engines=(\d+)", log)]
     silent = re.findall(rf"left engine=(?:{'|'.join(map(re.escape, others))}) reason=no longer live", log)
     # On a busy machine one of them may have stood still for so long that a push did not wait for it.
-    assert sum(count < len(others) for count in reached) <= min(1, len(silent)) and max(reached) > len(others), (reached, silent)
+    assert sum(count < len(others) for count in reached) <= min(1, len(silent)) and max(reached) > len(others), (
+        reached,
+        silent,
+    )
     assert "push failed" not in log, log[-3000:]
 
 
@@ -127,7 +136,12 @@ async def serving(bus: Bus, engine: Part, version: int, what: str) -> LiveRow:
             while engine.process.returncode is None:
                 with contextlib.suppress(BusUnavailable):
                     for row in await view.alive("engine"):
-                        if row.id == engine.name and row.pid == engine.process.pid and row.phase == "serving" and row.version >= version:
+                        if (
+                            row.id == engine.name
+                            and row.pid == engine.process.pid
+                            and row.phase == "serving"
+                            and row.version >= version
+                        ):
                             return row
                 await asyncio.sleep(0.05)
     raise AssertionError(f"{what}: {engine.name} does not serve version {version}:\n{engine.log[-3000:]}")

@@ -1,7 +1,9 @@
-"""A storm: processes of a running `tidemill up` are killed with -9 or frozen at random moments, itself included, drawn from a seed.
+"""A storm: processes of a running `tidemill up` are killed with -9 or frozen at random moments, itself included, drawn
+from a seed.
 
-The seed draws each victim, the pause before its signal, and how long it is frozen. A signal hits any instant of the process's life, its
-start included; every ``BREATH`` signals the run must have completed a step, so that no storm passes because nothing ran.
+The seed draws each victim, the pause before its signal, and how long it is frozen. A signal hits any instant of the
+process's life, its start included; every ``BREATH`` signals the run must have completed a step, so that no storm passes
+because nothing ran.
 """
 
 import asyncio
@@ -24,7 +26,9 @@ from tidemill.bus.streams.bus import connect
 from tidemill.launch.run.access import viewer_line
 
 VICTIMS = {"actor": 5, "engine": 4, "learner": 2, "feeder": 2, "rank": 2, "nats-server": 3, "bus": 1, "up": 1}
-"""Processes, and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started again."""
+"""Processes, and how often each is drawn, of 20. `up` is the supervisor: all the others end with it, and it is started
+again.
+"""
 CHILD = "rollout child"
 """A process that runs programs of rollouts, as a further victim."""
 MEAN_GAP_S = 1.0
@@ -117,7 +121,9 @@ class Storm:
         """Run ``steps`` more steps undisturbed after the storm; return the run after its own end."""
         run = self._start(f"learner.steps={self.steps + steps}")
         try:
-            assert await asyncio.to_thread(run.wait) == 0, f"seed {self.seed}: it did not end by itself\n{run.log[-3000:]}"
+            assert await asyncio.to_thread(run.wait) == 0, (
+                f"seed {self.seed}: it did not end by itself\n{run.log[-3000:]}"
+            )
         finally:
             if run.process.returncode is None:
                 run.process.kill()
@@ -204,7 +210,11 @@ async def _until_alone(directory: Path) -> None:
     """Wait until the kernel has ended the children of a killed `up`."""
     deadline = time.monotonic() + 30
     while True:
-        left = [p.pid for p in psutil.process_iter(["cmdline"]) if any(str(directory) in word for word in p.info["cmdline"] or ())]
+        left = [
+            p.pid
+            for p in psutil.process_iter(["cmdline"])
+            if any(str(directory) in word for word in p.info["cmdline"] or ())
+        ]
         if not left:
             return
         assert time.monotonic() < deadline, f"children of a killed `up` are alive after 30 s: {left}"

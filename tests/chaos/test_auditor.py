@@ -19,7 +19,9 @@ from tidemill.bus.wire.messages import Dead, Done, Plan, Requeue, Settle, Status
 
 
 class Scene:
-    """Three tasks of two samples: one trained, one given up, one incomplete; a checkpoint of the step. Valid until a test changes it."""
+    """Three tasks of two samples: one trained, one given up, one incomplete; a checkpoint of the step. Valid until a
+    test changes it.
+    """
 
     def __init__(self, bus: Bus, url: str, root: Path) -> None:
         self.bus, self.url, self.root = bus, url, root
@@ -55,12 +57,16 @@ class Scene:
             self.witnessed.setdefault(await self.bus.samples.publish(one), one.message_id)
         await self.bus.samples.publish(data_kit.sample(tasks[0], 0, attempt="f", status=Status.FAILED))
         for task, seqs, reason in self.settled:
-            await self.bus.plans.append(Settle(epoch=1, reason=reason, tasks=_i8([tasks[task].id]), seqs=_i8(seqs), step=1))
+            await self.bus.plans.append(
+                Settle(epoch=1, reason=reason, tasks=_i8([tasks[task].id]), seqs=_i8(seqs), step=1)
+            )
         for task in self.dead:
             await self.bus.dead.store(Dead(task=tasks[task].id, reason="it fails", attempts=3, actor="a", prompt=""))
         for task in self.requeued:
             id = tasks[task].id
-            await self.bus.plans.append(Requeue(epoch=1, task=id, root=id, count=1, prompt_epoch=0, offset=task, step=1))
+            await self.bus.plans.append(
+                Requeue(epoch=1, task=id, root=id, count=1, prompt_epoch=0, offset=task, step=1)
+            )
         for step, members, seqs in self.plans:
             ids = [tasks[one].id for one in members]
             await self.bus.plans.append(_plan(step, ids, seqs))
@@ -115,7 +121,9 @@ async def test_a_sound_run(open_bus: BusOpener, nats_server: EmbeddedServer, tmp
     assert (verdict.duplicates, verdict.to_come, verdict.trimmed) == (1, 1, 0)
 
 
-async def test_a_dead_task_is_trained_with_what_it_has(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_a_dead_task_is_trained_with_what_it_has(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
     """The second sample of the task is the first of its group; the first one came too late."""
     async with open_bus() as bus:
         scene = Scene(bus, nats_server.url, tmp_path)
@@ -215,7 +223,11 @@ def _gap_in_steps(scene: Scene) -> None:
         (_again, "twice", "sample 1 is in step 2 and was settled before"),
         (_both, "twice", "samples 1 and 6 are both trained as (2, 0)"),
         (_dropped_and_trained, "twice", "sample 1 is in step 1 and was settled before"),
-        (_to_be_trained_again, "twice", "sample 2 is in step 1, in the model of the checkpoint, and not behind its cursor"),
+        (
+            _to_be_trained_again,
+            "twice",
+            "sample 2 is in step 1, in the model of the checkpoint, and not behind its cursor",
+        ),
         (_skipped, "lost", "sample 1 is in step 1, not in the model of the checkpoint, and behind its cursor"),
         (_asked_for_twice, "wrong", "is asked for again, and is not dead or has been before"),
         (_asked_for_alive, "wrong", "is asked for again, and is not dead or has been before"),
@@ -225,7 +237,12 @@ def _gap_in_steps(scene: Scene) -> None:
     ],
 )
 async def test_each_defect_is_seen(
-    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, damage: Callable[[Scene], None], where: str, said: str
+    open_bus: BusOpener,
+    nats_server: EmbeddedServer,
+    tmp_path: Path,
+    damage: Callable[[Scene], None],
+    where: str,
+    said: str,
 ) -> None:
     async with open_bus() as bus:
         scene = Scene(bus, nats_server.url, tmp_path)

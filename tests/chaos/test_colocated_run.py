@@ -1,4 +1,6 @@
-"""`tidemill up` with learner and engines on one accelerator: never both at work, nothing aborted, with kills in either one's turn."""
+"""`tidemill up` with learner and engines on one accelerator: never both at work, nothing aborted, with kills in either
+one's turn.
+"""
 
 import asyncio
 import os
@@ -35,7 +37,9 @@ def events(log: Path) -> list[tuple[float, str]]:
 
 
 def turns_of_the_engine(run: Up, name: str) -> list[tuple[float, float]]:
-    """Return the intervals (from, until) in which the engine had no memory. Asserts that no token was generated meanwhile."""
+    """Return the intervals (from, until) in which the engine had no memory. Asserts that no token was generated
+    meanwhile.
+    """
     found: list[tuple[float, float]] = []
     released: tuple[float, int] | None = None
     for at, line in events(run.directory / "logs" / f"{name}.log"):
@@ -70,12 +74,16 @@ def assert_never_both(run: Up, engines: int, number_of_steps: int) -> None:
     for number in range(engines):
         away = turns_of_the_engine(run, f"engine-{number}")
         beside = [step for step in steps if any(since <= step[0] and step[1] <= until for since, until in away)]
-        assert len(beside) >= number_of_steps - 3, f"engine-{number} had memory in steps of the learner: {len(beside)} of {len(steps)}"
+        assert len(beside) >= number_of_steps - 3, (
+            f"engine-{number} had memory in steps of the learner: {len(beside)} of {len(steps)}"
+        )
 
 
 @pytest.mark.slow
 def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
-    """Two engines, two ranks, and every second step makes no version. The first push, after step 2, waits for both engines."""
+    """Two engines, two ranks, and every second step makes no version. The first push, after step 2, waits for both
+    engines.
+    """
     settings = (
         *COLOCATED,
         "learner.steps=8",
@@ -99,7 +107,12 @@ def test_learner_and_engines_take_turns(tmp_path: Path) -> None:
 
 async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) -> None:
     """It has no end of its own, which might come before the kill."""
-    settings = ("learner.steps=1000000", "learner.checkpoint_every=400", "learner.weights_digest=true", "up.drain_s=120")
+    settings = (
+        "learner.steps=1000000",
+        "learner.checkpoint_every=400",
+        "learner.weights_digest=true",
+        "up.drain_s=120",
+    )
     with up(tmp_path, *COLOCATED, *settings) as run:
         async with run.bus() as bus:
             learner = await frozen_in_its_turn(bus)
@@ -120,7 +133,9 @@ async def test_a_learner_killed_in_its_turn_leaves_nothing_torn(tmp_path: Path) 
     assert accounting.balance() and not (accounting.lost or accounting.trained_twice or accounting.problems), accounting
     assert accounting.max_lag_trained <= 2 and not aborted, (accounting, aborted)
     assert verdict.steps_done > 8 and verdict.steps_without_digest == 0, verdict
-    assert [one.step for one in listed(run.directory / "checkpoints")] == [verdict.steps_done], "the drain has checkpointed the last step"
+    assert [one.step for one in listed(run.directory / "checkpoints")] == [verdict.steps_done], (
+        "the drain has checkpointed the last step"
+    )
     engine = (run.directory / "logs" / "engine-0.log").read_text()
     assert engine.count("engine loaded") == 1, "the engine lives on"
     assert_never_both(run, 1, verdict.steps_done)
@@ -162,7 +177,9 @@ async def test_the_bus_killed_between_turns_ends_nothing(tmp_path: Path) -> None
 
 
 async def frozen_in_its_turn(bus: Bus) -> int:
-    """Stop the learner's children in the middle of a step. Returns the process id of the learner, which keeps sending heartbeats."""
+    """Stop the learner's children in the middle of a step. Returns the process id of the learner, which keeps sending
+    heartbeats.
+    """
     rows = bus.rows("weights")
     while True:
         turn, head = await rows.get("turn"), await rows.get("head")

@@ -1,4 +1,6 @@
-"""An engine is killed or frozen in each phase of a push: the learner goes on, and the engine comes back with the newest version."""
+"""An engine is killed or frozen in each phase of a push: the learner goes on, and the engine comes back with the newest
+version.
+"""
 
 import random
 import re
@@ -11,7 +13,9 @@ from tests.chaos.dying import PHASES
 from tests.chaos.rounds import HOWS, Round, play
 
 DEADLINE_S, LONG_DEADLINE_S = 6.0, 12.0
-"""The long one for the round that every change runs: a sound engine that is later than that is evicted. It is waited for twice."""
+"""The long one for the round that every change runs: a sound engine that is later than that is evicted. It is waited
+for twice.
+"""
 SLOW_ROUNDS = 100
 
 
@@ -27,7 +31,9 @@ def test_a_hundred_rounds_over_every_phase(tmp_path: Path, pytestconfig: pytest.
 
 
 COHORT: dict[str, Any] = {"deadline_s": 4.0, "settings": ("weights.group=all",), "others": ("engine-a", "engine-b")}
-"""Settings for the victim and two others in one process group with the learner. An engine slow within the deadline is not frozen."""
+"""Settings for the victim and two others in one process group with the learner. An engine slow within the deadline is
+not frozen.
+"""
 
 
 @pytest.mark.slow

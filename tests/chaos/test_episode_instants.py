@@ -1,4 +1,6 @@
-"""Actors, and the processes of their programs, are killed or frozen at each instant of an episode: another actor goes on from its log."""
+"""Actors, and the processes of their programs, are killed or frozen at each instant of an episode: another actor goes
+on from its log.
+"""
 
 import asyncio
 import json
@@ -29,11 +31,22 @@ TURNS = 3
 UNDER_WAY = ("taken", "unstored", "stored", "acted")
 """Instants at which the program runs, or is about to."""
 KEPT = {"taken": 0, "unstored": 1, "stored": 2, "acted": 2, "unscored": 3, "scored": 3}
-"""Least number of stored turns that the next actor finds, by instant. More are there if the actor had the task from another one.
+"""Least number of stored turns that the next actor finds, by instant. More are there if the actor had the task from
+another one.
 
 Not for a stored sample: its task may be settled, and is not begun again.
 """
-TOLD = {"untaken": 0, "taken": 0, "unstored": 1, "stored": 1, "acted": 2, "unscored": 3, "scored": 3, "published": 3, "ended": 3}
+TOLD = {
+    "untaken": 0,
+    "taken": 0,
+    "unstored": 1,
+    "stored": 1,
+    "acted": 2,
+    "unscored": 3,
+    "scored": 3,
+    "published": 3,
+    "ended": 3,
+}
 """Least number of turns that the environment has received, by instant."""
 
 
@@ -43,7 +56,9 @@ class Blow:
 
     instant: str
     how: str
-    """KILL, STOP: to the actor and all processes below it; KILL-SERVER: to those alone; TERM: to the actor, which drains."""
+    """KILL, STOP: to the actor and all processes below it; KILL-SERVER: to those alone; TERM: to the actor, which
+    drains.
+    """
 
 
 @pytest.mark.parametrize("again", ["replay", "resume"])
@@ -55,14 +70,25 @@ def test_a_killed_a_frozen_and_a_leaving_actor(tmp_path: Path, again: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("again", ["replay", "resume"])
 def test_every_instant_of_an_episode(tmp_path: Path, again: str) -> None:
-    asyncio.run(_played(tmp_path, again, [Blow(instant, how) for how in ("KILL", "STOP", "KILL-SERVER", "TERM") for instant in EPISODE]))
+    asyncio.run(
+        _played(
+            tmp_path,
+            again,
+            [Blow(instant, how) for how in ("KILL", "STOP", "KILL-SERVER", "TERM") for instant in EPISODE],
+        )
+    )
 
 
 async def _played(tmp_path: Path, again: str, blows: list[Blow]) -> None:
     told = tmp_path / "told"
     told.mkdir()
     at = {"directory": str(told)}
-    game = {"environment": "tests.rollout_programs:Board", "environment_options": at, "protocol": "text", "max_turns": TURNS}
+    game = {
+        "environment": "tests.rollout_programs:Board",
+        "environment_options": at,
+        "protocol": "text",
+        "max_turns": TURNS,
+    }
     programs = {
         "replay": {"use": "agent:tests.rollout_programs:Tells", "options": {**at, "scores": False}},
         "resume": {"use": "multi_turn", "options": game},
@@ -87,7 +113,9 @@ async def _played(tmp_path: Path, again: str, blows: list[Blow]) -> None:
     unlogged = re.findall(r"without a log task=\d+ index=\d+ record=(\w+)", logs)
     assert set(unlogged) <= {"end", "failed"}, "those are not needed, and may be stored too late"
     assert "its log is needed" not in logs
-    assert not {file.name: lines for file in told.iterdir() if len(set(lines := _told(file))) > len({turn for turn, _ in lines})}
+    assert not {
+        file.name: lines for file in told.iterdir() if len(set(lines := _told(file))) > len({turn for turn, _ in lines})
+    }
 
 
 async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path) -> None:
@@ -106,7 +134,10 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
     if frozen or blow.how == "KILL":
         assert len(_told(told / sample)) >= TOLD[blow.instant], (blow, sample)
     task, index = sample.split(".")
-    if blow.instant in (KEPT if blow.how in ("KILL", "STOP") else UNDER_WAY) and (blow.instant, blow.how) != ("taken", "KILL-SERVER"):
+    if blow.instant in (KEPT if blow.how in ("KILL", "STOP") else UNDER_WAY) and (blow.instant, blow.how) != (
+        "taken",
+        "KILL-SERVER",
+    ):
         goes_on = re.compile(rf"episode goes on task={task} index={index} again=\w+ turns=(\d+) behind=(\d+)")
         # A victim that had the task from another actor has logged the line itself, before the blow.
         # Only new lines of the survivor count: it may have gone on with the same episode after an earlier blow.
@@ -119,7 +150,8 @@ async def _struck(run: Parts, blow: Blow, name: str, survivor: Part, told: Path)
         assert found is not None and sum(map(int, found.groups())) >= KEPT[blow.instant], (blow, found)
     if frozen:
         thaw(frozen)
-        # At the other instants it has no record to store, but takes the episode itself, or has its sample, which counts once.
+        # At the other instants it has no record to store, but takes the episode itself, or has its sample, which counts
+        # once.
         if blow.instant in UNDER_WAY:
             await _logged(re.compile(rf"task left to another actor task={task}\b"), blow, victim)
     if blow.how == "TERM":
@@ -130,7 +162,11 @@ async def _logged(line: re.Pattern[str], blow: Blow, *by: Part, after: int = 0) 
     """Wait until one of the actors has logged a line; the first one of them behind ``after`` characters of its log."""
     async with asyncio.timeout(PATIENCE_S):
         while not any(line.search(part.log[0 if number else after :]) for number, part in enumerate(by)):
-            assert any(part.process.returncode is None for part in by), (blow, line.pattern, [part.log[-3000:] for part in by])
+            assert any(part.process.returncode is None for part in by), (
+                blow,
+                line.pattern,
+                [part.log[-3000:] for part in by],
+            )
             await asyncio.sleep(0.05)
 
 

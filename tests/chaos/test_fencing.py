@@ -18,11 +18,19 @@ from tidemill.bus.wire import subjects
 from tidemill.bus.wire.messages import Done, Plan
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
-SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=5", UNHURRIED)
+SETTINGS = (
+    "learner.steps=1000000",
+    "learner.checkpoint_every=5",
+    "learner.weights_digest=true",
+    "bus.lease_s=5",
+    UNHURRIED,
+)
 
 
 def test_a_learner_that_was_replaced_writes_nothing_and_ends_with_the_reason(tmp_path: Path) -> None:
-    """The learner is replaced while it works; and while it is frozen, with a checkpoint committed and the older ones not removed yet."""
+    """The learner is replaced while it works; and while it is frozen, with a checkpoint committed and the older ones
+    not removed yet.
+    """
     asyncio.run(asyncio.wait_for(_replaced(tmp_path), 3 * PATIENCE_S))
 
 
@@ -34,7 +42,10 @@ async def _replaced(tmp_path: Path) -> None:
             await until_step(bus, 8)
             second = run.start("learner", name="second", instant="committed", how="STOP")
             assert await first.code() == Fenced.exit_code, first.log[-3000:]
-            assert "epoch 1 is fenced off by epoch 2: another learner has taken over this run" in first.log.splitlines()[-1]
+            assert (
+                "epoch 1 is fenced off by epoch 2: another learner has taken over this run"
+                in first.log.splitlines()[-1]
+            )
 
             frozen = await second.frozen()
             third = run.start("learner", name="third")
@@ -45,11 +56,16 @@ async def _replaced(tmp_path: Path) -> None:
             assert "epoch 2 is fenced off by epoch 3" in second.log, second.log[-3000:]
             assert "checkpoint removed" not in second.log
             after = await _left_by(bus, run, 2)
-            assert {place: (before.get(place), value) for place, value in after.items() if before.get(place) != value} == {}
+            assert {
+                place: (before.get(place), value) for place, value in after.items() if before.get(place) != value
+            } == {}
             third.process.send_signal(signal.SIGTERM)
             assert await third.code() == 0, third.log[-3000:]
 
-            for stream, fence in ((subjects.PLAN, subjects.plan(bus.run, "fence")), (subjects.TASKS, subjects.task(bus.run, "fence"))):
+            for stream, fence in (
+                (subjects.PLAN, subjects.plan(bus.run, "fence")),
+                (subjects.TASKS, subjects.task(bus.run, "fence")),
+            ):
                 assert await _epochs_fall(bus, subjects.stream(bus.run, stream), fence) == []
             plans, _ = await records(bus)
             assert [plan.step for plan in plans] == list(range(1, len(plans) + 1))
@@ -96,7 +112,9 @@ async def _left_by(bus: Bus, run: Parts, epoch: int) -> dict[str, dict[str, Any]
 
     A version in transfer may yet be marked as failed, and be given its ``after``, which any process may set, once.
     """
-    found: dict[str, dict[str, Any]] = {path.name: {} for path in (run.root / "checkpoints").glob(f"step-*-epoch-{epoch}*")}
+    found: dict[str, dict[str, Any]] = {
+        path.name: {} for path in (run.root / "checkpoints").glob(f"step-*-epoch-{epoch}*")
+    }
     for bucket in ("weights", "run"):
         for key, (value, _) in (await bus.rows(bucket).all()).items():
             if value.get("epoch") == epoch:

@@ -1,4 +1,6 @@
-"""A run beside a foreign actor that misbehaves in every way its user allows: it ends by itself, and its accounting balances."""
+"""A run beside a foreign actor that misbehaves in every way its user allows: it ends by itself, and its accounting
+balances.
+"""
 
 import asyncio
 import contextlib
@@ -26,7 +28,9 @@ KILLS, STORM_S = 80, 600.0
 ROOM_BYTES = 500_000_000
 """Bytes by which a process may grow beside the foreign actor: its manifests name gigabytes."""
 GROWN_UP_S = 15.0
-"""Age of a process from which on its growth is measured in the storm: it has imported its modules and loaded its model by then."""
+"""Age of a process from which on its growth is measured in the storm: it has imported its modules and loaded its model
+by then.
+"""
 
 
 async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, pytestconfig: pytest.Config) -> None:
@@ -38,7 +42,10 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
         async with _bus(run) as bus:
             await until_step(bus, 1)
             grown = Counter[str]()
-            rogue, meter = asyncio.create_task(hostile.rage()), asyncio.create_task(_measure(lambda: _children_of(run), grown))
+            rogue, meter = (
+                asyncio.create_task(hostile.rage()),
+                asyncio.create_task(_measure(lambda: _children_of(run), grown)),
+            )
             try:
                 while run.process.returncode is None and not _has_sent_enough(hostile):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
@@ -52,7 +59,9 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
     assert not (verdict.lost or verdict.twice or verdict.wrong), (seed, verdict)
     assert_books_balance(run.summary, max_lag=2)
     assert run.summary["steps"] == STEPS
-    assert not [line for line in run.log.splitlines() if "started again" in line or "ended with code" in line], run.log[-4000:]
+    assert not [line for line in run.log.splitlines() if "started again" in line or "ended with code" in line], run.log[
+        -4000:
+    ]
     assert max(grown.values()) < ROOM_BYTES, (seed, grown)
     assert _has_sent_enough(hostile), hostile.sent
     _assert_refusals_counted(run, verdict, hostile)
@@ -61,7 +70,8 @@ async def test_a_foreign_actor_that_misbehaves_cannot_end_a_run(tmp_path: Path, 
 def _assert_refusals_counted(run: Up, verdict: Verdict, hostile: Hostile) -> None:
     """Assert that the run has counted each stored sample with a defect as invalid, by its field and its actor.
 
-    What kind it was knows the auditor, by the intent of the foreign actor; one that only its task shows to be wrong may be a duplicate.
+    What kind it was knows the auditor, by the intent of the foreign actor; one that only its task shows to be wrong may
+    be a duplicate.
     """
     invalid, kinds = run.summary["samples_invalid"], verdict.refused_by
     print(f"invalid {invalid}: {run.summary['samples_invalid_by_field']}")
@@ -88,7 +98,9 @@ def test_a_storm_of_kills_beside_a_foreign_actor_that_misbehaves(tmp_path: Path,
     lasts_s = pytestconfig.getoption("--storm-s") or STORM_S
     print(f"seed {seed} (--storm-seed {seed})")
     settings = ("bus.auth=true", "bus.history_samples=1000000")
-    storm = Storm(tmp_path, seed=seed, kills=round(KILLS * lasts_s / STORM_S), lasts_s=lasts_s, settings=settings, auth=True)
+    storm = Storm(
+        tmp_path, seed=seed, kills=round(KILLS * lasts_s / STORM_S), lasts_s=lasts_s, settings=settings, auth=True
+    )
     hostile = Hostile(tmp_path / "run", RUN, USER, seed)
     grown = Counter[str]()
     run = asyncio.run(_beside(hostile, storm, grown))
@@ -112,7 +124,9 @@ async def _beside(hostile: Hostile, storm: Storm, grown: Counter[str]) -> Up:
 
 
 async def _end(*tasks: asyncio.Task[None]) -> None:
-    """Cancel until they end: ``wait_for`` of Python 3.11, which the client library uses, can lose a cancellation (CPython issue 86296)."""
+    """Cancel until they end: ``wait_for`` of Python 3.11, which the client library uses, can lose a cancellation
+    (CPython issue 86296).
+    """
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:
             task.cancel()

@@ -1,5 +1,6 @@
-"""Hostile bytes on every stream, bucket and subject of a run at work: nothing ends, all is counted, and the valid messages behind them are
-processed."""
+"""Hostile bytes on every stream, bucket and subject of a run at work: nothing ends, all is counted, and the valid
+messages behind them are processed.
+"""
 
 import asyncio
 import json
@@ -76,16 +77,28 @@ async def world(server: EmbeddedServer, run: str, root: Path) -> AsyncIterator[W
     config = BusConfig(lease_s=5.0)
     async with connect(server.url, run, config, name="test", wait_s=60) as bus:
         await bus.create_layout()
-        yield World(url=server.url, run=run, bus=bus, root=root, learner=learner, staleness=StalenessConfig(max_lag=1), config=config)
+        yield World(
+            url=server.url,
+            run=run,
+            bus=bus,
+            root=root,
+            learner=learner,
+            staleness=StalenessConfig(max_lag=1),
+            config=config,
+        )
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, run_id: str, tmp_path: Path, seed: int) -> None:
+async def test_a_run_goes_on_among_hostile_bytes(
+    nats_server: EmbeddedServer, run_id: str, tmp_path: Path, seed: int
+) -> None:
     print(f"seed {seed}")
     hostile = Hostile(nats_server.url, run_id, seed)
     async with world(nats_server, run_id, tmp_path / "checkpoints") as run, AsyncExitStack() as stack:
         await hostile.write(500, hostile.everything)  # stored before the feeder starts
-        await hostile.write(100, lambda: [row for row in hostile.rows_of_the_learner() if "checkpoint" not in row[0]], unreadable=True)
+        await hostile.write(
+            100, lambda: [row for row in hostile.rows_of_the_learner() if "checkpoint" not in row[0]], unreadable=True
+        )
         await stack.enter_async_context(kept_rows(run.bus))
         row = LiveRow(role="host", id="here", host="h", pid=1, phase="working")
         await stack.enter_async_context(HeartbeatPublisher(run.bus, row, 0.2))
@@ -112,7 +125,16 @@ async def test_a_run_goes_on_among_hostile_bytes(nats_server: EmbeddedServer, ru
         assert accounting.balance() and accounting.invalid > 20, accounting
         letters, words = [dead async for _, dead in run.bus.dead.scan()], await run.bus.dead.decisions()
         assert all(dead.task > 0 for dead in letters) and words
-        assert {"DEAD", "PLAN", "TASKS", "live", "run", "wanted", "keys", "weights"} <= run.bus.refusals.counts.keys(), run.bus.refusals
+        assert {
+            "DEAD",
+            "PLAN",
+            "TASKS",
+            "live",
+            "run",
+            "wanted",
+            "keys",
+            "weights",
+        } <= run.bus.refusals.counts.keys(), run.bus.refusals
         registry = VersionRegistry(run.bus)
         head = await run.bus.retry(partial(registry.repaired_head, 1))
         if head is None:  # it was deleted when the feeder had ended; the next learner restores it
@@ -152,7 +174,10 @@ async def read_everything(run: World) -> None:
     place = f"--bus {run.url} --run {run.run}"
     arguments = [place, *LOOKING, *(f"show {seq}" for seq in (*found[:3], *found[-3:]))]
     child = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", READ_ALL, *arguments), cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-c", READ_ALL, *arguments),
+        cwd=ROOT,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
     )
     out, errors = await child.communicate()
     assert child.returncode == 0, out.decode()[-3000:] + errors.decode()
@@ -167,7 +192,14 @@ async def test_an_actor_works_on_among_hostile_bytes(nats_server: EmbeddedServer
         await hostile.write(200, hostile.everything)
         tasks = await issue(bus, epoch, 2)
         acting = asyncio.create_task(
-            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits", generate_timeout_s=60.0), bus.config, draining, "a1")
+            run_actor(
+                nats_server.url,
+                bus.run,
+                ActorConfig(reward="digits", generate_timeout_s=60.0),
+                bus.config,
+                draining,
+                "a1",
+            )
         )
         try:
             while True:
@@ -186,7 +218,9 @@ async def test_an_actor_works_on_among_hostile_bytes(nats_server: EmbeddedServer
         assert bus.refusals.counts
 
 
-async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     model = await asyncio.to_thread(lambda: (prompt_tokens(), model_dir())[1])
     async with open_bus(lease_s=5.0) as bus, AsyncExitStack() as stack:
         hostile, draining = Hostile(nats_server.url, bus.run, 4), asyncio.Event()
@@ -196,7 +230,9 @@ async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(nats_se
 
         await spoil(200)
         await hostile.write(50, hostile.rows_of_others)
-        places = EnginePlaces(run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=model, id="e1", devices=HeldDevices())
+        places = EnginePlaces(
+            run=bus.run, bus_url=nats_server.url, bus=bus.config, model_dir=model, id="e1", devices=HeldDevices()
+        )
         limits = EngineLimits(grace_s=0.1, catch_up_s=60.0)
         works = (
             run_engine(places, EngineConfig(max_running=32), draining, factory=BuiltinEngine, limits=limits),
@@ -233,7 +269,9 @@ async def test_engine_router_and_scorer_outlast_rows_that_cannot_be_read(nats_se
                     await hostile.write(4, hostile.rows_of_others)
                     await asyncio.sleep(0.2)  # these rows are written again every second
             await row_until(live, "scorer.s1", lambda row: row["phase"] == "serving")
-            await row_until(live, "engine.e1", lambda row: row["phase"] == "serving" and row["version"] == version.version)
+            await row_until(
+                live, "engine.e1", lambda row: row["phase"] == "serving" and row["version"] == version.version
+            )
         finally:
             draining.set()
             ended = await asyncio.gather(*running, return_exceptions=True)
@@ -266,14 +304,22 @@ async def test_a_learner_that_cannot_do_without_a_row_ends_with_one_message(
     (tmp_path / "auth").mkdir()
     (tmp_path / "auth/admin-key").write_text(f"{KEY}\n")
     async with open_bus() as bus:
-        sections = {"model": {"path": str(files.model)}, "data": {"path": str(files.prompts)}, "sampling": {"max_new_tokens": 6}}
-        config.write_text(json.dumps({"run": bus.run, "directory": str(tmp_path), "actor": {"reward": "digits"}, **sections}))
+        sections = {
+            "model": {"path": str(files.model)},
+            "data": {"path": str(files.prompts)},
+            "sampling": {"max_new_tokens": 6},
+        }
+        config.write_text(
+            json.dumps({"run": bus.run, "directory": str(tmp_path), "actor": {"reward": "digits"}, **sections})
+        )
         for place in (f"run.{key}", "keys.admin", "run.api_key", "run.config", "weights.head"):
             await bus.js.publish(f"$KV.TM_{bus.run}_{place}", b"{}" if place != "weights.head" else b"junk")
         ended = await asyncio.to_thread(run_tidemill, "learner", "--config", str(config), "--bus", nats_server.url)
         assert ended.returncode == exit_codes.CONFIG, ended.output[-3000:]
         last = ended.errors.splitlines()[-1]
-        assert last.startswith(f"error: row run.{key}, revision ") and f"want {want}, got 'nothing'; cure: {cure}" in last, last
+        assert (
+            last.startswith(f"error: row run.{key}, revision ") and f"want {want}, got 'nothing'; cure: {cure}" in last
+        ), last
         assert "Traceback" not in ended.output, ended.output[-3000:]
         assert sum(line.startswith(exit_codes.LINE) for line in ended.errors.splitlines()) == 1, ended.errors
         assert await admin_keys(bus).known() == Keys.of(KEY)
@@ -290,7 +336,9 @@ async def test_keys_that_cannot_be_read_are_made_anew_and_known_ones_stay(open_b
 
         await spoil("keys.admin", "run.api_key")
         late, engine_keys = admin_keys(bus), admin_keys(bus)
-        with pytest.raises(UnreadableRow, match=r"keys\.admin.*want key: 1 to 512 visible ASCII characters, got 'another value'"):
+        with pytest.raises(
+            UnreadableRow, match=r"keys\.admin.*want key: 1 to 512 visible ASCII characters, got 'another value'"
+        ):
             await late.known()  # the engine answers that the keys are not known
         made = await make_keys(bus)
         assert await engine_keys.known() == made == await make_keys(bus, last="another")

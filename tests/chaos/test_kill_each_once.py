@@ -1,4 +1,6 @@
-"""kill -9 of every kind of process once in the middle of a run: `up` starts it again, and every guarantee still holds."""
+"""kill -9 of every kind of process once in the middle of a run: `up` starts it again, and every guarantee still
+holds.
+"""
 
 import contextlib
 from collections import Counter
@@ -18,7 +20,8 @@ ABORTED = "requests_aborted_by_pushes"
 
 
 async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """There is one run; many more steps must be completed after each kill before the next. Steps taken again end in the same bits.
+    """There is one run; many more steps must be completed after each kill before the next. Steps taken again end in the
+    same bits.
 
     It has no end of its own, which might come before the last kill.
     """
@@ -38,7 +41,9 @@ async def test_every_kind_of_process_is_killed_once_and_nothing_is_lost(tmp_path
     assert accounting.balance() and not (accounting.lost or accounting.trained_twice or accounting.problems), accounting
     assert accounting.max_lag_trained <= 2 and not aborted.total(), (accounting, aborted)
     assert verdict.steps_done >= len(VICTIMS) * BETWEEN and verdict.steps_without_digest == 0, verdict
-    assert verdict.steps_taken_again > 0, "the learner was killed between checkpoints, so at least one step was taken twice"
+    assert verdict.steps_taken_again > 0, (
+        "the learner was killed between checkpoints, so at least one step was taken twice"
+    )
 
 
 async def _further_steps(bus: Bus) -> None:

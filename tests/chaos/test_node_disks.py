@@ -1,4 +1,6 @@
-"""A learner on two nodes with a disk each: both are killed, disks are lost, and the run goes on from the latest checkpoint."""
+"""A learner on two nodes with a disk each: both are killed, disks are lost, and the run goes on from the latest
+checkpoint.
+"""
 
 import asyncio
 import shutil
@@ -53,7 +55,9 @@ def test_both_nodes_come_back_with_empty_disks_and_go_on_from_the_store(tmp_path
 
 
 async def _lost(run: Parts, lost: Sequence[int], *, partly: bool = False) -> None:
-    """Kill both agents and remove the disks of the lost nodes. ``partly``: a node's disk has no copies of the other's files."""
+    """Kill both agents and remove the disks of the lost nodes. ``partly``: a node's disk has no copies of the other's
+    files.
+    """
     await run.begin("engine", "actor")
     other = run.directory / "other node"
     put_prepared(SMOKE, other)
@@ -89,7 +93,9 @@ async def _lost(run: Parts, lost: Sequence[int], *, partly: bool = False) -> Non
 
 def _agents(run: Parts, other: Path, when: str) -> list[Part]:
     return [
-        run.start("learner", f"directory={root}", name=f"{when} node {node}", words=("--nodes", "2", "--node-rank", str(node)))
+        run.start(
+            "learner", f"directory={root}", name=f"{when} node {node}", words=("--nodes", "2", "--node-rank", str(node))
+        )
         for node, root in enumerate((run.root, other))
     ]
 

@@ -1,4 +1,6 @@
-"""A learner on two nodes, as two agents on one machine: after a death the next attempt follows, and the bits are those of one node."""
+"""A learner on two nodes, as two agents on one machine: after a death the next attempt follows, and the bits are those
+of one node.
+"""
 
 import asyncio
 import re
@@ -65,7 +67,9 @@ async def _killed_and_drained(run: Parts) -> None:
         assert await bus.rows("run").keys("node") == []
         checkpoint = await bus.rows("run").get(CHECKPOINT_KEY)
         done = max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)])
-        assert checkpoint is not None and checkpoint[0]["step"] == done, "the drain has checkpointed the last step of all ranks"
+        assert checkpoint is not None and checkpoint[0]["step"] == done, (
+            "the drain has checkpointed the last step of all ranks"
+        )
     for part in run.started:
         if part.name in ("actor", "engine"):
             part.kill()

@@ -1,4 +1,6 @@
-"""A live run refuses a bus without its store and a program that the bus names, outlives requests without end, and skips infinite losses."""
+"""A live run refuses a bus without its store and a program that the bus names, outlives requests without end, and skips
+infinite losses.
+"""
 
 import asyncio
 import shutil
@@ -30,7 +32,9 @@ PROGRAM = "/tmp/x"
 
 def _with_a_program(row: dict[str, Any] | None) -> dict[str, Any]:
     assert row is not None
-    return row | {"engine": row["engine"] | {"kind": "sglang", "sglang": row["engine"].get("sglang", {}) | {"python": PROGRAM}}}
+    return row | {
+        "engine": row["engine"] | {"kind": "sglang", "sglang": row["engine"].get("sglang", {}) | {"python": PROGRAM}}
+    }
 
 
 async def test_a_run_whose_bus_lost_its_store_is_refused_and_its_model_goes_on_as_another(tmp_path: Path) -> None:
@@ -69,7 +73,10 @@ async def test_a_live_run_beside_a_program_on_the_bus_and_requests_that_never_en
             url = await run.bus_url()
             joining = tidemill("engine", "--bus", url, "--run", run.run, output=tmp_path / "joining.log")
             assert await asyncio.to_thread(joining.wait, LIMIT_S) == 78
-            assert f"engine.sglang.python={PROGRAM} names a program; not accepted" in (tmp_path / "joining.log").read_text()
+            assert (
+                f"engine.sglang.python={PROGRAM} names a program; not accepted"
+                in (tmp_path / "joining.log").read_text()
+            )
             kill(engine.pid)  # the next one has the program of its own machine's settings
         enough.touch()
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]
@@ -77,7 +84,9 @@ async def test_a_live_run_beside_a_program_on_the_bus_and_requests_that_never_en
     assert_books_balance(run.summary, max_lag=2)
 
 
-async def test_a_live_run_skips_what_is_not_finite_also_when_it_is_taken_again_beside_junk_in_a_row(tmp_path: Path) -> None:
+async def test_a_live_run_skips_what_is_not_finite_also_when_it_is_taken_again_beside_junk_in_a_row(
+    tmp_path: Path,
+) -> None:
     """The learner is killed before the first checkpoint, so that the next one takes steps of both kinds again."""
     settings = ("learner.checkpoint_every=1000", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED, OVERFLOWING)
     with up(tmp_path, "learner.steps=1000000", *settings) as run:

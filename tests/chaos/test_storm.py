@@ -1,4 +1,6 @@
-"""A seeded storm of kill -9 over a whole run; afterwards an independent auditor finds nothing lost and nothing trained twice."""
+"""A seeded storm of kill -9 over a whole run; afterwards an independent auditor finds nothing lost and nothing trained
+twice.
+"""
 
 import asyncio
 import json
@@ -21,7 +23,9 @@ SHORT, LONG = 14, 200
 
 @pytest.mark.slow
 def test_a_short_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Nothing is trimmed, so that all of it can be trained again: an undisturbed learner ends every step in the same bits."""
+    """Nothing is trimmed, so that all of it can be trained again: an undisturbed learner ends every step in the same
+    bits.
+    """
     storm = Storm(tmp_path, seed=_seed(pytestconfig, 1), kills=SHORT, settings=("bus.history_samples=1000000",))
     disturbed = weather(storm)
     again = asyncio.run(_trained_again(storm, tmp_path / "run", steps=disturbed.steps))
@@ -44,7 +48,9 @@ def test_a_long_storm(tmp_path: Path, pytestconfig: pytest.Config) -> None:
     [("replay", "continue", 3, LONG), ("replay", "fail", 6, LONG), ("resume", "fail", 5, LONG)],
     ids=["replay-3", "replay-fail-6", "resume-5"],
 )
-def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config, again: str, unlogged: str, seed: int, kills: int) -> None:
+def test_a_storm_over_episodes(
+    tmp_path: Path, pytestconfig: pytest.Config, again: str, unlogged: str, seed: int, kills: int
+) -> None:
     """No environment gets two answers for one turn, but with ``unlogged: continue`` in episodes that their actors name.
 
     So no turn that is stored is generated again, be the program run again from its start or from its last state.
@@ -52,18 +58,34 @@ def test_a_storm_over_episodes(tmp_path: Path, pytestconfig: pytest.Config, agai
     told = tmp_path / "told"
     told.mkdir()
     at = {"directory": str(told)}
-    game = {"environment": "tests.rollout_programs:Board", "environment_options": at, "protocol": "text", "max_turns": 3}
+    game = {
+        "environment": "tests.rollout_programs:Board",
+        "environment_options": at,
+        "protocol": "text",
+        "max_turns": 3,
+    }
     programs = {
         "replay": {"use": "agent:tests.rollout_programs:Tells", "options": at},
         "resume": {"use": "multi_turn", "options": game},
     }
     rollout = {**programs[again], "processes": 2, "again": again, "unlogged": unlogged}
     settings = (f"rollouts={json.dumps({'told': rollout})}", "data.rollout=told")
-    storm = Storm(tmp_path, seed=_seed(pytestconfig, seed), kills=kills, settings=settings, victims={**VICTIMS, CHILD: 6}, freezes=0.25)
+    storm = Storm(
+        tmp_path,
+        seed=_seed(pytestconfig, seed),
+        kills=kills,
+        settings=settings,
+        victims={**VICTIMS, CHILD: 6},
+        freezes=0.25,
+    )
     weather(storm)
     assert {*VICTIMS, CHILD} <= set(storm.killed), storm.killed
     logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
-    exempt = set(re.findall(r"(?:without a log|log of an episode not read) task=(\d+) index=(\d+)\b(?! record=(?:end|failed))", logs))
+    exempt = set(
+        re.findall(
+            r"(?:without a log|log of an episode not read) task=(\d+) index=(\d+)\b(?! record=(?:end|failed))", logs
+        )
+    )
     if unlogged == "fail":  # then no environment is exempt
         assert not exempt, (storm.seed, exempt)
     two = Counter[tuple[str, str]]()
@@ -87,7 +109,9 @@ def test_a_storm_over_scorers(tmp_path: Path, pytestconfig: pytest.Config) -> No
     """Scorers are killed and frozen more often than anything else, and no sample fails for it."""
     settings = ("actor.scorers.enabled=true", "up.scorers=2")
     victims = {**VICTIMS, "scorer": 20}
-    storm = Storm(tmp_path, seed=_seed(pytestconfig, 4), kills=LONG // 2, settings=settings, victims=victims, freezes=0.25)
+    storm = Storm(
+        tmp_path, seed=_seed(pytestconfig, 4), kills=LONG // 2, settings=settings, victims=victims, freezes=0.25
+    )
     weather(storm)
     assert storm.killed["scorer"] and storm.frozen["scorer"], (storm.killed, storm.frozen)
     logs = "".join(file.read_text(errors="replace") for file in (tmp_path / "run" / "logs").glob("actor*"))
@@ -119,9 +143,20 @@ async def _trained_again(storm: Storm, directory: Path, *, steps: int) -> Verdic
         (directory / "checkpoints").rename(directory / "checkpoints of the storm")
         async with connect(url, "smoke", name="storm") as bus:
             await bus.rows("run").delete(CHECKPOINT_KEY)
-        command = [sys.executable, "-m", "tidemill", "learner", "--config", str(directory / "config.yaml"), "--bus", url]
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "learner",
+            "--config",
+            str(directory / "config.yaml"),
+            "--bus",
+            url,
+        ]
         command += ["--set", f"learner.steps={steps}", "--set", "learner.checkpoint_every=1000000"]
-        learner = await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        learner = await asyncio.create_subprocess_exec(
+            *command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        )
         try:
             _, words = await asyncio.wait_for(learner.communicate(), 300)
         finally:

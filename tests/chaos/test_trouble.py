@@ -1,4 +1,6 @@
-"""No space, no disk, no network: a process waits and logs the reason, or ends with it; no sample is lost or trained twice."""
+"""No space, no disk, no network: a process waits and logs the reason, or ends with it; no sample is lost or trained
+twice.
+"""
 
 import asyncio
 import contextlib
@@ -23,7 +25,13 @@ from tidemill.bus.wire.messages import Done
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.feed.restart import CHECKPOINT_KEY
 
-SETTINGS = ("learner.steps=1000000", "learner.checkpoint_every=5", "learner.weights_digest=true", "bus.lease_s=3", UNHURRIED)
+SETTINGS = (
+    "learner.steps=1000000",
+    "learner.checkpoint_every=5",
+    "learner.weights_digest=true",
+    "bus.lease_s=3",
+    UNHURRIED,
+)
 
 
 def test_a_full_stream_holds_publishers_back_visibly(tmp_path: Path) -> None:
@@ -39,7 +47,11 @@ async def _full(run: Parts) -> Verdict:
         await _limit(bus, (await bus.samples.info()).bytes)
         actor = await _row(bus, "actor", lambda row: row.waits_for.startswith("room in SAMPLES"))
         assert actor.phase in ("working", "waiting") and "samples wait" in actor.waits_for, actor
-        await _row(bus, "feeder", lambda row: row.phase == "waiting" and "more groups" in row.waits_for and row.load["step"] > 0)
+        await _row(
+            bus,
+            "feeder",
+            lambda row: row.phase == "waiting" and "more groups" in row.waits_for and row.load["step"] > 0,
+        )
         await _limit(bus, bus.config.samples_max_bytes)
         await _new_steps(bus, 5)
         return await _rest_and_judge(run, bus, seen)
@@ -47,7 +59,9 @@ async def _full(run: Parts) -> Verdict:
 
 @pytest.mark.slow
 def test_the_disk_of_the_bus_is_full_for_a_while(tmp_path: Path) -> None:
-    """No message can be stored: all processes wait, those that start meanwhile, too, and log the reason; all go on when there is room."""
+    """No message can be stored: all processes wait, those that start meanwhile, too, and log the reason; all go on when
+    there is room.
+    """
     small = small_disk(tmp_path / "run" / "bus", size_bytes=200_000_000)
     with small as disk, parts(tmp_path, *SETTINGS, "bus.samples_max_bytes=120000000") as run:
         asyncio.run(_no_disk(run, disk))
@@ -100,12 +114,16 @@ async def _no_room_for_a_checkpoint(run: Parts) -> None:
         run.start("learner", name="again")
         await _new_steps(bus, 12)
         verdict = await _rest_and_judge(run, bus, seen)
-    assert row is not None and f"step={row[0]['step']} recorded=" in run.started[-1].log, "it resumes from the last that was written"
+    assert row is not None and f"step={row[0]['step']} recorded=" in run.started[-1].log, (
+        "it resumes from the last that was written"
+    )
     assert not torn.exists() and verdict.steps_taken_again > 0, verdict
 
 
 def test_the_network_is_cut(tmp_path: Path) -> None:
-    """Actor, engine and learner are cut off in turn, for longer than leases and live rows last; another actor is never cut off."""
+    """Actor, engine and learner are cut off in turn, for longer than leases and live rows last; another actor is never
+    cut off.
+    """
     with parts(tmp_path, *SETTINGS) as run:
         asyncio.run(_cut(run))
 

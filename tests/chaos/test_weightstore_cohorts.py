@@ -1,4 +1,6 @@
-"""Push groups: engines that share a process group, with one of them killed, stopped or refusing in each phase of a push."""
+"""Push groups: engines that share a process group, with one of them killed, stopped or refusing in each phase of a
+push.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ __all__ = ["bus_url"]
 
 PHASES = ("join", "begin", "bucket", "checksums", "end")
 DEADLINES = 12
-"""Number of deadlines that a push may take with an engine lost in any phase: a few, with a margin for a busy machine."""
+"""Number of deadlines that a push may take with an engine lost in any phase: a few, with a margin for a busy machine.
+"""
 
 
 def push(publisher: Publisher, step: int) -> PushReport:
@@ -50,8 +53,12 @@ def test_all_in_one_group(bus_url: str, run_id: str, tmp_path: Path) -> None:
             assert [state(engines[id][0])["sizes"] for id in "abc"] == [[4], [4], [4]]
 
 
-def test_a_group_with_an_engine_that_cannot_receive_in_one_request_is_pushed_to_in_turn(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    with receivers(bus_url, run_id, {"a": GOOD, "b": Behaviour(at_once=False), "c": GOOD, "d": Behaviour(at_once=False)}) as engines:
+def test_a_group_with_an_engine_that_cannot_receive_in_one_request_is_pushed_to_in_turn(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
+    with receivers(
+        bus_url, run_id, {"a": GOOD, "b": Behaviour(at_once=False), "c": GOOD, "d": Behaviour(at_once=False)}
+    ) as engines:
         with publishing(bus_url, run_id, tmp_path, group="all") as publisher:
             assert push(publisher, 1).engines == ("a", "b", "c", "d")
             assert [state(engines[id][0])["sizes"] for id in "abcd"] == [[5], [5], [5], [5]]
@@ -59,9 +66,13 @@ def test_a_group_with_an_engine_that_cannot_receive_in_one_request_is_pushed_to_
 
 
 def _cases() -> Iterator[Any]:
-    for number, (how, place, at_once) in enumerate(itertools.product(("kill", "stop"), ("relays", "last"), (True, False))):
+    for number, (how, place, at_once) in enumerate(
+        itertools.product(("kill", "stop"), ("relays", "last"), (True, False))
+    ):
         marks = [] if number in (0, 3, 5, 6) else [pytest.mark.slow]
-        yield pytest.param(how, {"relays": "0", "last": "z"}[place], at_once, id=f"{how}-{place}-{_asked(at_once)}", marks=marks)
+        yield pytest.param(
+            how, {"relays": "0", "last": "z"}[place], at_once, id=f"{how}-{place}-{_asked(at_once)}", marks=marks
+        )
 
 
 def _asked(at_once: bool) -> str:
@@ -83,7 +94,12 @@ def test_the_other_members_get_the_version_whichever_member_is_lost(
 ) -> None:
     """Rank 1 of a broadcast hands on to rank 3, so an engine can wait for a dead one without being at fault."""
     good = {id: Behaviour(at_once=at_once) for id in "abc"}
-    settings: dict[str, Any] = {"group": "all", "verify": "always", "phase_deadline_s": SOME_HUNG_S, "dead_after_s": 5.0}
+    settings: dict[str, Any] = {
+        "group": "all",
+        "verify": "always",
+        "phase_deadline_s": SOME_HUNG_S,
+        "dead_after_s": 5.0,
+    }
     with receivers(bus_url, run_id, good) as engines, publishing(bus_url, run_id, tmp_path, **settings) as publisher:
         versions = []
         for number, at in enumerate(PHASES):
@@ -129,7 +145,10 @@ def test_a_member_that_refuses_is_retried_alone_once(bus_url: str, run_id: str, 
         "once": Behaviour(fails="refuse", at="bucket", only_once=True),
         "always": Behaviour(fails="refuse", at="bucket"),
     }
-    with receivers(bus_url, run_id, behaviours) as engines, publishing(bus_url, run_id, tmp_path, group="3") as publisher:
+    with (
+        receivers(bus_url, run_id, behaviours) as engines,
+        publishing(bus_url, run_id, tmp_path, group="3") as publisher,
+    ):
         report = push(publisher, 1)
         assert report.engines == ("a", "once") and "refused at bucket" in report.evicted["always"]
         for id in report.engines:

@@ -1,4 +1,6 @@
-"""A TCP proxy to the bus that can be held: nothing passes or breaks, new connections are accepted and stay silent, as in a cut network."""
+"""A TCP proxy to the bus that can be held: nothing passes or breaks, new connections are accepted and stay silent, as
+in a cut network.
+"""
 
 import asyncio
 import contextlib

@@ -1,4 +1,6 @@
-"""Bodies of one rank of a world of two, for the contracts of bridges and hooks. Each writes ``rank-<r>.json`` for its test."""
+"""Bodies of one rank of a world of two, for the contracts of bridges and hooks. Each writes ``rank-<r>.json`` for its
+test.
+"""
 
 import json
 import os
@@ -27,9 +29,15 @@ def bridged(model_dir: Path, bridge: str, out: Path) -> None:
             _write(out, {"refused": str(refused)})
             return
         exported, there = dict(policy.export()), weights_in(model_dir)
-        differing = [name for name in exported.keys() | there if name not in exported or not _same(exported[name], there.get(name))]
+        differing = [
+            name
+            for name in exported.keys() | there
+            if name not in exported or not _same(exported[name], there.get(name))
+        ]
         samples = make_samples(vocab=vocabulary(model_dir), temperature=0.7)
-        rows = [(number, found_T.tolist()) for number, found_T in scored_rows(policy, samples, max_tokens=100, pad_to=2)]
+        rows = [
+            (number, found_T.tolist()) for number, found_T in scored_rows(policy, samples, max_tokens=100, pad_to=2)
+        ]
         _write(out, {"refused": "", "differing": sorted(differing), "rows": rows})
 
 
@@ -38,7 +46,9 @@ def hooked(model_dir: Path, name: str, path: str, steps: tuple[int, ...], out: P
     with joined() as here:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
         optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=20)
-        trainer = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(), hooks=HooksConfig(**{name: path}))
+        trainer = Trainer(
+            policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(), hooks=HooksConfig(**{name: path})
+        )
         for step in steps:
             samples = make_samples(vocab=vocabulary(model_dir), step=step)
             trainer.train(make_batches(samples, step=step, data_parallel=2, minibatches=2)[here.dp_rank])

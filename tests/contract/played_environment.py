@@ -1,4 +1,6 @@
-"""Plays an environment with given actions, and prints what it returned: ``python -m tests.contract.played_environment JSON``."""
+"""Plays an environment with given actions, and prints what it returned: ``python -m tests.contract.played_environment
+JSON``.
+"""
 
 import asyncio
 import importlib

@@ -1,4 +1,6 @@
-"""Anthropic's messages API with Anthropic's own client: at the gateway, where turns are recorded, and through the router."""
+"""Anthropic's messages API with Anthropic's own client: at the gateway, where turns are recorded, and through the
+router.
+"""
 
 import json
 from collections.abc import AsyncIterator, Iterator
@@ -21,7 +23,11 @@ from tidemill.bus.wire.messages import Status
 if TYPE_CHECKING:
     import anthropic
 
-ADD: Any = {"name": "add", "description": "Adds.", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
+ADD: Any = {
+    "name": "add",
+    "description": "Adds.",
+    "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}},
+}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
 MORE: Any = {"model": "m", "max_tokens": 40, "tools": [ADD], "system": [{"type": "text", "text": "Be brief."}]}
 
@@ -85,7 +91,11 @@ async def test_through_the_router(model_dir: Path, streamed: bool) -> None:
     import anthropic
 
     settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
-    async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
+    async with (
+        serving(model_dir) as served,
+        routing(served.engine.url, **settings) as door,
+        client_of(door.url) as client,
+    ):
         await play(client, streamed=streamed)
         with pytest.raises(anthropic.BadRequestError, match="tool_choice: not supported"):
             await said(client, ASKED, streamed=streamed, tool_choice={"type": "any"})
@@ -120,8 +130,14 @@ async def test_how_a_message_stops_and_what_is_refused(model_dir: Path, streamed
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]: want"),
         ({"messages": []}, "messages: want a list"),
         ({"messages": [{"role": "system", "content": "x"}]}, r"messages\[0\]: want"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content\[0\]: want a block"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]}, "want a block"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            r"messages\[0\]\.content\[0\]: want a block",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}]},
+            "want a block",
+        ),
         ({"system": 3}, "system: want text"),
     ],
 )

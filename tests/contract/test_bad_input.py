@@ -23,7 +23,14 @@ HALF = "3\ud83d"
 """The rest of an emoji that was cut in two."""
 PARAMS = {"max_new_tokens": 1}
 USER = {"role": "user", "content": "3"}
-GROUP = {"master_address": "127.0.0.1", "master_port": 9, "rank_offset": 1, "world_size": 2, "backend": "gloo", "timeout_s": 0.01}
+GROUP = {
+    "master_address": "127.0.0.1",
+    "master_port": 9,
+    "rank_offset": 1,
+    "world_size": 2,
+    "backend": "gloo",
+    "timeout_s": 0.01,
+}
 BUCKET: dict[str, Any] = {"names": [], "dtypes": [], "shapes": []}
 
 
@@ -41,7 +48,9 @@ class Asked:
     async def post(self, path: str, body: Any) -> tuple[int, str]:
         """Post ``body``: as JSON, or bytes unchanged. Returns status and text."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self._session.post(self._url + path, data=data, headers={"Content-Type": "application/json"}) as response:
+        async with self._session.post(
+            self._url + path, data=data, headers={"Content-Type": "application/json"}
+        ) as response:
             return response.status, await response.text()
 
 
@@ -93,7 +102,9 @@ PLACES = pytest.mark.parametrize("place", [builtin, router, proxy], ids=lambda p
         ("/generate", b'{"text": ' + b"[" * 100 + b"]" * 100 + b"}", "at most 100 deep"),
     ],
 )
-async def test_requests_that_no_engine_supports_are_refused(place: Place, path: str, body: Any, why: str, model_dir: Path) -> None:
+async def test_requests_that_no_engine_supports_are_refused(
+    place: Place, path: str, body: Any, why: str, model_dir: Path
+) -> None:
     async with place(model_dir) as asked:
         status, answer = await asked.post(path, body)
         assert (status, why in answer) == (400, True), answer
@@ -110,7 +121,10 @@ async def test_half_a_surrogate_pair_is_replaced(place: Place, model_dir: Path) 
             ("/generate", {"text": half, "rid": half, "sampling_params": {**PARAMS, "stop": half}}),
             ("/v1/completions", {"prompt": half, "max_tokens": 1}),
             ("/v1/chat/completions", {"messages": [{**USER, "content": half}, result], "max_tokens": 1}),
-            ("/v1/chat/completions", {"messages": [USER, {"role": "assistant", "content": half, "tool_calls": [call]}], "max_tokens": 1}),
+            (
+                "/v1/chat/completions",
+                {"messages": [USER, {"role": "assistant", "content": half, "tool_calls": [call]}], "max_tokens": 1},
+            ),
         ]
 
     async with place(model_dir) as asked:
@@ -119,7 +133,9 @@ async def test_half_a_surrogate_pair_is_replaced(place: Place, model_dir: Path) 
             assert (status, status == 200 or "writes no tool_calls" in answer) == (wanted, True), answer
             found, same = (json.loads(text) for text in (answer, other))
             if status == 200:
-                prompts = [each["usage"] if "usage" in each else each["meta_info"]["prompt_tokens"] for each in (found, same)]
+                prompts = [
+                    each["usage"] if "usage" in each else each["meta_info"]["prompt_tokens"] for each in (found, same)
+                ]
                 assert prompts[0] == prompts[1]
 
 
@@ -152,9 +168,21 @@ async def test_chats_and_completions_without_valid_text_are_refused(place: Place
     ("path", "body", "why"),
     [
         ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version": float("inf")}, "min_version: want"),
-        ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": float("nan")}, "min_version_timeout_s: want"),
-        ("/generate", {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": 10**400}, "min_version_timeout_s: want"),
-        ("/init_weights_update_group", {**GROUP, "master_port": 70000}, "master_port: want an integer <= 65535, got 70000"),
+        (
+            "/generate",
+            {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": float("nan")},
+            "min_version_timeout_s: want",
+        ),
+        (
+            "/generate",
+            {"input_ids": [5], "sampling_params": PARAMS, "min_version_timeout_s": 10**400},
+            "min_version_timeout_s: want",
+        ),
+        (
+            "/init_weights_update_group",
+            {**GROUP, "master_port": 70000},
+            "master_port: want an integer <= 65535, got 70000",
+        ),
         ("/init_weights_update_group", {**GROUP, "master_port": True}, "master_port: want an integer, got True"),
         *(
             (path, {**body, "timeout_s": bad}, "timeout_s: want a number")
@@ -174,7 +202,9 @@ TINY = [1e-320, 1e-300, 1e-46, 1e-40, 1e-30, 9e-7, 1e7, 1e39, 1e300]
 
 @pytest.mark.parametrize("place", [builtin, router, proxy], ids=["builtin", "router", "proxy"])
 async def test_a_temperature_by_which_no_score_can_be_divided_is_refused(place: Place, model_dir: Path) -> None:
-    """Scores are numbers of 32 bits. A request that only a teacher gets, for the log-probs of given tokens, is refused likewise."""
+    """Scores are numbers of 32 bits. A request that only a teacher gets, for the log-probs of given tokens, is refused
+    likewise.
+    """
     scores = {"input_ids": [5, 6], "return_logprob": True, "logprob_start_len": 0}
     async with place(model_dir) as asked:
         for temperature in TINY:
@@ -186,7 +216,11 @@ async def test_a_temperature_by_which_no_score_can_be_divided_is_refused(place: 
                 status, answer = await asked.post("/generate", body)
                 assert (status, "sampling_params.temperature: want" in answer) == (400, True), (temperature, answer)
         for temperature in (0, 1e-6, 1e-3, 1e6):
-            assert (await asked.post("/generate", {"input_ids": [5], "sampling_params": {**PARAMS, "temperature": temperature}}))[0] == 200
+            assert (
+                await asked.post(
+                    "/generate", {"input_ids": [5], "sampling_params": {**PARAMS, "temperature": temperature}}
+                )
+            )[0] == 200
         for path, body in (("completions", {"prompt": "3"}), ("chat/completions", {"messages": [USER]})):
             status, answer = await asked.post(f"/v1/{path}", {**body, "max_tokens": 1, "temperature": 1e-300})
             assert (status, "temperature: want" in answer) == (400, True), answer
@@ -236,22 +270,59 @@ GENERATE = (
         "min_version",
         "min_version_timeout_s",
     ),
-    *("logprob_start_len", "top_logprobs_num", "token_ids_logprob", "lora_path", "priority", "extra_key", "session_id", "unknown"),
+    *(
+        "logprob_start_len",
+        "top_logprobs_num",
+        "token_ids_logprob",
+        "lora_path",
+        "priority",
+        "extra_key",
+        "session_id",
+        "unknown",
+    ),
 )
 SAMPLING = (
-    *("max_new_tokens", "temperature", "top_p", "top_k", "stop", "stop_token_ids", "ignore_eos", "min_new_tokens", "n", "sampling_seed"),
+    *(
+        "max_new_tokens",
+        "temperature",
+        "top_p",
+        "top_k",
+        "stop",
+        "stop_token_ids",
+        "ignore_eos",
+        "min_new_tokens",
+        "n",
+        "sampling_seed",
+    ),
     *("skip_special_tokens", "no_stop_trim", "min_p", "logit_bias", "stop_regex"),
 )
 OPENAI = (
-    *("model", "max_tokens", "max_completion_tokens", "min_tokens", "temperature", "n", "stop", "seed", "logprobs", "stream_options"),
+    *(
+        "model",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "temperature",
+        "n",
+        "stop",
+        "seed",
+        "logprobs",
+        "stream_options",
+    ),
     *("top_logprobs", "logit_bias", "rid", "min_version", "return_token_ids", "user", "best_of", "echo"),
 )
 CHAT = ("messages", "tools", "tool_choice", "response_format", "chat_template_kwargs", "add_generation_prompt")
 MESSAGE = ("role", "content", "tool_calls", "name", "tool_call_id")
 UPDATES = {
-    "/init_weights_update_group": ({**GROUP}, ("epoch", "master_address", "rank_offset", "world_size", "backend", "group_name")),
+    "/init_weights_update_group": (
+        {**GROUP},
+        ("epoch", "master_address", "rank_offset", "world_size", "backend", "group_name"),
+    ),
     "/destroy_weights_update_group": ({}, ("group_name",)),
-    "/update_weights_from_distributed": (BUCKET, ("names", "dtypes", "shapes", "group_name", "load_format", "weight_version")),
+    "/update_weights_from_distributed": (
+        BUCKET,
+        ("names", "dtypes", "shapes", "group_name", "load_format", "weight_version"),
+    ),
     "/receive_push": ({"buckets": [BUCKET]}, ("buckets", "group_name", "weight_version", "serve", "timeout_s")),
     "/begin_weight_update": ({}, ("weight_version",)),
     "/end_weight_update": ({}, ("weight_version",)),
@@ -267,14 +338,25 @@ def odd() -> list[tuple[str, Any]]:
     wait = {"min_version_timeout_s": 0.01}
     found: list[tuple[str, Any]] = []
     for value in ODD:
-        found += [("/generate", {"input_ids": [5], **wait, "sampling_params": PARAMS, name: value}) for name in GENERATE]
+        found += [
+            ("/generate", {"input_ids": [5], **wait, "sampling_params": PARAMS, name: value}) for name in GENERATE
+        ]
         found += [("/generate", {"text": "3", **wait, "sampling_params": {**PARAMS, name: value}}) for name in SAMPLING]
-        for path, given, more in (("completions", {"prompt": "3"}, ("prompt",)), ("chat/completions", {"messages": [USER]}, CHAT)):
+        for path, given, more in (
+            ("completions", {"prompt": "3"}, ("prompt",)),
+            ("chat/completions", {"messages": [USER]}, CHAT),
+        ):
             found += [(f"/v1/{path}", {**given, **wait, "max_tokens": 1, name: value}) for name in (*OPENAI, *more)]
         found += [("/v1/chat/completions", {"messages": [{**USER, name: value}], "max_tokens": 1}) for name in MESSAGE]
         found += [("/retrieve_from_text", {name: value}) for name in ("text", "messages")]
-    pushes = [("/receive_push", {"buckets": [{**BUCKET, name: value}]}) for value in ODD for name in ("names", "dtypes", "shapes")]
-    updates = [(path, {**body, name: value}) for value in ODD for path, (body, names) in UPDATES.items() for name in names]
+    pushes = [
+        ("/receive_push", {"buckets": [{**BUCKET, name: value}]})
+        for value in ODD
+        for name in ("names", "dtypes", "shapes")
+    ]
+    updates = [
+        (path, {**body, name: value}) for value in ODD for path, (body, names) in UPDATES.items() for name in names
+    ]
     return found + pushes + updates  # last: a push that was begun is waited for
 
 

@@ -1,4 +1,5 @@
-"""docs/wire.md as a second implementation: an actor of its own, with msgpack, struct and plain NATS requests, sharing no code with bus/.
+"""docs/wire.md as a second implementation: an actor of its own, with msgpack, struct and plain NATS requests, sharing
+no code with bus/.
 
 Only the other end of each wire (the learner's side) is ours.
 """
@@ -105,17 +106,27 @@ def foreign_sample(run: str, task: int, **changes: Any) -> dict[str, Any]:
 
 
 async def test_a_foreign_actor_takes_part(open_bus: BusOpener) -> None:
-    """The actor leases, renews, publishes and acknowledges: the learner's side gets the sample, and the queue is empty."""
+    """The actor leases, renews, publishes and acknowledges: the learner's side gets the sample, and the queue is
+    empty.
+    """
     async with open_bus() as bus:
         await bus.tasks.fence(1)
-        id = await bus.tasks.issue(make_task(bus.run, prompt=[{"role": "user", "content": "1+1?"}], label="2", min_version=3))
+        id = await bus.tasks.issue(
+            make_task(bus.run, prompt=[{"role": "user", "content": "1+1?"}], label="2", min_version=3)
+        )
         nc = await nats.connect(bus.nc.connected_url.geturl())
         actor = ForeignActor(nc, bus.run)
         message = await actor.lease()
         assert message.reply.split(".")[4:6] == ["1", str(id)], "deliveries and id"
         assert message.headers is not None and message.headers["Tm-Epoch"] == "1"
         task = msgpack.unpackb(message.data)
-        assert (task["schema"], task["type"], task["epoch"], task["min_version"], task["label"]) == (1, "task", 1, 3, "2")
+        assert (task["schema"], task["type"], task["epoch"], task["min_version"], task["label"]) == (
+            1,
+            "task",
+            1,
+            3,
+            "2",
+        )
         assert struct.unpack("<3i", task["prompt_tokens"]) == (5, 6, 7)
         assert task["sampling"]["max_new_tokens"] == 128
         await nc.publish(message.reply, b"+WPI")
@@ -184,7 +195,13 @@ EPISODE: dict[str, Any] = {
     "loss_mask": bytes([1, 1, 0, 0, 1, 1, 1, 1]),
     "rollout_log_probs": f4(-0.2, -0.1, 0, 0, -0.7, -0.3, -0.1, -0.4),
     "spans": [[5, 2], [6, 4], [6, 2]],
-    "turns": {"at": i4(0, 4, 6), "tokens": i4(2, 2, 2), "seconds": f4(0.8, 0.9, 0.7), "id": ["t-0", "t-1", "t-2"], "rewards": [[1, 0.5]]},
+    "turns": {
+        "at": i4(0, 4, 6),
+        "tokens": i4(2, 2, 2),
+        "seconds": f4(0.8, 0.9, 0.7),
+        "id": ["t-0", "t-1", "t-2"],
+        "rewards": [[1, 0.5]],
+    },
     "transcript": [{"role": "user", "content": "12*7-5?"}],
 }
 
@@ -192,16 +209,26 @@ EPISODE: dict[str, Any] = {
 def test_a_foreign_episode_is_read() -> None:
     sample = decode_sample(msgpack.packb(foreign_sample("r", 41, **EPISODE)))
     check_sample(sample, vocab_size=92)
-    assert (sample.rollout, sample.sequences, sample.transcript) == ("calc", ((10, 6), (6, 2)), ({"role": "user", "content": "12*7-5?"},))
+    assert (sample.rollout, sample.sequences, sample.transcript) == (
+        "calc",
+        ((10, 6), (6, 2)),
+        ({"role": "user", "content": "12*7-5?"},),
+    )
     assert sample.turns is not None
-    assert (sample.turns.at.tolist(), sample.turns.tokens.tolist(), sample.turns.id) == ([0, 4, 6], [2, 2, 2], ("t-0", "t-1", "t-2"))
+    assert (sample.turns.at.tolist(), sample.turns.tokens.tolist(), sample.turns.id) == (
+        [0, 4, 6],
+        [2, 2, 2],
+        ("t-0", "t-1", "t-2"),
+    )
     assert (sample.turns.seconds.tolist(), sample.turns.rewards) == (pytest.approx([0.8, 0.9, 0.7]), ((1, 0.5),))
     one: dict[str, Any] = {"sequences": [[16, 8]], "schema": 1}
     assert decode_sample(msgpack.packb(foreign_sample("r", 41, **{**EPISODE, **one}))).sizes == ((16, 8),)
 
 
 def episode_of(run: str, sequences: int, **changes: Any) -> tuple[Sample, list[list[int]]]:
-    """Return an episode of several sequences of different sizes, and the ids that were sampled in each: from 50, tool results are 9."""
+    """Return an episode of several sequences of different sizes, and the ids that were sampled in each: from 50, tool
+    results are 9.
+    """
     tokens, mask, log_probs, spans, at, sizes, sampled = [], [], [], [], [], [], []
     for number in range(sequences):
         ids = [50 + 10 * number + place for place in range(1 + number % 3)]
@@ -239,16 +266,24 @@ async def test_our_episode_has_the_documented_form(open_bus: BusOpener, sequence
             turns, trained = 2 * sequences - 1, sum(map(len, sampled))
             more = f" sequences={sequences} sampled={trained}" if sequences > 1 else ""
             wanted = f"tokens={sample.response_length} turns={turns}{more}"
-            assert message.headers is not None and message.headers["Tm-Sample"].endswith(wanted), message.headers["Tm-Sample"]
+            assert message.headers is not None and message.headers["Tm-Sample"].endswith(wanted), message.headers[
+                "Tm-Sample"
+            ]
             assert ("Tm-Parts" in message.headers) is bool(filler)
             data = message.data or b""
             if filler:
                 parts = [await bus.js.get_msg(f"TM_{bus.run}_SAMPLES", part) for part in msgpack.unpackb(data)["seqs"]]
                 data = b"".join(part.data or b"" for part in parts)
             fields = msgpack.unpackb(data)
-            assert (fields["schema"], fields["rollout"], fields["response"]) == (2 if sequences > 1 else 1, "calc", filler)
+            assert (fields["schema"], fields["rollout"], fields["response"]) == (
+                2 if sequences > 1 else 1,
+                "calc",
+                filler,
+            )
             assert sampled_in(fields) == sampled
-            assert struct.unpack(f"<{turns}i", fields["turns"]["at"]) == tuple(sample.turns.at.tolist() if sample.turns else ())
+            assert struct.unpack(f"<{turns}i", fields["turns"]["at"]) == tuple(
+                sample.turns.at.tolist() if sample.turns else ()
+            )
 
 
 def sampled_in(fields: Mapping[str, Any]) -> list[list[int]]:
@@ -331,7 +366,12 @@ async def test_a_foreign_partial_is_found_and_ours_has_the_documented_form(open_
         found = await bus.partials.of(7)
         assert list(found) == [1]
         assert (found[1].tokens.tolist(), found[1].rollout_log_probs.tolist()) == ([8, 9], [-0.5, -0.25])
-        assert (found[1].spans, found[1].seed, found[1].position, found[1].extra) == ((Span(version=3, num_tokens=2),), 12, 5, {"mine": 1})
+        assert (found[1].spans, found[1].seed, found[1].position, found[1].extra) == (
+            (Span(version=3, num_tokens=2),),
+            12,
+            5,
+            {"mine": 1},
+        )
         assert await bus.partials.store(make_partial(bus.run, 7, 0))
         raw = await bus.js.get_last_msg(f"TM_{bus.run}_PARTIALS", f"tm.{bus.run}.partial.7.0")
         await nc.close()
@@ -348,14 +388,29 @@ async def test_a_foreign_report_and_death_are_counted(open_bus: BusOpener) -> No
         id = await bus.tasks.issue(make_task(bus.run))
         actor = ForeignActor(bus.nc, bus.run)
         message = await actor.lease()
-        report = {"schema": 1, "type": "report", "task": id, "reason": "no tool", "actor": "foreign", "attempt": "n0nce"}
+        report = {
+            "schema": 1,
+            "type": "report",
+            "task": id,
+            "reason": "no tool",
+            "actor": "foreign",
+            "attempt": "n0nce",
+        }
         subject = f"tm.{bus.run}.dead.report.{id}"
         await actor.store(subject, msgpack.packb(report), {"Nats-Msg-Id": f"report.{id}.n0nce"})
         filtered = json.dumps({"subjects_filter": subject}).encode()
         info = json.loads((await bus.nc.request(f"$JS.API.STREAM.INFO.TM_{bus.run}_DEAD", filtered, timeout=60)).data)
         assert info["state"]["subjects"] == {subject: 1}
         assert await bus.dead.report(id, reason="again", actor="ours", attempt="another") == 2
-        dead = {"schema": 1, "type": "dead", "task": id, "reason": "no tool", "attempts": 2, "actor": "foreign", "prompt": "1+1="}
+        dead = {
+            "schema": 1,
+            "type": "dead",
+            "task": id,
+            "reason": "no tool",
+            "attempts": 2,
+            "actor": "foreign",
+            "prompt": "1+1=",
+        }
         headers = {"Nats-Msg-Id": f"dead.{id}", "Nats-Expected-Last-Subject-Sequence": "0"}
         await actor.store(f"tm.{bus.run}.dead.task.{id}", msgpack.packb(dead), headers)
         await actor.settle(message)
@@ -371,7 +426,15 @@ async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus
         await bus.nc.publish(message.reply, b"-NAK")
         lease = await bus.tasks.lease(60)
         assert lease is not None and lease.task.id == id
-        row = {"role": "actor", "id": "foreign", "host": "h", "pid": 1, "phase": "working", "load": {"in_flight": 2}, "since": 1}
+        row = {
+            "role": "actor",
+            "id": "foreign",
+            "host": "h",
+            "pid": 1,
+            "phase": "working",
+            "load": {"in_flight": 2},
+            "since": 1,
+        }
         await bus.nc.request(f"$KV.TM_{bus.run}_live.actor.foreign", json.dumps(row).encode(), timeout=60)
         assert await LiveView(bus).alive() == [
             LiveRow(role="actor", id="foreign", host="h", pid=1, phase="working", load={"in_flight": 2.0})
@@ -379,7 +442,13 @@ async def test_a_foreign_nak_returns_the_task_and_a_foreign_row_is_read(open_bus
 
 
 async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_has_none(open_bus: BusOpener) -> None:
-    stated = {"ranks": 2, "single_request_push": True, "devices": ["GPU-a", "GPU-b"], "device_memory_bytes": 1, "added_later": [1]}
+    stated = {
+        "ranks": 2,
+        "single_request_push": True,
+        "devices": ["GPU-a", "GPU-b"],
+        "device_memory_bytes": 1,
+        "added_later": [1],
+    }
     named = {"d": {"capabilities": stated}, "e": {"load": {"ranks": 2}}, "f": {"capabilities": {"ranks": 0}}}
     async with open_bus() as bus:
         for id, fields in named.items():
@@ -414,7 +483,10 @@ async def test_a_foreign_engine_states_its_capabilities_and_one_that_does_not_ha
         ({"sequences": [[2, 1], [3, 2]]}, "schema"),
         ({"schema": 2, "sequences": [[2, 1], [3, 3]]}, "sequences[1]"),
         ({"schema": 2, "sequences": [[2, 1], [3, 2]]}, "spans"),
-        ({"response_length": 5, "rollout_log_probs": f4(*[-1.0] * 5), "loss_mask": b"\1" * 5, "spans": [[3, 5]]}, "response_length"),
+        (
+            {"response_length": 5, "rollout_log_probs": f4(*[-1.0] * 5), "loss_mask": b"\1" * 5, "spans": [[3, 5]]},
+            "response_length",
+        ),
     ],
 )
 def test_samples_that_the_document_forbids_are_refused(change: dict[str, Any], field: str) -> None:

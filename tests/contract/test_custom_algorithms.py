@@ -1,4 +1,5 @@
-"""The contracts of a loss, an advantage estimator, an importance weight, a rejection and an aggregation, ours and yours.
+"""The contracts of a loss, an advantage estimator, an importance weight, a rejection and an aggregation, ours and
+yours.
 
 pytest tests/contract/test_custom_algorithms.py --loss my_package.losses:mine --advantage my_package.estimators:mine \
     --weight my_package.weights:mine --reject my_package.rules:mine --aggregation my_package.reducers:mine
@@ -38,18 +39,26 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             indirect=True,
         )
     if "level" in metafunc.fixturenames:
-        metafunc.parametrize("level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True)
+        metafunc.parametrize(
+            "level", [*LEVELS, EXAMPLES + "squared", *metafunc.config.getoption("--weight")], indirect=True
+        )
     if "rule" in metafunc.fixturenames:
-        metafunc.parametrize("rule", [*RULES, EXAMPLES + "drifting", *metafunc.config.getoption("--reject")], indirect=True)
+        metafunc.parametrize(
+            "rule", [*RULES, EXAMPLES + "drifting", *metafunc.config.getoption("--reject")], indirect=True
+        )
     if "mode" in metafunc.fixturenames:
-        metafunc.parametrize("mode", [*AGGREGATIONS, EXAMPLES + "by_root", *metafunc.config.getoption("--aggregation")], indirect=True)
+        metafunc.parametrize(
+            "mode", [*AGGREGATIONS, EXAMPLES + "by_root", *metafunc.config.getoption("--aggregation")], indirect=True
+        )
 
 
 @pytest.fixture
 def objective(request: pytest.FixtureRequest) -> Objective:
     """Return an objective with the named loss, anchored at mu where possible."""
     preset = next((name for name, fields in PRESETS.items() if fields["loss"] == request.param), None)
-    changes = {"correction": preset or "decoupled"} | ({} if preset else {"loss": request.param, "weight": "none", "anchor": "rollout"})
+    changes = {"correction": preset or "decoupled"} | (
+        {} if preset else {"loss": request.param, "weight": "none", "anchor": "rollout"}
+    )
     return Objective(AlgorithmConfig(**changes))
 
 
@@ -109,7 +118,11 @@ def test_a_loss_returns_one_number_and_one_clipped_flag_per_token(objective: Obj
     loss = made(objective, log_probs_T, tokens)
     assert isinstance(loss, PolicyLoss)
     assert (loss.loss_T.shape, loss.loss_T.dtype) == (log_probs_T.shape, torch.float64)
-    assert (loss.clipped_T.shape, loss.clipped_T.dtype, loss.clipped_T.requires_grad) == (log_probs_T.shape, torch.bool, False)
+    assert (loss.clipped_T.shape, loss.clipped_T.dtype, loss.clipped_T.requires_grad) == (
+        log_probs_T.shape,
+        torch.bool,
+        False,
+    )
     assert gradient(objective, log_probs_T, tokens)[tokens.mask_T].abs().sum() > 0, "it teaches nothing"
 
 
@@ -118,7 +131,8 @@ def test_masked_tokens_affect_neither_value_nor_gradient(objective: Objective, r
     log_probs_T, tokens = row()
     wanted, wanted_gradient = made(objective, log_probs_T, tokens), gradient(objective, log_probs_T, tokens)
     spoilt: dict[str, Any] = {
-        name: torch.where(tokens.mask_T, getattr(tokens, name), rubbish) for name in ("rollout_T", "advantages_T", "old_T")
+        name: torch.where(tokens.mask_T, getattr(tokens, name), rubbish)
+        for name in ("rollout_T", "advantages_T", "old_T")
     }
     dirty_T = torch.where(tokens.mask_T, log_probs_T.detach(), rubbish).requires_grad_()
     dirty = Tokens(**{name: spoilt.get(name, getattr(tokens, name)) for name in Tokens.__slots__})
@@ -142,7 +156,12 @@ def test_the_loss_of_a_sample_does_not_depend_on_other_samples(objective: Object
     whole = made(objective, log_probs_T, tokens).loss_T
     for sample in range(tokens.num_samples):
         at = (tokens.sample_T == sample).nonzero()[:, 0]
-        alone = Tokens(**{name: value[at] if torch.is_tensor(value := getattr(tokens, name)) else value for name in Tokens.__slots__})
+        alone = Tokens(
+            **{
+                name: value[at] if torch.is_tensor(value := getattr(tokens, name)) else value
+                for name in Tokens.__slots__
+            }
+        )
         torch.testing.assert_close(made(objective, log_probs_T[at], alone).loss_T, whole[at], atol=1e-12, rtol=0)
 
 
@@ -181,10 +200,14 @@ def advantages(
     truncated: Tensor = TRUNCATED,
     order: Sequence[int] = range(len(GROUPS)),
 ) -> Tensor:
-    """Call the estimator with all that one may ask for. ``order``: of the samples, whose metadata is that of their groups."""
+    """Call the estimator with all that one may ask for. ``order``: of the samples, whose metadata is that of their
+    groups.
+    """
     parts = RewardParts(names=("right",), values_NK=rewards[:, None])
     metadata = [{"level": "hard" if int(GROUPS[at]) == 3 else "easy"} for at in order]
-    return estimator.advantages(rewards, groups, lengths, trainable, parts=parts, truncated_N=truncated, metadata=metadata)
+    return estimator.advantages(
+        rewards, groups, lengths, trainable, parts=parts, truncated_N=truncated, metadata=metadata
+    )
 
 
 def test_an_estimator_gives_every_sample_a_finite_number(estimator: Objective) -> None:
@@ -213,7 +236,11 @@ def test_a_better_sample_of_a_group_has_no_smaller_advantage(estimator: Objectiv
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("no_such_module:f", "no_such_module"), ("math:no_such_function", "has no 'no_such_function'"), ("math:pi", "pi is float")],
+    [
+        ("no_such_module:f", "no_such_module"),
+        ("math:no_such_function", "has no 'no_such_function'"),
+        ("math:pi", "pi is float"),
+    ],
 )
 def test_an_import_path_that_does_not_exist_is_refused(path: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"loss: want .*{reason}"):
@@ -268,7 +295,9 @@ def test_an_estimator_gets_what_its_parameters_name() -> None:
     wanted = REWARDS + 10 * TRUNCATED + 100 * RESPONSES + 1000 * levels_N
     torch.testing.assert_close(advantages(estimator, REWARDS, GROUPS, RESPONSES), wanted, atol=0, rtol=0)
     assert by_path(older).asks == {"lengths_N"}
-    torch.testing.assert_close(advantages(by_path(older), REWARDS, GROUPS, RESPONSES), REWARDS + RESPONSES, atol=0, rtol=0)
+    torch.testing.assert_close(
+        advantages(by_path(older), REWARDS, GROUPS, RESPONSES), REWARDS + RESPONSES, atol=0, rtol=0
+    )
     torch.testing.assert_close(advantages(by_path(any_names), REWARDS, GROUPS, RESPONSES), REWARDS, atol=0, rtol=0)
     assert Objective(AlgorithmConfig()).asks == frozenset()
 
@@ -320,7 +349,9 @@ def test_a_weight_does_not_depend_on_other_sequences(level: str | WeightFunction
     whole_T = raw_weights(delta_T, mask_T, sequence_T, 4, level=level)
     for sequence in range(4):
         at = (sequence_T == sequence).nonzero()[:, 0]
-        torch.testing.assert_close(raw_weights(delta_T[at], mask_T[at], sequence_T[at], 4, level=level), whole_T[at], atol=1e-12, rtol=0)
+        torch.testing.assert_close(
+            raw_weights(delta_T[at], mask_T[at], sequence_T[at], 4, level=level), whole_T[at], atol=1e-12, rtol=0
+        )
 
 
 def rejected(rule: Objective, delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:
@@ -361,8 +392,15 @@ def no_mask(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: 
 
 def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
     delta_T, mask_T, sequence_T = deltas()
-    with pytest.raises(ValueError, match=r"reject .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"):
-        rejected(Objective(AlgorithmConfig(correction="bypass", reject=(f"{__name__}:no_mask",))), delta_T, mask_T, sequence_T)
+    with pytest.raises(
+        ValueError, match=r"reject .*:no_mask: want a bool tensor of shape \[20\], got torch.float64 of \[20\]"
+    ):
+        rejected(
+            Objective(AlgorithmConfig(correction="bypass", reject=(f"{__name__}:no_mask",))),
+            delta_T,
+            mask_T,
+            sequence_T,
+        )
     both = Objective(AlgorithmConfig(correction="bypass", reject=("k1 token 0.5 2", EXAMPLES + "drifting"), veto=1e-4))
     place = {"mask_T": mask_T, "sample_T": sequence_T, "num_samples": 4, "rollout_T": torch.zeros_like(delta_T)}
     tokens = Tokens(**place, lag_T=sequence_T, advantages_T=delta_T)
@@ -370,7 +408,9 @@ def test_a_rule_of_ones_own_joins_the_others_and_returns_a_mask() -> None:
 
 
 def denominators(mask_T: Tensor, sample_T: Tensor) -> Denominators:
-    trainable_N = torch.zeros(4, dtype=torch.int64).index_add(0, sample_T[mask_T], torch.ones(int(mask_T.sum()), dtype=torch.int64))
+    trainable_N = torch.zeros(4, dtype=torch.int64).index_add(
+        0, sample_T[mask_T], torch.ones(int(mask_T.sum()), dtype=torch.int64)
+    )
     groups_N = torch.tensor([5, 5, 2, 2])
     return Denominators(tokens=int(mask_T.sum()), sequences=4, trainable_N=trainable_N, constant=9.0, groups_N=groups_N)
 
@@ -389,7 +429,11 @@ def test_a_factor_does_not_depend_on_the_split_into_rows(mode: str | Reducer) ->
     _, mask_T, sample_T = deltas()
     step = denominators(mask_T, sample_T)
     whole_T = coefficients(mode, mask_T, sample_T, step)
-    for at in (torch.arange(0, 9), torch.arange(9, len(mask_T)), torch.randperm(len(mask_T), generator=torch.Generator().manual_seed(2))):
+    for at in (
+        torch.arange(0, 9),
+        torch.arange(9, len(mask_T)),
+        torch.randperm(len(mask_T), generator=torch.Generator().manual_seed(2)),
+    ):
         torch.testing.assert_close(coefficients(mode, mask_T[at], sample_T[at], step), whole_T[at], atol=0, rtol=0)
 
 
@@ -397,7 +441,10 @@ def test_a_metric_of_another_shape_is_refused() -> None:
     objective = Objective(AlgorithmConfig(loss=EXAMPLES + "one_sided"))
     log_probs_T, tokens = row()
     step = denominators(tokens.mask_T, tokens.sample_T)
-    assert objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())[1].metrics["moved"].shape == log_probs_T.shape
+    assert (
+        objective.total(log_probs_T, log_probs_T, tokens, step, Coupled())[1].metrics["moved"].shape
+        == log_probs_T.shape
+    )
     made = objective._loss(log_probs_T, tokens.rollout_T, tokens, objective.config)
     objective._loss = lambda *_: replace(made, metrics={"moved": torch.zeros(())})
     with pytest.raises(ValueError, match=r"one_sided: metrics.moved: want shape \[20\], got \[\]"):

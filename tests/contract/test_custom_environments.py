@@ -1,11 +1,13 @@
 """The contract of an environment of ``multi_turn``, ours and yours.
 
 pytest tests/contract/test_custom_environments.py --environment my_games:Game --function-options '{"size": 3}' \
-    --environment-row '{"prompt": "a maze", "label": null, "metadata": {"seed": 7}}' --environment-actions '["left", "right"]' \
+    --environment-row '{"prompt": "a maze", "label": null, "metadata": {"seed": 7}}' --environment-actions '["left",
+"right"]' \
     --environment-again replay
 
-``--environment-row`` is a data row for which the actions end the episode. With ``replay`` as for ``rollouts.NAME.again`` you say that an
-episode depends on the row and on the actions alone. ``resume`` is held of every environment that has ``state`` and ``restore``.
+``--environment-row`` is a data row for which the actions end the episode. With ``replay`` as for
+``rollouts.NAME.again`` you say that an episode depends on the row and on the actions alone. ``resume`` is held of every
+environment that has ``state`` and ``restore``.
 """
 
 import asyncio
@@ -61,7 +63,11 @@ OURS = {
     one.use: one
     for one in (
         Case(use="tidemill.actors.episodes.programs.walk:Walk", row=row("3.6="), actions=("+", "x", "-", *"+++")),
-        Case(use="docs.examples.extending.my_environment:Guess", row=row("A number below 100.", "42"), actions=("50", "?", "42")),
+        Case(
+            use="docs.examples.extending.my_environment:Guess",
+            row=row("A number below 100.", "42"),
+            actions=("50", "?", "42"),
+        ),
     )
 }
 
@@ -100,7 +106,9 @@ async def test_it_answers_whatever_the_model_writes(case: Case) -> None:
         assert isinstance(done, bool), f"want True or False, got {done!r}"
         if not done:
             assert_observation(observation)
-            assert isinstance(observation, str) is isinstance(first, str), "want texts, or messages, all through an episode"
+            assert isinstance(observation, str) is isinstance(first, str), (
+                "want texts, or messages, all through an episode"
+            )
         if hasattr(game, "close"):
             await awaited(game.close())
 
@@ -144,7 +152,8 @@ async def test_a_game_goes_on_behind_every_state(case: Case) -> None:
         assert [list(await awaited(other.step(action))) for action in actions[number : len(found)]] == found[number:]
 
 
-# ------------------------------------------------------------------------------------------------ as ``multi_turn`` calls it
+# ------------------------------------------------------------------------------------------------ as ``multi_turn``
+# calls it
 
 
 class Watched:
@@ -194,7 +203,10 @@ class Play:
         protocol = "text" if isinstance(first, str) else "chat"
         options = {"use": self.case.use, "options": dict(self.case.options), **self.how}
         program = MultiTurn(
-            environment=f"{__name__}:Watched", environment_options=options, protocol=protocol, max_turns=len(self.actions) + 1
+            environment=f"{__name__}:Watched",
+            environment_options=options,
+            protocol=protocol,
+            max_turns=len(self.actions) + 1,
         )
         return await program.run(dict(self.case.row), f"{url}/v1", "key")
 
@@ -209,7 +221,11 @@ class Play:
         async def answer(http: web.Request) -> web.Response:
             said = [*self.actions, "more"][len(asked)]
             asked.append(said)
-            chosen = {"message": {"role": "assistant", "content": said}} if http.path.endswith("chat/completions") else {"text": said}
+            chosen = (
+                {"message": {"role": "assistant", "content": said}}
+                if http.path.endswith("chat/completions")
+                else {"text": said}
+            )
             return web.json_response({"id": f"turn-{len(asked)}", "choices": [chosen]})
 
         return {"/v1/chat/completions": answer, "/v1/completions": answer}
@@ -221,7 +237,9 @@ async def test_it_is_closed_once_behind_the_last_step(case: Case) -> None:
         rewards = await play.run(url)
     [game] = Watched.games
     assert game.closed == 1
-    assert list(rewards) == [f"turn-{number + 1}" for number in range(game.steps)], "a reward for each step, and no step behind the end"
+    assert list(rewards) == [f"turn-{number + 1}" for number in range(game.steps)], (
+        "a reward for each step, and no step behind the end"
+    )
     assert game.steps == len(case.actions) or not case.actions
 
 
@@ -260,7 +278,13 @@ async def test_an_episode_makes_a_sample(model_dir: Path, case: Case) -> None:
 
     _, first = await case.begun()
     protocol = "text" if isinstance(first, str) else "chat"
-    given = {"environment": case.use, "environment_options": dict(case.options), "protocol": protocol, "max_turns": 3, "max_tokens": 4}
+    given = {
+        "environment": case.use,
+        "environment_options": dict(case.options),
+        "protocol": protocol,
+        "max_turns": 3,
+        "max_tokens": 4,
+    }
     asked = replace(task(), prompt=case.row["prompt"], label=case.row["label"], metadata=case.row["metadata"])
     async with stage(model_dir, unused) as scene, Children(PROGRAM, options=given) as children:
         await children.load()

@@ -1,7 +1,10 @@
-"""The contracts of a reward, a reward of groups, filters, a source of prompts, a tool, a rollout and a metric sink, ours and yours.
+"""The contracts of a reward, a reward of groups, filters, a source of prompts, a tool, a rollout and a metric sink,
+ours and yours.
 
-pytest tests/contract/test_custom_functions.py --reward my_rewards:mine --group-reward my_rewards:ours --filter my_filters:keep \
-    --buffer-filter my_filters:all --source my_rows:rows --tool my_tools:look_up --rollout my_agents:Agent --sink my_sinks:send \
+pytest tests/contract/test_custom_functions.py --reward my_rewards:mine --group-reward my_rewards:ours --filter
+my_filters:keep \
+    --buffer-filter my_filters:all --source my_rows:rows --tool my_tools:look_up --rollout my_agents:Agent --sink
+my_sinks:send \
     --function-options '{"url": "http://..."}'
 """
 
@@ -63,7 +66,9 @@ def given(request: pytest.FixtureRequest, kind: str, name: str) -> dict[str, Any
 
 def response(text: str, *, status: Status = Status.COMPLETED) -> RewardRequest:
     tokens = np.arange(len(text) + 3, dtype=np.int32)
-    return RewardRequest(prompt="3 + 4 =", response=text, label="7", status=status, tokens=tokens, response_length=len(text))
+    return RewardRequest(
+        prompt="3 + 4 =", response=text, label="7", status=status, tokens=tokens, response_length=len(text)
+    )
 
 
 RESPONSES = [
@@ -114,7 +119,13 @@ def group(rewards: list[float], *, text: str = "some words", status: Status = St
     return FilterGroup(prompt="3 + 4 =", label="7", metadata={"level": "hard"}, samples=samples)
 
 
-GROUPS = [group([0.0, 1.0, 0.5]), group([1.0, 1.0]), group([0.0, 0.0], status=Status.TRUNCATED), group([0.3]), group([0.0, 1.0], text="")]
+GROUPS = [
+    group([0.0, 1.0, 0.5]),
+    group([1.0, 1.0]),
+    group([0.0, 0.0], status=Status.TRUNCATED),
+    group([0.3]),
+    group([0.0, 1.0], text=""),
+]
 
 
 async def result_of(bound: Bound, argument: object) -> Any:
@@ -141,7 +152,10 @@ async def test_a_buffer_filter_decides_on_every_group(request: pytest.FixtureReq
             prompt="3 + 4 =",
             label="7",
             metadata={"level": ("easy", "hard")[number % 2]},
-            samples=tuple(BufferSample(index=index, reward=reward, num_tokens=5, lag=number) for index, reward in enumerate((0.0, 1.0))),
+            samples=tuple(
+                BufferSample(index=index, reward=reward, num_tokens=5, lag=number)
+                for index, reward in enumerate((0.0, 1.0))
+            ),
         )
         for number in range(9)
     )
@@ -173,12 +187,18 @@ def made(request: pytest.FixtureRequest, tool: str) -> Tool:
 
 
 async def test_a_tool_describes_itself_and_answers(made: Tool) -> None:
-    """The model is shown a description, and a type for every parameter; a call with values of these types is answered by text."""
+    """The model is shown a description, and a type for every parameter; a call with values of these types is answered
+    by text.
+    """
     shown = made.schema["function"]
     assert shown["description"], "want a docstring: the model is shown its first paragraph"
     properties = shown["parameters"]["properties"]
-    assert all(one.get("type") in VALUES for one in properties.values()), "want annotated parameters: str, int, float, bool, list, dict"
-    answer = await made.call({name: VALUES[one["type"]] for name, one in properties.items()}, seconds=60.0, threads=CallThreads())
+    assert all(one.get("type") in VALUES for one in properties.values()), (
+        "want annotated parameters: str, int, float, bool, list, dict"
+    )
+    answer = await made.call(
+        {name: VALUES[one["type"]] for name, one in properties.items()}, seconds=60.0, threads=CallThreads()
+    )
     assert not answer.startswith(FAILED), answer
     assert (await made.call({"no_such_argument": 1}, seconds=60.0, threads=CallThreads())).startswith(FAILED)
 
@@ -189,7 +209,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_dir: Path, rollout: str) -> None:
-    """In a child process, on a real engine: it is loaded, asks the model through the gateway, and its sample is valid."""
+    """In a child process, on a real engine: it is loaded, asks the model through the gateway, and its sample is
+    valid.
+    """
 
     async def unused(client: object) -> None:
         raise AssertionError("programs of this test run in children")
@@ -197,7 +219,9 @@ async def test_a_rollout_makes_a_sample(request: pytest.FixtureRequest, model_di
     options = given(request, "rollout", rollout)
     async with stage(model_dir, unused) as scene, Children(rollout, options=options) as children:
         await children.load()
-        made = await ProgramRollout(scene.gateway, children, max_calls_in_flight=16, turns=None, again="restart").sample(task(), 0, "n0")
+        made = await ProgramRollout(
+            scene.gateway, children, max_calls_in_flight=16, turns=None, again="restart"
+        ).sample(task(), 0, "n0")
     check_sample(made.sample)
     assert made.sample.status in (Status.COMPLETED, Status.TRUNCATED)
     assert made.sample.turns is not None and len(made.sample.turns.at) >= 1
@@ -217,7 +241,9 @@ async def test_a_sink_takes_steps_and_scores(
     options = of_ours[sink] if sink in of_ours else given(request, "sink", sink)
     opened_sink = open_sink(sink, options)
     for step in (1, 2):
-        one = StepMetrics(run="r", step=step, epoch=1, metrics={"data/reward_mean": 0.5, "train/loss": -0.1, "new/number": 1.0})
+        one = StepMetrics(
+            run="r", step=step, epoch=1, metrics={"data/reward_mean": 0.5, "train/loss": -0.1, "new/number": 1.0}
+        )
         await result_of(opened_sink, one)
     scores = StepMetrics(run="r", step=1, epoch=1, metrics={"eval/held_out/mean": 0.25}, evaluation=True)
     await result_of(opened_sink, SINK.decode(json.loads(SINK.encode(scores))))

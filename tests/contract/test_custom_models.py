@@ -1,10 +1,12 @@
 """The contracts of a model bridge and of the hooks within a step, ours and yours.
 
-pytest tests/contract/test_custom_models.py --bridge my_bridge:Mine --bridge-model small_model --bridge-log-probs reference.json \
+pytest tests/contract/test_custom_models.py --bridge my_bridge:Mine --bridge-model small_model --bridge-log-probs
+reference.json \
     --hook-before-log-probs my_hooks:log_pass --hook-before-step my_hooks:log_norms
 
-``--bridge-model`` is a small model of the family. Its log-probs are compared with those of transformers, or with ``--bridge-log-probs``:
-a list of maps with ``tokens`` and ``log_probs``, the log-prob of each token but the first at temperature 1, in float32.
+``--bridge-model`` is a small model of the family. Its log-probs are compared with those of transformers, or with
+``--bridge-log-probs``: a list of maps with ``tokens`` and ``log_probs``, the log-prob of each token but the first at
+temperature 1, in float32.
 """
 
 import itertools
@@ -64,7 +66,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "bridge" in metafunc.fixturenames:
         metafunc.parametrize("bridge", [*OURS["bridge"], *option("--bridge")])
     if "hook" in metafunc.fixturenames:
-        yours = [(name, path) for name in ("before_log_probs", "before_step") for path in option(f"--hook-{name.replace('_', '-')}")]
+        yours = [
+            (name, path)
+            for name in ("before_log_probs", "before_step")
+            for path in option(f"--hook-{name.replace('_', '-')}")
+        ]
         metafunc.parametrize("hook", [*OURS["hook"], *yours], ids=lambda one: f"{one[0]} {one[1]}")
 
 
@@ -99,7 +105,9 @@ class Model:
         return found
 
     def reference(self) -> tuple[list[Sample], LogProbs]:
-        """Return samples, and the function that gives the log-probs of their tokens. Fails where no other program has computed any."""
+        """Return samples, and the function that gives the log-probs of their tokens. Fails where no other program has
+        computed any.
+        """
         if self.log_probs is None:
             samples = make_samples(vocab=vocabulary(self.directory), temperature=0.7)
             return samples, of_transformers(self.directory)
@@ -150,8 +158,12 @@ def policy(here: "Parallel", bridge: str, model: Model) -> Policy:
     return build_policy(model.directory, dtype="float32", parallel=here, bridge_class=bridge)
 
 
-def test_a_bridge_gives_the_files_again(here: "Parallel", tmp_path: Path, bridge: str, model: Model, policy: Policy) -> None:
-    """Every tensor of the files, bit for bit: as pushed to engines, and by way of a checkpoint as ``tidemill convert`` writes it."""
+def test_a_bridge_gives_the_files_again(
+    here: "Parallel", tmp_path: Path, bridge: str, model: Model, policy: Policy
+) -> None:
+    """Every tensor of the files, bit for bit: as pushed to engines, and by way of a checkpoint as ``tidemill convert``
+    writes it.
+    """
     assert_weights(dict(policy.export()), model.directory)
     assert_converts(model.directory, tmp_path, here, bridge_class=bridge)
 
@@ -168,11 +180,15 @@ def test_a_step_through_a_bridge_changes_the_weights_and_not_their_names(model: 
     metrics = trainer.train(make_batches(make_samples(vocab=vocabulary(model.directory)), max_tokens=100)[0])
     assert metrics["train/skipped_minibatches"] == 0 and metrics["train/grad_norm"] > 0
     after = dict(policy.export())
-    assert {name: weight.shape for name, weight in after.items()} == {name: weight.shape for name, weight in before.items()}
+    assert {name: weight.shape for name, weight in after.items()} == {
+        name: weight.shape for name, weight in before.items()
+    }
     assert any(not torch.equal(after[name], before[name]) for name in after)
 
 
-def test_two_ranks_through_a_bridge_have_the_model_of_one(tmp_path: Path, bridge: str, model: Model, policy: Policy) -> None:
+def test_two_ranks_through_a_bridge_have_the_model_of_one(
+    tmp_path: Path, bridge: str, model: Model, policy: Policy
+) -> None:
     """Tensor parallelism divides every tensor that can be: the same log-probs, and the files again, bit for bit."""
     ranks = run_ranks(model_ranks.bridged, (model.directory, bridge), world=2, out=tmp_path, timeout_s=300)
     if ranks[0]["refused"]:
@@ -218,15 +234,21 @@ def _trained(here: "Parallel", model_dir: Path, hooks: HooksConfig, steps: tuple
     return policy.digest(), [one["train/loss"] for one in metrics]
 
 
-def test_steps_with_a_hook_that_are_taken_again_end_in_the_same_bits(here: "Parallel", model_dir: Path, hook: tuple[str, str]) -> None:
-    """It is accepted at the start, and called in every step; what it changes is a function of its argument, as a resumed run needs."""
+def test_steps_with_a_hook_that_are_taken_again_end_in_the_same_bits(
+    here: "Parallel", model_dir: Path, hook: tuple[str, str]
+) -> None:
+    """It is accepted at the start, and called in every step; what it changes is a function of its argument, as a
+    resumed run needs.
+    """
     hooks = HooksConfig(**{hook[0]: hook[1]})
     Hooks(hooks)
     assert _trained(here, model_dir, hooks, STEPS) == _trained(here, model_dir, hooks, STEPS)
 
 
 def test_ranks_with_a_hook_keep_the_same_weights(tmp_path: Path, model_dir: Path, hook: tuple[str, str]) -> None:
-    """Two replicas with different samples: collectives of the hook are called by both, and none has weights of its own afterwards."""
+    """Two replicas with different samples: collectives of the hook are called by both, and none has weights of its own
+    afterwards.
+    """
     ranks = run_ranks(model_ranks.hooked, (model_dir, *hook, STEPS), world=2, out=tmp_path, timeout_s=300)
     assert len({rank["digest"] for rank in ranks}) == 1
 

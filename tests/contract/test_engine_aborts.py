@@ -1,4 +1,6 @@
-"""Requests aborted by a client or by a weight push. Only the second breaks a guarantee, so it has a counter of its own."""
+"""Requests aborted by a client or by a weight push. Only the second breaks a guarantee, so it has a counter of its
+own.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -69,7 +71,9 @@ async def test_a_pause_that_aborts_is_the_pushs(model_dir: Path) -> None:
 async def test_a_push_from_a_directory_aborts_nobody(model_dir: Path) -> None:
     async with held(model_dir) as served:
         task = await running(served, "a")
-        status, _ = await served.post("/update_weights_from_disk", {"model_path": str(model_dir), "weight_version": "1"})
+        status, _ = await served.post(
+            "/update_weights_from_disk", {"model_path": str(model_dir), "weight_version": "1"}
+        )
         assert status == 200
         assert counted(served) == (0, 0)
         await served.post("/abort_request", {"rid": "a"})

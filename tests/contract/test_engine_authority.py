@@ -1,4 +1,6 @@
-"""Commands that an engine obeys: those with the run's admin key, of a learner of this run. Built-in engine and SGLang's proxy."""
+"""Commands that an engine obeys: those with the run's admin key, of a learner of this run. Built-in engine and SGLang's
+proxy.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -69,7 +71,9 @@ async def proxy(model_dir: Path, authority: Authority, **config: Any) -> AsyncIt
     async with faulty() as server:
         server.does = "generate"
         settings = EngineConfig(kind="sglang", sglang=SglangConfig(url=server.url), **config)
-        async with asked(SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"), authority=authority)) as engine:
+        async with asked(
+            SglangEngine(model_dir, settings, release=release_of("e", "0.5.23"), authority=authority)
+        ) as engine:
             yield engine
 
 
@@ -82,7 +86,11 @@ PLACES = pytest.mark.parametrize("place", [builtin, proxy], ids=["builtin", "pro
 async def test_no_command_is_obeyed_without_the_admin_key(place: Place, key: str, model_dir: Path) -> None:
     async with place(model_dir, Authority(RunKeys.fixed(KEYS))) as engine:
         commands = [(path, {"epoch": 10**30}) for path in commands_of(engine.engine)]
-        for path, body in [*commands, ("/abort_request", {"abort_all": True}), *((path, {"rid": "x", "epoch": 1}) for path in FENCING)]:
+        for path, body in [
+            *commands,
+            ("/abort_request", {"abort_all": True}),
+            *((path, {"rid": "x", "epoch": 1}) for path in FENCING),
+        ]:
             status, answer = await engine.ask(path, body, key)
             assert (status, f"{path}: want the run's admin key" in answer) == (401, True), (path, answer)
         assert (await engine.ask("/generate", BODY))[0] == 200, "requests of this machine want none"
@@ -106,7 +114,12 @@ async def test_an_epoch_that_no_learner_has_shuts_nobody_out(place: Place, model
             return await engine.ask("/continue_generation", {"epoch": epoch}, KEYS.admin)
 
         assert (await goes_on(3))[0] == 200
-        for odd, want in ((1e30, "want an integer"), (True, "want an integer"), (-1, "want an integer >= 0"), (4, "at most 3")):
+        for odd, want in (
+            (1e30, "want an integer"),
+            (True, "want an integer"),
+            (-1, "want an integer >= 0"),
+            (4, "at most 3"),
+        ):
             status, answer = await goes_on(odd)
             assert (status, f"epoch: want {want}" in answer or want in answer) == (400, True), answer
         status, answer = await engine.ask("/weights_checksums", {"of": "served", "epoch": 10**30}, KEYS.admin)
@@ -134,7 +147,9 @@ async def test_while_the_bus_is_away_nothing_is_believed_that_it_has_not_said(pl
 
 
 @PLACES
-async def test_a_key_that_is_made_later_or_anew_is_found(place: Place, model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_key_that_is_made_later_or_anew_is_found(
+    place: Place, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tidemill.bus.liveness.keys._AGAIN_S", 0.0)
     keys = [Keys()]
 

@@ -13,8 +13,9 @@ from tests.engine_serving import log_probs_of, prompts, scores, told_log_probs
 from tests.tiny_models import tiny_model, write_tiny_model
 
 MEAN, MOST = 0.03, 0.5
-"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (In three of a
-thousand runs of transformers in bfloat16 the worst token was 0.25 off.)"""
+"""Nats. Measured over 384 tokens: built-in 0.017 to 0.019 and at most 0.14, SGLang 0.015 to 0.018 and at most 0.13. (In
+three of a thousand runs of transformers in bfloat16 the worst token was 0.25 off.)
+"""
 WORSE = 1.5
 """Multiple of the mean error of transformers' own forward pass in bfloat16: measured 0.9 to 1.1."""
 CHANGES: dict[str, Any] = {"max_position_embeddings": 1024}
@@ -45,13 +46,18 @@ async def test_log_probs_are_near_those_of_fp32(kind: Kind, first_model: Path, m
                 await push.whole(model, version)  # sent in fp32, kept in bfloat16
             found = [await differences(served, model, prompt) for prompt in prompts(6)]
             off, plain = (np.concatenate(each) for each in zip(*found, strict=True))
-            print(f"{kind.name}: mean {off.mean():.4f}, most {off.max():.4f} nats; transformers {plain.mean():.4f}, {plain.max():.4f}")
+            print(
+                f"{kind.name}: mean {off.mean():.4f}, most {off.max():.4f} nats; transformers "
+                f"{plain.mean():.4f}, {plain.max():.4f}"
+            )
             assert off.mean() < MEAN and off.max() < MOST
             assert off.mean() < WORSE * plain.mean()
 
 
 async def differences(served: Any, model: Any, prompt: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the differences from fp32 of each token of a response: the engine's, and those of transformers in bfloat16."""
+    """Return the differences from fp32 of each token of a response: the engine's, and those of transformers in
+    bfloat16.
+    """
     answer = await served.generate(prompt, max_new_tokens=64, ignore_eos=True)
     tokens = answer["output_ids"]
     exact = log_probs_of(await scores(model, prompt, tokens), tokens)

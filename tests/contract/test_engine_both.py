@@ -1,4 +1,6 @@
-"""The contract of an engine, on the built-in one and (``make test-sglang``) on real SGLang: the same prompts, the same weights, fp32."""
+"""The contract of an engine, on the built-in one and (``make test-sglang``) on real SGLang: the same prompts, the same
+weights, fp32.
+"""
 
 import asyncio
 import re
@@ -11,7 +13,17 @@ import pytest
 
 from tests.engine_kinds import Kind
 from tests.engine_push import joined
-from tests.engine_serving import LIMIT_S, Served, commands_of, greedy, log_probs_across, log_probs_of, prompts, scores, told_log_probs
+from tests.engine_serving import (
+    LIMIT_S,
+    Served,
+    commands_of,
+    greedy,
+    log_probs_across,
+    log_probs_of,
+    prompts,
+    scores,
+    told_log_probs,
+)
 from tests.engine_watch import Watched, watching
 from tests.receiver_app import staged
 from tests.skips import inapplicable
@@ -82,7 +94,9 @@ async def assert_made_by(model: Any, version: int, answer: Any) -> None:
     assert np.abs(told_log_probs(answer) - wanted).max() < TOLERANCE
 
 
-async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+async def test_log_probs_are_those_of_a_full_forward_pass(
+    kind: Kind, directories: list[Path], models: list[Any]
+) -> None:
     given = prompts(4)
     async with kind.serving(directories[0]) as served:
         for prompt in given:
@@ -90,16 +104,26 @@ async def test_log_probs_are_those_of_a_full_forward_pass(kind: Kind, directorie
             assert answer["output_ids"] == (await greedy(models[0], prompt, 16))[:16]
         for prompt, temperature in zip(given, (1.0, 0.7, 1.3, 1.0), strict=True):
             answer = await served.generate(prompt, max_new_tokens=48, temperature=temperature, ignore_eos=True)
-            wanted = log_probs_of(await scores(models[0], prompt, answer["output_ids"]) / temperature, answer["output_ids"])
+            wanted = log_probs_of(
+                await scores(models[0], prompt, answer["output_ids"]) / temperature, answer["output_ids"]
+            )
             assert np.abs(told_log_probs(answer) - wanted).max() < TOLERANCE
             assert answer["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 48}]
-        filtered = await served.generate(PROMPT, max_new_tokens=32, temperature=0.7, top_p=0.9, top_k=8, ignore_eos=True)
+        filtered = await served.generate(
+            PROMPT, max_new_tokens=32, temperature=0.7, top_p=0.9, top_k=8, ignore_eos=True
+        )
         assert (told_log_probs(filtered) <= 0).all()
 
 
 async def test_one_request_lives_through_three_pushes(kind: Kind, directories: list[Path], models: list[Any]) -> None:
-    """Four sets of weights generate one response; each span has the log-probs of its weights, on keys and values that are kept."""
-    async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push, asked(kind, served, after=0) as one:
+    """Four sets of weights generate one response; each span has the log-probs of its weights, on keys and values that
+    are kept.
+    """
+    async with (
+        kind.serving(directories[0]) as served,
+        joined(served, timeout_s=GROUP_S) as push,
+        asked(kind, served, after=0) as one,
+    ):
         for version in (1, 2, 3):
             one.gate.let(30)
             await one.beyond(one.tokens + 20)
@@ -117,7 +141,11 @@ async def test_one_request_lives_through_three_pushes(kind: Kind, directories: l
 async def test_one_stops_and_the_others_go_on(kind: Kind, directories: list[Path]) -> None:
     async with kind.serving(directories[0]) as served, asked(kind, served) as one:
         await one.beyond(0)
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}, "rid": "watched-2"}
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True},
+            "rid": "watched-2",
+        }
         other = asyncio.create_task(served.post("/generate", body))
         await one.beyond(10)
         await served.client.abort("nobody")
@@ -204,7 +232,9 @@ async def test_who_is_aborted_in_a_pause_is_not_answered_in_full_after_it(kind: 
         assert served.engine.stats()["requests_aborted"] == 2
 
 
-async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(
+    kind: Kind, directories: list[Path], models: list[Any]
+) -> None:
     async with kind.serving(directories[0]) as served:
         served.engine.phase = "catching up"
         with pytest.raises(EngineUnavailable):
@@ -222,7 +252,9 @@ async def test_nothing_is_generated_before_it_serves_and_a_late_one_joins(kind: 
     await assert_made_by(models[3], 8, pushed)
 
 
-async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+async def test_a_push_that_breaks_off_is_never_served_in_part(
+    kind: Kind, directories: list[Path], models: list[Any]
+) -> None:
     async with kind.serving(directories[0]) as served, joined(served, timeout_s=GROUP_S) as push:
         assert (await push.begin(1))[0] == 200
         assert (await push.bucket(list(models[1].named_parameters())[:5]))[0] == 200
@@ -233,13 +265,17 @@ async def test_a_push_that_breaks_off_is_never_served_in_part(kind: Kind, direct
             assert (await served.generate(PROMPT, max_new_tokens=2))["meta_info"]["weight_version"] == "0"
         else:
             async with asyncio.timeout(HOLD_S - 1):  # the engine does not wait for the end of the open push
-                status, _ = await served.post("/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}})
+                status, _ = await served.post(
+                    "/generate", {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}}
+                )
             assert status == 503
         await push.whole(models[2], 2)
         await assert_made_by(models[2], 2, await served.generate(PROMPT, max_new_tokens=16, ignore_eos=True))
 
 
-async def test_what_its_sender_leaves_open_holds_up_nothing(kind: Kind, directories: list[Path], models: list[Any]) -> None:
+async def test_what_its_sender_leaves_open_holds_up_nothing(
+    kind: Kind, directories: list[Path], models: list[Any]
+) -> None:
     """This happens when a learner finds different checksums, evicts the engine, and the engine fetches that version."""
     async with kind.serving(directories[0], version=0) as served:
         for version, num_sent in ((1, 0), (2, 5), (3, None)):
@@ -268,7 +304,9 @@ async def test_what_differs_from_what_was_sent_is_named(kind: Kind, directories:
         for version, tensors, good in ((1, other, False), (2, sent, True)):
             check = StagedModel(staged(tensors), (), Deadlines(60.0)).differences
             receiver = HttpReceiver(served.session, served.engine.url, epoch=1, deadlines=Deadlines(60.0))
-            group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [Member(row, receiver, deadlines=Deadlines(60.0))])
+            group = PushGroup(
+                GroupRules(1, HERE, "gloo", Deadlines(60.0)), [Member(row, receiver, deadlines=Deadlines(60.0))]
+            )
             try:
                 outcome = await Push(version, staged(sent).buckets, lambda _, check=check: check).update(group)
             finally:
@@ -309,7 +347,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no ids": ({"input_ids": ["a"]}, "input_ids"),
     "two prompts": ({"input_ids": PROMPT, "text": "x"}, "input_ids"),
     "too long": ({"input_ids": [5] * CONTEXT}, "longer than the model's context"),
-    "a stop that is no token": ({"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [400]}}, r"want token ids in 0 \.\. 298"),
+    "a stop that is no token": (
+        {"input_ids": PROMPT, "sampling_params": {"stop_token_ids": [400]}},
+        r"want token ids in 0 \.\. 298",
+    ),
 }
 
 

@@ -1,4 +1,6 @@
-"""The HTTP API of an engine, on the built-in one and (``make test-sglang``) on real SGLang: answers, streams, phases, pauses, updates."""
+"""The HTTP API of an engine, on the built-in one and (``make test-sglang``) on real SGLang: answers, streams, phases,
+pauses, updates.
+"""
 
 import asyncio
 import itertools
@@ -53,15 +55,21 @@ async def test_an_answer_has_what_sglangs_has(kind: Kind, first_model: Path) -> 
         assert (meta["prompt_tokens"], meta["completion_tokens"], meta["cached_tokens"]) == (3, 4, 0)
         assert meta["weight_version"] == "0"
         assert meta["weight_versions"] == [{"version": "0", "start": 0, "end": 4}]
-        assert [entry[1:] for entry in meta["output_token_logprobs"]] == [[token, None] for token in answer["output_ids"]]
+        assert [entry[1:] for entry in meta["output_token_logprobs"]] == [
+            [token, None] for token in answer["output_ids"]
+        ]
         assert meta["e2e_latency"] > 0
         assert served.engine.text is not None
         assert answer["text"] == served.engine.text.decode(answer["output_ids"])
         _, quiet = await served.post("/generate", body | {"return_logprob": False})
         assert "output_token_logprobs" not in quiet["meta_info"]
-        status, answers = await served.post("/generate", {"text": ["three plus", "four"], "sampling_params": SHORT, "rid": "r"})
+        status, answers = await served.post(
+            "/generate", {"text": ["three plus", "four"], "sampling_params": SHORT, "rid": "r"}
+        )
         assert [one["meta_info"]["id"] for one in answers] == ["r_0", "r_1"]
-        assert [one["meta_info"]["prompt_tokens"] for one in answers] == [len(served.engine.text.encode(t)) for t in ("three plus", "four")]
+        assert [one["meta_info"]["prompt_tokens"] for one in answers] == [
+            len(served.engine.text.encode(t)) for t in ("three plus", "four")
+        ]
 
 
 async def test_a_stream_is_cumulative_and_ends_whole(kind: Kind, first_model: Path) -> None:
@@ -96,7 +104,9 @@ async def test_an_id_that_ends_a_response_is_in_it_and_its_log_prob_too(kind: Ki
         assert served.engine.text is not None and answer["text"] == served.engine.text.decode(first[: until - 1])
 
 
-async def test_a_pause_aborts_unless_it_has_another_mode_and_unknown_modes_are_refused(kind: Kind, first_model: Path) -> None:
+async def test_a_pause_aborts_unless_it_has_another_mode_and_unknown_modes_are_refused(
+    kind: Kind, first_model: Path
+) -> None:
     async with kind.serving(first_model) as served, running(kind, served) as one:
         await one.beyond(5)
         assert (await served.post("/pause_generation", {"mode": "gently"}))[0] == 400

@@ -1,4 +1,6 @@
-"""Errors of each client of an engine's API when the engine is unreachable, is silent, breaks off, or answers without JSON."""
+"""Errors of each client of an engine's API when the engine is unreachable, is silent, breaks off, or answers without
+JSON.
+"""
 
 import json
 from collections.abc import AsyncIterator
@@ -32,7 +34,11 @@ class Clients:
     async def errors(self) -> list[Exception]:
         """Return the errors that a command of each client raises."""
         raised: list[Exception] = []
-        for call in (self.http.pause(), self.api.call("POST", "/pause_generation", {}, timeout_s=self._deadline_s), self.receiver.begin(1)):
+        for call in (
+            self.http.pause(),
+            self.api.call("POST", "/pause_generation", {}, timeout_s=self._deadline_s),
+            self.receiver.begin(1),
+        ):
             with pytest.raises((EngineError, ReceiverFailed)) as caught:
                 await call
             raised.append(caught.value)

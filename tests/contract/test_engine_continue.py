@@ -53,13 +53,20 @@ def cut(whole: Generation, length: int) -> Generation:
     """Return the beginning of a response, made under one version."""
     text = tiny_tokenizer().decode(whole.tokens[:length].tolist())
     spans = (Span(version=whole.spans[0].version, num_tokens=length),)
-    return replace(whole, tokens=whole.tokens[:length], log_probs=whole.log_probs[:length], spans=spans, finish="abort", text=text)
+    return replace(
+        whole, tokens=whole.tokens[:length], log_probs=whole.log_probs[:length], spans=spans, finish="abort", text=text
+    )
 
 
 def assert_same(again: Generation, whole: Generation) -> None:
     assert again.tokens.tolist() == whole.tokens.tolist()
     np.testing.assert_allclose(again.log_probs, whole.log_probs, atol=1e-4)
-    assert (again.spans, again.finish, again.matched, again.text) == (whole.spans, whole.finish, whole.matched, whole.text)
+    assert (again.spans, again.finish, again.matched, again.text) == (
+        whole.spans,
+        whole.finish,
+        whole.matched,
+        whole.text,
+    )
     assert again.prompt_tokens == whole.prompt_tokens
 
 
@@ -72,7 +79,9 @@ async def test_it_is_the_undisturbed_response_wherever_it_was_cut(directories: l
             made = one.engine.scheduler.counters.tokens_generated
             begun = cut(whole, length)
             assert_same(await one.client.generate(PROMPT, WAYS[way], begun=begun), whole)
-            assert one.engine.scheduler.counters.tokens_generated - made == len(whole.tokens) - length, "only what is missing is made"
+            assert one.engine.scheduler.counters.tokens_generated - made == len(whole.tokens) - length, (
+                "only what is missing is made"
+            )
         *_, last = [state async for state in one.client.stream(PROMPT, WAYS[way], begun=cut(whole, 5))]
         assert_same(last, whole)
 

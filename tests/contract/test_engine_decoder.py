@@ -1,4 +1,6 @@
-"""The built-in engine's own forward pass against transformers': scores within 1e-5 of their largest, whole and token by token."""
+"""The built-in engine's own forward pass against transformers': scores within 1e-5 of their largest, whole and token by
+token.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,10 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("mistral", {}),
     ("mistral", {"tied": True, "sliding_window": 256}),
     *[("glm4", {"tied": tied}) for tied in (False, True)],
-    ("glm4", {"attention_bias": False, "partial_rotary_factor": 1.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    (
+        "glm4",
+        {"attention_bias": False, "partial_rotary_factor": 1.0, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    ),
     *[("qwen3_moe", {"tied": tied}) for tied in (False, True)],
     ("qwen3_moe", {"norm_topk_prob": False, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
 ]
@@ -70,7 +75,9 @@ def test_bfloat16_is_near_float32(tmp_path: Path, family: str) -> None:
 
 @torch.inference_mode()
 def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
-    """Rows of different lengths, right-padded prompts, shared prompts and moved rows each give the scores of the row alone."""
+    """Rows of different lengths, right-padded prompts, shared prompts and moved rows each give the scores of the row
+    alone.
+    """
     weights = load(write_tiny_model(tmp_path))
     shape, model = weights.shape, tiny_model()
     table = decoder.RopeTable(shape.rope, 64, head_dim=shape.head_dim, dtype=torch.float32, device=CPU)
@@ -84,7 +91,9 @@ def test_rows_of_one_batch_have_their_own_positions(tmp_path: Path) -> None:
     rows = [contexts[2], contexts[1], contexts[1]]
     next_tokens = [7, 8, 9]
     positions = torch.tensor([len(row) for row in rows])
-    x = decoder.forward(weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), slots.decoding(positions, 18))
+    x = decoder.forward(
+        weights, torch.tensor(next_tokens)[:, None], table.at(positions[:, None]), slots.decoding(positions, 18)
+    )
     got = decoder.logits(weights, x[:, 0])
     for row, (context, token) in enumerate(zip(rows, next_tokens, strict=True)):
         want = model(torch.tensor([[*context, token]])).logits[0, -1]

@@ -1,4 +1,6 @@
-"""Responses of the engine, over real HTTP, against transformers: tokens, log-probs, sampling, prefix sharing, batches."""
+"""Responses of the engine, over real HTTP, against transformers: tokens, log-probs, sampling, prefix sharing,
+batches.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -48,12 +50,16 @@ async def test_greedy_is_transformers_greedy_alone_and_in_a_full_batch(model_dir
 async def test_a_shared_prompt_is_computed_once(model_dir: Path) -> None:
     prompt = prompts(1, low=20)[0]
     async with serving(model_dir) as served:
-        answers = await served.together([(prompt, {"max_new_tokens": 5, "sampling_seed": seed, "ignore_eos": True}) for seed in range(8)])
+        answers = await served.together(
+            [(prompt, {"max_new_tokens": 5, "sampling_seed": seed, "ignore_eos": True}) for seed in range(8)]
+        )
         assert served.engine.stats()["prefill_tokens"] == len(prompt)
         assert served.engine.stats()["prompt_tokens"] == 8 * len(prompt)
         assert sorted(answer["meta_info"]["cached_tokens"] for answer in answers) == [0] + 7 * [len(prompt)]
     async with serving(model_dir, share_prefix=False) as served:
-        again = await served.together([(prompt, {"max_new_tokens": 5, "sampling_seed": seed, "ignore_eos": True}) for seed in range(8)])
+        again = await served.together(
+            [(prompt, {"max_new_tokens": 5, "sampling_seed": seed, "ignore_eos": True}) for seed in range(8)]
+        )
         assert served.engine.stats()["prefill_tokens"] == 8 * len(prompt)
     assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in again]
 
@@ -73,7 +79,9 @@ async def test_a_latecomer_shares_with_one_that_is_running(family: str, model: A
         assert answer["meta_info"]["cached_tokens"] == len(prompt)
         assert answer["output_ids"] == await greedy(model, prompt, 8)
         np.testing.assert_allclose(
-            told_log_probs(answer), log_probs_of(await scores(model, prompt, answer["output_ids"]), answer["output_ids"]), atol=1e-4
+            told_log_probs(answer),
+            log_probs_of(await scores(model, prompt, answer["output_ids"]), answer["output_ids"]),
+            atol=1e-4,
         )
 
 
@@ -109,11 +117,15 @@ def reference_filtered(scores_RV: torch.Tensor, *, temperature: float, top_k: in
         {"temperature": 1.3, "top_k": 20, "top_p": 0.7},
     ],
 )
-async def test_log_probs_are_of_the_distribution_sampled_from(model_dir: Path, model: Any, params: dict[str, Any]) -> None:
+async def test_log_probs_are_of_the_distribution_sampled_from(
+    model_dir: Path, model: Any, params: dict[str, Any]
+) -> None:
     async with serving(model_dir) as served:
         for prompt in prompts(2, seed=3):
             answer = await served.generate(prompt, max_new_tokens=16, sampling_seed=11, ignore_eos=True, **params)
-            want = reference_filtered(await scores(model, prompt, answer["output_ids"]), **({"top_k": -1, "top_p": 1.0} | params))
+            want = reference_filtered(
+                await scores(model, prompt, answer["output_ids"]), **({"top_k": -1, "top_p": 1.0} | params)
+            )
             chosen = [want[place, token].item() for place, token in enumerate(answer["output_ids"])]
             np.testing.assert_allclose(told_log_probs(answer), chosen, atol=1e-4)
 
@@ -124,12 +136,22 @@ async def test_a_seed_fixes_a_response_whatever_company_it_has(model_dir: Path) 
     async with serving(model_dir) as served:
         alone = await served.generate(mine, **params)
         crowd = [
-            (prompt, {"max_new_tokens": 5 + index, "temperature": 0.5 + index / 10, "sampling_seed": index, "ignore_eos": True})
+            (
+                prompt,
+                {
+                    "max_new_tokens": 5 + index,
+                    "temperature": 0.5 + index / 10,
+                    "sampling_seed": index,
+                    "ignore_eos": True,
+                },
+            )
             for index, prompt in enumerate(others)
         ]
         crowded = (await served.together([*crowd[:5], (mine, params), *crowd[5:]]))[5]
         other_seed = await served.generate(mine, **(params | {"sampling_seed": 8}))
-        unseeded = [await served.generate(mine, **(params | {"sampling_seed": None, "ignore_eos": True})) for _ in range(2)]
+        unseeded = [
+            await served.generate(mine, **(params | {"sampling_seed": None, "ignore_eos": True})) for _ in range(2)
+        ]
     assert crowded["output_ids"] == alone["output_ids"]
     np.testing.assert_allclose(told_log_probs(crowded), told_log_probs(alone), atol=1e-5)
     assert other_seed["output_ids"] != alone["output_ids"]
@@ -151,7 +173,8 @@ async def test_first_tokens_are_distributed_as_the_model_says(model_dir: Path, m
     count = 4000
     async with serving(model_dir) as served:
         status, answers = await served.post(
-            "/generate", {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "n": count, "sampling_seed": 0, "top_k": 6}}
+            "/generate",
+            {"input_ids": prompt, "sampling_params": {"max_new_tokens": 1, "n": count, "sampling_seed": 0, "top_k": 6}},
         )
         assert status == 200
     want = reference_filtered(await scores(model, prompt, [3]), temperature=1.0, top_k=6, top_p=1.0)[0].exp().numpy()
@@ -188,4 +211,7 @@ async def test_a_context_that_is_full_ends_a_response(model_dir: Path) -> None:
         assert len(answer["output_ids"]) == 10
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": 10}
         status, refusal = await served.post("/generate", {"input_ids": prompt + prompt})
-        assert (status, "longer than the model's context length (40 tokens)" in refusal["error"]["message"]) == (400, True)
+        assert (status, "longer than the model's context length (40 tokens)" in refusal["error"]["message"]) == (
+            400,
+            True,
+        )

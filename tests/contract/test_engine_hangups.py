@@ -40,11 +40,16 @@ async def busy(served: Served) -> AsyncIterator[None]:
 
 
 async def hang_up_on(served: Served, path: str, body: object) -> None:
-    """Send a request, and close the connection once it is in the decoding thread's queue. Returns when the engine has noticed."""
+    """Send a request, and close the connection once it is in the decoding thread's queue. Returns when the engine has
+    noticed.
+    """
     host, _, port = served.engine.url.removeprefix("http://").partition(":")
     _, writer = await asyncio.open_connection(host, int(port))
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: "
+        f"{len(content)}\r\n\r\n"
+    )
     asked = served.engine.scheduler._calls.qsize()
     writer.write(head.encode() + content)
     await until(lambda: served.engine.scheduler._calls.qsize() > asked)
@@ -73,7 +78,9 @@ async def test_a_client_that_hangs_up_ends_nothing_but_its_connection(path: str,
     async with serving(model_dir) as served:
         async with busy(served):
             await hang_up_on(served, path, body)
-        await asyncio.wrap_future(served.engine.scheduler.call(lambda: None))  # calls are taken in order: the command is done
+        await asyncio.wrap_future(
+            served.engine.scheduler.call(lambda: None)
+        )  # calls are taken in order: the command is done
         assert served.engine.scheduler.alive
         assert served.engine.scheduler.paused == (path == "/pause_generation"), "what was asked for is done"
         await served.client.resume()
@@ -101,7 +108,9 @@ async def test_a_top_k_beyond_all_numbers_is_refused_and_fails_nobody_else(model
     async with serving(model_dir) as served:
         company = await innocent(served)
         params = {"max_new_tokens": 5, "sampling_seed": 3, "ignore_eos": True}
-        status, answer = await served.post("/generate", {"input_ids": [5, 6, 8], "sampling_params": {**params, "top_k": 10**20}})
+        status, answer = await served.post(
+            "/generate", {"input_ids": [5, 6, 8], "sampling_params": {**params, "top_k": 10**20}}
+        )
         assert (status, "top_k" in answer["error"]["message"]) == (400, True)
         made = [(await served.generate([5, 6, 8], **params, top_k=top_k))["output_ids"] for top_k in (2**31 - 1, -1)]
         assert made[0] == made[1]
@@ -111,7 +120,9 @@ async def test_a_top_k_beyond_all_numbers_is_refused_and_fails_nobody_else(model
 async def test_more_responses_than_the_queue_ever_takes_are_refused_at_once(model_dir: Path) -> None:
     async with serving(model_dir, max_running=2, max_waiting=3) as served:
         for n in (6, 10**12):
-            status, answer = await served.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "n": n}})
+            status, answer = await served.post(
+                "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1, "n": n}}
+            )
             assert (status, "at most 5 responses" in answer["error"]["message"]) == (400, True)
         body = {"input_ids": [[5], [6]], "sampling_params": [{"max_new_tokens": 1, "n": n} for n in (2, 4)]}
         assert (await served.post("/generate", body))[0] == 400, "together"

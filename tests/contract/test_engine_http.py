@@ -1,4 +1,6 @@
-"""SGLang's HTTP API, as implemented by the built-in engine: answers, streams, refusals, abort, pause, limits, draining."""
+"""SGLang's HTTP API, as implemented by the built-in engine: answers, streams, refusals, abort, pause, limits,
+draining.
+"""
 
 import asyncio
 import json
@@ -36,18 +38,30 @@ async def start(served: Served, prompt: list[int], rid: str, **params: Any) -> "
 
 async def test_lists_come_back_in_order(model_dir: Path) -> None:
     async with serving(model_dir) as served:
-        params = [{"max_new_tokens": 2, "n": 2, "ignore_eos": True, "sampling_seed": 1}, {"max_new_tokens": 3, "ignore_eos": True}]
-        status, answers = await served.post("/generate", {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": params, "rid": "r"})
+        params = [
+            {"max_new_tokens": 2, "n": 2, "ignore_eos": True, "sampling_seed": 1},
+            {"max_new_tokens": 3, "ignore_eos": True},
+        ]
+        status, answers = await served.post(
+            "/generate", {"input_ids": [[5, 6], [7, 8, 9]], "sampling_params": params, "rid": "r"}
+        )
         assert status == 200
         assert [len(answer["output_ids"]) for answer in answers] == [2, 2, 3]
         assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [2, 2, 3]
         assert [answer["meta_info"]["id"] for answer in answers] == ["r_0", "r_1", "r_2"]
         assert answers[0]["output_ids"] != answers[1]["output_ids"]
-        seeded = [await served.generate([5, 6], max_new_tokens=2, ignore_eos=True, sampling_seed=1 + place) for place in range(2)]
+        seeded = [
+            await served.generate([5, 6], max_new_tokens=2, ignore_eos=True, sampling_seed=1 + place)
+            for place in range(2)
+        ]
         assert [answer["output_ids"] for answer in seeded] == [answer["output_ids"] for answer in answers[:2]]
-        status, answers = await served.post("/generate", {"text": ["three plus", "four"], "sampling_params": {"max_new_tokens": 1}})
+        status, answers = await served.post(
+            "/generate", {"text": ["three plus", "four"], "sampling_params": {"max_new_tokens": 1}}
+        )
         assert served.engine.text is not None
-        assert [a["meta_info"]["prompt_tokens"] for a in answers] == [len(served.engine.text.encode(t)) for t in ("three plus", "four")]
+        assert [a["meta_info"]["prompt_tokens"] for a in answers] == [
+            len(served.engine.text.encode(t)) for t in ("three plus", "four")
+        ]
 
 
 async def test_stop_strings_end_and_are_cut_from_the_text(model_dir: Path) -> None:
@@ -56,7 +70,11 @@ async def test_stop_strings_end_and_are_cut_from_the_text(model_dir: Path) -> No
         whole = await served.generate([5, 6, 7], **params)
         assert served.engine.text is not None
         text = served.engine.text.decode(whole["output_ids"])
-        places = [at for at in range(12, len(text) - 3) if "\ufffd" not in text[at : at + 3] and text.find(text[at : at + 3]) == at]
+        places = [
+            at
+            for at in range(12, len(text) - 3)
+            if "\ufffd" not in text[at : at + 3] and text.find(text[at : at + 3]) == at
+        ]
         stop = text[places[0] : places[0] + 3]
         answer = await served.generate([5, 6, 7], stop=["never seen", stop], **params)
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
@@ -125,16 +143,26 @@ async def test_abort_answers_with_what_there_is(model_dir: Path) -> None:
         served.hold(after=HELD)
         first = await start(served, [5, 6], "first")
         second = await start(served, [5, 6], "second")
-        waiting = asyncio.create_task(served.post("/generate", {"input_ids": [9], "sampling_params": LONG, "rid": "waiting"}))
+        waiting = asyncio.create_task(
+            served.post("/generate", {"input_ids": [9], "sampling_params": LONG, "rid": "waiting"})
+        )
         await served.until(lambda: len(served.engine.scheduler.waiting) == 1)
         assert (await served.post("/abort_request", {"rid": "first"}))[0] == 200
         status, answer = await first
         assert status == 200
-        assert answer["meta_info"]["finish_reason"] == {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+        assert answer["meta_info"]["finish_reason"] == {
+            "type": "abort",
+            "message": "Aborted",
+            "status_code": None,
+            "err_type": None,
+        }
         assert len(answer["output_ids"]) == len(answer["meta_info"]["output_token_logprobs"]) > 0
         assert not second.done()
         await served.client.abort()
-        assert [(await task)[1]["meta_info"]["finish_reason"]["type"] for task in (second, waiting)] == ["abort", "abort"]
+        assert [(await task)[1]["meta_info"]["finish_reason"]["type"] for task in (second, waiting)] == [
+            "abort",
+            "abort",
+        ]
         assert (await served.post("/abort_request", {"rid": "unknown"}))[0] == 200
         assert (await served.post("/abort_request", {}))[0] == 400
         assert served.engine.stats()["requests_aborted"] == 3
@@ -221,7 +249,11 @@ async def test_what_it_says_of_itself(model_dir: Path) -> None:
     async with serving(model_dir, version=4, max_running=8) as served:
         for path in ("/model_info", "/get_model_info"):
             _, model = await served.get(path)
-            assert (model["weight_version"], model["model_type"], model["architectures"]) == ("4", "qwen3", ["Qwen3ForCausalLM"])
+            assert (model["weight_version"], model["model_type"], model["architectures"]) == (
+                "4",
+                "qwen3",
+                ["Qwen3ForCausalLM"],
+            )
         for path in ("/server_info", "/get_server_info"):
             _, server = await served.get(path)
             assert (server["tp_size"], server["context_length"], server["phase"]) == (1, 8192, "serving")
@@ -285,7 +317,9 @@ async def test_broken_weights_fail_the_request_and_not_the_engine(tmp_path: Path
             await served.client.generate([5, 6, 7, 8], Sampling())
         assert (await served.get("/health_generate"))[0] == 503
         write_tiny_model(tmp_path)
-        assert (await served.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1"}))[0] == 200
+        assert (await served.post("/update_weights_from_disk", {"model_path": str(tmp_path), "weight_version": "1"}))[
+            0
+        ] == 200
         assert len((await served.client.generate([5], Sampling(max_new_tokens=2, stop_token_ids=()))).tokens) > 0
         # A short prompt takes the failed one's row, beside a long one: the masked values there must be finite.
         params = {"temperature": 0, "max_new_tokens": 3}
@@ -308,7 +342,9 @@ async def test_ids_that_end_come_from_all_three_files(tmp_path: Path) -> None:
         assert len(ended) > 8
         for answer in ended:
             assert answer["meta_info"]["finish_reason"]["matched"] == answer["output_ids"][-1]
-            assert [token in served.engine.eos_ids for token in answer["output_ids"]] == [False] * (len(answer["output_ids"]) - 1) + [True]
+            assert [token in served.engine.eos_ids for token in answer["output_ids"]] == [False] * (
+                len(answer["output_ids"]) - 1
+            ) + [True]
 
 
 async def test_a_model_without_a_tokenizer_serves_token_ids(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Request batching, on both kinds of engine: each request gets its own answer, the same as alone, and none delays another."""
+"""Request batching, on both kinds of engine: each request gets its own answer, the same as alone, and none delays
+another.
+"""
 
 import asyncio
 from pathlib import Path
@@ -50,7 +52,9 @@ async def test_the_same_answers_as_alone_in_one_request(kind: Kind, model_dir: P
         alone, joined = HttpEngine(served.engine.url), HttpEngine(served.engine.url, join=True)
         try:
             one_by_one = [await alone.generate(PROMPT, repeatable(seed), id=f"a{seed}") for seed in range(6)]
-            together = await asyncio.gather(*(joined.generate(PROMPT, repeatable(seed), id=f"j{seed}") for seed in range(6)))
+            together = await asyncio.gather(
+                *(joined.generate(PROMPT, repeatable(seed), id=f"j{seed}") for seed in range(6))
+            )
             other = await asyncio.gather(joined.generate(PROMPT, sampling(1)), joined.generate(PROMPT[:2], sampling(1)))
         finally:
             await alone.close()
@@ -88,7 +92,9 @@ async def test_when_all_have_left_the_engine_stops(model_dir: Path) -> None:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            await until_unfinished(served, 0)  # the server notices it later than the client, and a response could end by itself
+            await until_unfinished(
+                served, 0
+            )  # the server notices it later than the client, and a response could end by itself
             await client.resume()
             await served.until(lambda: served.engine.stats()["requests_aborted"] == 2)
             assert served.engine.stats()["waiting"] + served.engine.stats()["running"] == 0

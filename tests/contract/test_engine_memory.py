@@ -1,4 +1,6 @@
-"""Memory that a colocated engine releases and resumes, in every order: really freed, nothing aborted, nothing torn served."""
+"""Memory that a colocated engine releases and resumes, in every order: really freed, nothing aborted, nothing torn
+served.
+"""
 
 import asyncio
 import gc
@@ -55,7 +57,9 @@ async def ask(served: Served, path: str, *tags: str) -> int:
 
 
 async def running(served: Served, count: int, params: dict[str, Any]) -> tuple[Gate, list["asyncio.Task[Any]"]]:
-    """Start requests and return them while they are being decoded, held some tokens in, and the gate that holds them."""
+    """Start requests and return them while they are being decoded, held some tokens in, and the gate that holds
+    them.
+    """
     gate = served.hold(after=10)
     tasks = [asyncio.create_task(served.generate(prompt, **params)) for prompt in prompts(count)]
     await served.until(lambda: len(served.engine.scheduler.running) == count)
@@ -78,7 +82,10 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         for _ in range(2):  # both verbs may be repeated
             assert await ask(served, RELEASE, "kv_cache") == 200
             assert await ask(served, RELEASE, "weights", "kv_cache") == 200
-        assert not await alive(before["weights"] | before["kv_cache"]) and storages(served) == {"weights": set(), "kv_cache": set()}
+        assert not await alive(before["weights"] | before["kv_cache"]) and storages(served) == {
+            "weights": set(),
+            "kv_cache": set(),
+        }
         tokens = served.engine.scheduler.counters.tokens_generated
         late = asyncio.create_task(served.generate(prompts(1)[0], **params | {"max_new_tokens": 300}))
         await served.until(lambda: len(served.engine.scheduler.waiting) == 5)
@@ -90,7 +97,9 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
         await served.client.resume()  # of no use while the keys and values are missing
         await push.whole(models[1], 1)
         assert not any(task.done() for task in [*tasks, late])
-        assert served.engine.scheduler.counters.tokens_generated == tokens, "nothing is generated between release and resume"
+        assert served.engine.scheduler.counters.tokens_generated == tokens, (
+            "nothing is generated between release and resume"
+        )
         assert await ask(served, RESUME, "kv_cache") == 200
         for task in [*tasks, late]:
             answer = await task
@@ -98,7 +107,9 @@ async def test_a_whole_cycle_frees_the_memory_and_every_request_goes_on(director
             assert len(answer["output_ids"]) == (300 if task is late else LONG)
         for task in tasks:
             spans = task.result()["meta_info"]["weight_versions"]
-            assert [span["version"] for span in spans] == ["0", "1"] and task.result()["meta_info"]["num_retractions"] == 1
+            assert [span["version"] for span in spans] == ["0", "1"] and task.result()["meta_info"][
+                "num_retractions"
+            ] == 1
         assert late.result()["output_ids"] == await greedy(models[1], prompts(1)[0], 300)
         assert served.engine.stats()["requests_aborted"] == 0
         assert len(storages(served)["weights"]) == len(before["weights"]), "one copy of the weights, not two"
@@ -135,7 +146,9 @@ async def test_a_release_discards_an_open_update(directory: Path, models: list[A
         assert await ask(served, RELEASE, "weights") == 200
         assert await ask(served, RESUME, "weights") == 200
         assert (await push.end(1))[0] == 400
-        assert (await push.bucket(list(models[1].named_parameters())[3:], send=False))[0] == 400, "what came before is gone"
+        assert (await push.bucket(list(models[1].named_parameters())[3:], send=False))[0] == 400, (
+            "what came before is gone"
+        )
         await push.whole(models[1], 1)
         answer = await served.generate(prompts(1)[0], max_new_tokens=5, temperature=0)
         assert answer["output_ids"] == await greedy(models[1], prompts(1)[0], 5)
@@ -150,7 +163,11 @@ async def test_keys_and_values_alone_can_go_while_the_weights_stay(directory: Pa
         gate.open()
         before = storages(served)
         assert await ask(served, RELEASE, "kv_cache") == 200
-        assert not await alive(before["kv_cache"]) and before["weights"] == await alive(before["weights"]) and served.engine.whole
+        assert (
+            not await alive(before["kv_cache"])
+            and before["weights"] == await alive(before["weights"])
+            and served.engine.whole
+        )
         assert len(served.engine.scheduler.waiting) == 2, "rows that were kept in place cannot be without their keys"
         assert await ask(served, RESUME) == 200
         assert [(await task)["output_ids"] for task in tasks] == wanted
@@ -171,7 +188,9 @@ async def test_a_pause_without_a_release_ends_with_the_keys_and_values(directory
 async def test_an_engine_takes_a_directory_by_itself_and_serves(directory: Path, models: list[Any]) -> None:
     async with serving(directory) as served:
         assert await ask(served, RELEASE) == 200
-        status, _ = await served.post("/update_weights_from_disk", {"model_path": str(directory), "weight_version": "0"})
+        status, _ = await served.post(
+            "/update_weights_from_disk", {"model_path": str(directory), "weight_version": "0"}
+        )
         assert status == 400, "a client must resume first"
         await served.engine.load_snapshot(directory, 0)
         answer = await served.generate(prompts(1)[0], max_new_tokens=5, temperature=0)
@@ -202,7 +221,9 @@ async def test_what_is_not_understood_is_refused(directory: Path) -> None:
         assert served.engine.whole
 
 
-async def test_a_bucket_that_is_late_keeps_no_push_after_the_release_from_being_served(directory: Path, models: list[Any]) -> None:
+async def test_a_bucket_that_is_late_keeps_no_push_after_the_release_from_being_served(
+    directory: Path, models: list[Any]
+) -> None:
     """The bucket was on its way into memory that has been released and is not used again."""
     async with serving(directory) as served, joined(served) as old:
         for version in (1, 2, 3):  # from then on buckets are received directly into their tensors

@@ -19,7 +19,9 @@ __all__ = ["directories", "family", "models"]
 
 
 async def test_a_push_asked_for_at_once(directories: list[Path], models: list[Any]) -> None:
-    """Buckets are copied at first, later received in place; they are served with the last message, or at the end request."""
+    """Buckets are copied at first, later received in place; they are served with the last message, or at the end
+    request.
+    """
     async with serving(directories[0]) as served, joined(served) as push:
         for version in range(1, 6):
             model, serve = models[version % 3], version % 2 == 1
@@ -84,7 +86,9 @@ async def test_a_push_asked_for_at_once_is_discarded_when_its_sender_is_silent_o
                 assert serves(served, models[1])
 
 
-async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(directories: list[Path], models: list[Any]) -> None:
+async def test_of_two_pushes_that_begin_at_once_the_later_one_is_received(
+    directories: list[Path], models: list[Any]
+) -> None:
     tensors = list(named(models[2]))
     async with serving(directories[0]) as served, joined(served) as push:
         async with served.engine.updates._writing:
@@ -116,7 +120,9 @@ async def test_messages_of_discarded_pushes_keep_no_memory(directories: list[Pat
 
 
 async def test_messages_that_come_at_the_same_moment_are_all_there(directories: list[Path], models: list[Any]) -> None:
-    """The event loop gets both in one iteration: when it handles the first, the second is there, before its callback has run."""
+    """The event loop gets both in one iteration: when it handles the first, the second is there, before its callback
+    has run.
+    """
     async with serving(directories[0]) as served, joined(served) as push:
         await push.at_once(models[1], 1, serve=True)  # from then on most buckets are received in place
         tensors = list(named(models[2]))

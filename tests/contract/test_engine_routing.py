@@ -1,4 +1,6 @@
-"""The experts that the built-in engine returns are those of transformers: prompts and responses, shared prompts, pushes, continuations."""
+"""The experts that the built-in engine returns are those of transformers: prompts and responses, shared prompts,
+pushes, continuations.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -28,7 +30,12 @@ from tidemill.bus.wire.routed_experts import RoutedShape, unknown_rows
 
 MODELS: dict[str, dict[str, Any]] = {
     "every layer": {},
-    "every second layer": {"num_hidden_layers": 4, "decoder_sparse_step": 2, "num_experts": 6, "num_experts_per_tok": 3},
+    "every second layer": {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+    },
 }
 PROMPT = (5, 70, 9, 31)
 SAMPLED = Sampling(max_new_tokens=24, seed=3)
@@ -46,7 +53,9 @@ def models(changes: dict[str, Any]) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def directory(changes: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("moe"), "qwen3_moe", seed=0, max_position_embeddings=2048, **changes)
+    return write_tiny_model(
+        tmp_path_factory.mktemp("moe"), "qwen3_moe", seed=0, max_position_embeddings=2048, **changes
+    )
 
 
 @asynccontextmanager
@@ -63,7 +72,9 @@ async def served(directory: Path, **config: Any) -> AsyncIterator[tuple[Served, 
 @torch.no_grad()
 def chosen(model: Any, tokens: Sequence[int], cache: Any = None) -> NDArray[np.int64]:
     """Return the experts of transformers' routers, sorted, [T, layers with experts, top_k]; ``cache`` is continued."""
-    made = model(torch.tensor([list(tokens)]), output_router_logits=True, past_key_values=cache, use_cache=cache is not None)
+    made = model(
+        torch.tensor([list(tokens)]), output_router_logits=True, past_key_values=cache, use_cache=cache is not None
+    )
     top_k = model.config.num_experts_per_tok
     found = torch.stack([logits.topk(top_k, -1).indices for logits in made.router_logits], dim=1)
     return np.sort(found.numpy(), axis=-1)
@@ -72,7 +83,8 @@ def chosen(model: Any, tokens: Sequence[int], cache: Any = None) -> NDArray[np.i
 def assert_chosen(made: Generation, prompt: Sequence[int], wanted: NDArray[np.int64], *, ties: int = 0) -> None:
     """Assert that the experts of all tokens but the last are ``wanted``, and those of the last unknown.
 
-    ``ties``: tokens that may differ, where other tokens are made in every run: two experts' scores may be equal but for rounding.
+    ``ties``: tokens that may differ, where other tokens are made in every run: two experts' scores may be equal but for
+    rounding.
     """
     assert made.routed_experts is not None
     assert len(made.routed_experts) == len(prompt) + len(made.tokens)
@@ -90,8 +102,13 @@ async def test_the_experts_of_prompt_and_response_are_those_of_transformers(dire
 
 @pytest.mark.parametrize("join", [False, True])
 async def test_prompts_that_are_shared_have_them_too(directory: Path, models: list[Any], join: bool) -> None:
-    """With one request, in one prefill; with a request beside a running one, by a copy; beside one that has none, by another prefill."""
-    async with served(directory) as (one, client), watching(one, list(PROMPT), max_new_tokens=400, ignore_eos=True) as other:
+    """With one request, in one prefill; with a request beside a running one, by a copy; beside one that has none, by
+    another prefill.
+    """
+    async with (
+        served(directory) as (one, client),
+        watching(one, list(PROMPT), max_new_tokens=400, ignore_eos=True) as other,
+    ):
         await other.beyond(3)
         joining = HttpEngine(one.engine.url, join=join, routed_experts=True)
         first = asyncio.create_task(joining.generate(PROMPT, replace(SAMPLED, max_new_tokens=300, stop_token_ids=())))
@@ -107,7 +124,9 @@ async def test_prompts_that_are_shared_have_them_too(directory: Path, models: li
 
 
 async def test_the_sequences_of_an_episode_have_them(directory: Path, models: list[Any]) -> None:
-    """A turn behind another, with a result of a tool between, and one that goes another way: of all tokens but the last of a sequence."""
+    """A turn behind another, with a result of a tool between, and one that goes another way: of all tokens but the last
+    of a sequence.
+    """
 
     async def program(client: Client) -> float:
         prompt = list(range(20, 34))
@@ -133,7 +152,9 @@ async def test_the_sequences_of_an_episode_have_them(directory: Path, models: li
 
 
 async def test_each_span_has_the_experts_of_its_weights(directory: Path, models: list[Any]) -> None:
-    """The push comes in the middle: the keys and values before it stay, and the last token before it is an input of the new weights."""
+    """The push comes in the middle: the keys and values before it stay, and the last token before it is an input of the
+    new weights.
+    """
     async with served(directory) as (one, client), joined(one) as push:
         gate = one.hold(after=10)
         sampling = Sampling(max_new_tokens=1500, seed=9, temperature=2.0)
@@ -156,7 +177,9 @@ async def test_each_span_has_the_experts_of_its_weights(directory: Path, models:
     assert_chosen(made, PROMPT, np.concatenate([by_first, by_second]), ties=2)
 
 
-async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(directory: Path, models: list[Any]) -> None:
+async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_from(
+    directory: Path, models: list[Any]
+) -> None:
     async with served(directory) as (one, client):
         gate = one.hold(after=10)
         sampling = Sampling(max_new_tokens=600, seed=9, temperature=2.0)
@@ -171,14 +194,21 @@ async def test_a_retracted_response_keeps_those_that_its_tokens_were_sampled_fro
 
 
 @pytest.mark.parametrize("kept", [True, False])
-async def test_a_continued_response_has_its_first_experts_or_none(directory: Path, models: list[Any], kept: bool) -> None:
+async def test_a_continued_response_has_its_first_experts_or_none(
+    directory: Path, models: list[Any], kept: bool
+) -> None:
     async with served(directory) as (_, client):
         whole = await client.generate(PROMPT, SAMPLED)
         assert whole.routed_experts is not None
         at, marked = 7, np.array(whole.routed_experts[: len(PROMPT) + 7])
         marked[3:5] = marked[5:7]  # as if other weights had chosen them
         marked[-1] = np.iinfo(marked.dtype).max
-        begun = replace(whole, tokens=whole.tokens[:at], log_probs=whole.log_probs[:at], spans=(whole.spans[0]._replace(num_tokens=at),))
+        begun = replace(
+            whole,
+            tokens=whole.tokens[:at],
+            log_probs=whole.log_probs[:at],
+            spans=(whole.spans[0]._replace(num_tokens=at),),
+        )
         again = await client.generate(PROMPT, SAMPLED, begun=replace(begun, routed_experts=marked if kept else None))
     assert again.tokens.tolist() == whole.tokens.tolist()
     assert again.routed_experts is not None
@@ -218,7 +248,9 @@ async def test_a_response_without_the_request_has_none(directory: Path) -> None:
 
 async def test_a_dense_model_has_none_to_return(tmp_path: Path) -> None:
     async with served(write_tiny_model(tmp_path)) as (_, client):
-        with pytest.raises(EngineFailed, match=r"returns no experts of tokens, which learner\.routing_replay: rollout needs"):
+        with pytest.raises(
+            EngineFailed, match=r"returns no experts of tokens, which learner\.routing_replay: rollout needs"
+        ):
             await client.generate(PROMPT, SAMPLED)
         client._routed = RoutedShape(num_layers=2, layers=(0, 1), top_k=2, num_experts=8)
         with pytest.raises(BadRequest, match="return_routed_experts: want false for a model without routed experts"):

@@ -57,9 +57,15 @@ async def test_scores_are_those_of_a_full_forward_pass_at_the_temperature(teache
                 values = np.reshape([[one[0] for one in each] for each in listed], (-1, 3))
                 np.testing.assert_allclose(values, top.values, atol=1e-4)
                 assert [[one[1] for one in each] for each in listed] == top.indices.tolist()
-                assert (answer["output_ids"], meta["input_logprobs_temperature"], meta["weight_version"]) == ([], temperature, "0")
+                assert (answer["output_ids"], meta["input_logprobs_temperature"], meta["weight_version"]) == (
+                    [],
+                    temperature,
+                    "0",
+                )
         alone = await served.generate(given[0], max_new_tokens=60, temperature=0, ignore_eos=True)
-        assert (await generating)["output_ids"] == alone["output_ids"], "responses that are decoded beside it stay as they are"
+        assert (await generating)["output_ids"] == alone["output_ids"], (
+            "responses that are decoded beside it stay as they are"
+        )
         assert served.engine.unfinished == 0
 
 
@@ -85,7 +91,9 @@ async def test_a_request_for_scores_that_cannot_be_is_refused(shared: Any, chang
         status, answer = await served.post("/generate", body([3, 4, 5, 6], 1) | change)
         assert status == 400 and reason in answer["error"]["message"], answer
         status, whole = await served.post("/generate", body([5] * 512, 0))
-        assert status == 200 and len(whole["meta_info"]["input_token_logprobs"]) == 512, "a sequence may fill the context"
+        assert status == 200 and len(whole["meta_info"]["input_token_logprobs"]) == 512, (
+            "a sequence may fill the context"
+        )
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""New weights for an engine that decodes: flips between tokens, spans, discarded standby copies, epochs. Real HTTP, gloo and handles."""
+"""New weights for an engine that decodes: flips between tokens, spans, discarded standby copies, epochs. Real HTTP,
+gloo and handles.
+"""
 
 import asyncio
 import os
@@ -38,11 +40,14 @@ def models(family: str) -> list[Any]:
 def directories(family: str, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp(family)
     return [
-        write_tiny_model(root / str(seed), family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT) for seed in range(4)
+        write_tiny_model(root / str(seed), family, seed=seed, tied=family == "qwen2", max_position_embeddings=CONTEXT)
+        for seed in range(4)
     ]
 
 
-async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(directories: list[Path], models: list[Any]) -> None:
+async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(
+    directories: list[Path], models: list[Any]
+) -> None:
     """Otherwise each would discard the other, and the learner evict the engine."""
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(2)
@@ -60,7 +65,9 @@ async def test_a_push_under_way_comes_before_what_the_engine_fetches_itself(dire
         assert served.engine.version == 4
 
 
-async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(directories: list[Path], models: list[Any]) -> None:
+async def test_a_push_that_begins_while_a_load_waits_is_not_discarded(
+    directories: list[Path], models: list[Any]
+) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
         updates = served.engine.updates
         async with updates._writing:
@@ -93,7 +100,9 @@ async def test_what_an_engine_fetches_itself_comes_behind_a_flip_that_the_decode
             assert (await catching_up, served.engine.version) == (0.0, 2)
 
 
-async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(directories: list[Path], models: list[Any]) -> None:
+async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(
+    directories: list[Path], models: list[Any]
+) -> None:
     async with serving(directories[0]) as served:
         async with joined_by_handles(served) as push:
             for version in (1, 2):
@@ -115,7 +124,9 @@ async def test_what_its_sender_leaves_open_is_discarded_by_handles_too(directori
 
 
 @over_both
-async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path], models: list[Any], joined: Any) -> None:
+async def test_after_a_push_the_engine_is_the_new_model(
+    directories: list[Path], models: list[Any], joined: Any
+) -> None:
     given = prompts(6)
     async with serving(directories[0]) as served, joined(served, epoch=3) as push:
         before = (await served.post("/weights_checker", {"action": "checksum"}))[1]
@@ -125,27 +136,40 @@ async def test_after_a_push_the_engine_is_the_new_model(directories: list[Path],
             batch = await served.together([(prompt, {"temperature": 0, "max_new_tokens": 12}) for prompt in given])
             for prompt, told in zip(given, batch, strict=True):
                 assert told["output_ids"] == await greedy(models[version], prompt, 12)
-                assert told["meta_info"]["weight_versions"] == [{"version": str(version), "start": 0, "end": len(told["output_ids"])}]
+                assert told["meta_info"]["weight_versions"] == [
+                    {"version": str(version), "start": 0, "end": len(told["output_ids"])}
+                ]
                 want = log_probs_of(await scores(models[version], prompt, told["output_ids"]), told["output_ids"])
                 np.testing.assert_allclose(told_log_probs(told), want, atol=1e-4)
         assert (await served.get("/model_info"))[1]["weight_version"] == "2"
         assert served.engine.epoch == 3
         after = (await served.post("/weights_checker", {"action": "checksum"}))[1]
         assert after["success"]
-        differing = [name for name, digest in after["ranks"][0]["checksums"].items() if before["ranks"][0]["checksums"][name] != digest]
+        differing = [
+            name
+            for name, digest in after["ranks"][0]["checksums"].items()
+            if before["ranks"][0]["checksums"][name] != digest
+        ]
         assert differing == list(before["ranks"][0]["checksums"])
     async with serving(directories[2]) as served:
         assert (await served.post("/weights_checker", {"action": "checksum"}))[1]["ranks"] == after["ranks"]
 
 
 @over_both
-async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: list[Path], models: list[Any], joined: Any) -> None:
-    """Three flips during a batch: every log-prob is that of the version its span names, on keys and values that are kept."""
+async def test_a_flip_in_the_middle_of_responses_keeps_them_going(
+    directories: list[Path], models: list[Any], joined: Any
+) -> None:
+    """Three flips during a batch: every log-prob is that of the version its span names, on keys and values that are
+    kept.
+    """
     given, params = prompts(4, seed=2), {"max_new_tokens": 600, "ignore_eos": True, "temperature": 1.3}
     async with serving(directories[0]) as served, joined(served) as push:
         gate = served.hold(after=0)
         await served.client.pause()
-        tasks = [asyncio.create_task(served.generate(prompt, sampling_seed=index, **params)) for index, prompt in enumerate(given)]
+        tasks = [
+            asyncio.create_task(served.generate(prompt, sampling_seed=index, **params))
+            for index, prompt in enumerate(given)
+        ]
         await served.until(lambda: len(served.engine.scheduler.waiting) == 4)
         await served.client.resume()
         for version in (1, 2, 3):
@@ -157,7 +181,11 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
         for prompt, answer in zip(given, await asyncio.gather(*tasks), strict=True):
             spans, ids = answer["meta_info"]["weight_versions"], answer["output_ids"]
             assert [span["version"] for span in spans] == ["0", "1", "2", "3"]
-            assert [spans[0]["start"], *(span["end"] for span in spans)] == [0, *(span["start"] for span in spans[1:]), len(ids)]
+            assert [spans[0]["start"], *(span["end"] for span in spans)] == [
+                0,
+                *(span["start"] for span in spans[1:]),
+                len(ids),
+            ]
             assert answer["meta_info"]["weight_version"] == "3"
             told = [(models[int(span["version"])], span["end"] - span["start"]) for span in spans]
             want = (await scores_across(told, prompt, ids) / params["temperature"]).log_softmax(-1)
@@ -167,10 +195,14 @@ async def test_a_flip_in_the_middle_of_responses_keeps_them_going(directories: l
 
 
 @over_both
-async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories: list[Path], models: list[Any], joined: Any) -> None:
+async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(
+    directories: list[Path], models: list[Any], joined: Any
+) -> None:
     async with serving(directories[0]) as served, joined(served) as push:
         gate = served.hold(after=10)
-        states = served.client.stream([5, 6, 7], Sampling(max_new_tokens=4000, stop_token_ids=(), seed=1, temperature=0.0))
+        states = served.client.stream(
+            [5, 6, 7], Sampling(max_new_tokens=4000, stop_token_ids=(), seed=1, temperature=0.0)
+        )
         task = asyncio.create_task(served.generate([5, 6], max_new_tokens=4000, ignore_eos=True))
         await anext(states)
         await states.aclose()
@@ -179,7 +211,9 @@ async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories
         await push.bucket(tensors[:3])
         steps = served.engine.scheduler.counters.steps
         gate.let(20)
-        await served.until(lambda: served.engine.scheduler.counters.steps > steps + 3)  # the standby copy is half full, and it decodes
+        await served.until(
+            lambda: served.engine.scheduler.counters.steps > steps + 3
+        )  # the standby copy is half full, and it decodes
         assert served.engine.version == 0
         await push.bucket(tensors[3:])
         await push.end(1)
@@ -192,7 +226,9 @@ async def test_decoding_goes_on_during_a_push_and_nothing_is_aborted(directories
         assert [span["version"] for span in answer["meta_info"]["weight_versions"]] == ["0", "1"]
 
 
-async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(directories: list[Path], models: list[Any]) -> None:
+async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(
+    directories: list[Path], models: list[Any]
+) -> None:
     prompt = prompts(1, low=20)[0]
     async with serving(directories[0]) as served:
         gate = served.hold(after=0)
@@ -209,7 +245,9 @@ async def test_a_prompt_read_under_old_weights_is_not_shared_under_new_ones(dire
         await task
 
 
-async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: list[Path], models: list[Any], tmp_path: Path) -> None:
+async def test_weights_come_from_a_directory_whole_or_not_at_all(
+    directories: list[Path], models: list[Any], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     (prompt,) = prompts(1)
@@ -218,7 +256,9 @@ async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: li
         status, answer = await served.post("/update_weights_from_disk", body)
         assert (status, answer["success"]) == (200, True)
         assert (served.engine.version, served.engine.epoch, served.engine.phase) == (5, 2, "serving")
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
         tensors = load_file(directories[2] / "model.safetensors")
         dropped = tensors.pop("model.norm.weight")
         for wrong, why in (
@@ -227,14 +267,20 @@ async def test_weights_come_from_a_directory_whole_or_not_at_all(directories: li
             ({"more": dropped}, "no tensor of this"),
         ):
             save_file(tensors | wrong, tmp_path / "model.safetensors")
-            status, answer = await served.post("/update_weights_from_disk", body | {"model_path": str(tmp_path), "weight_version": "6"})
+            status, answer = await served.post(
+                "/update_weights_from_disk", body | {"model_path": str(tmp_path), "weight_version": "6"}
+            )
             assert (status, answer["success"], why in answer["message"]) == (400, False, True), answer
-        status, answer = await served.post("/update_weights_from_disk", body | {"model_path": str(tmp_path / "nowhere")})
+        status, answer = await served.post(
+            "/update_weights_from_disk", body | {"model_path": str(tmp_path / "nowhere")}
+        )
         assert status == 400
         status, answer = await served.post("/update_weights_from_disk", body | {"weight_version": "4"})
         assert (status, "want >= 5" in answer["message"]) == (400, True)
         assert (served.engine.version, served.engine.epoch) == (5, 2)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
 
 
 async def test_torn_weights_are_impossible(directories: list[Path], models: list[Any]) -> None:
@@ -280,7 +326,9 @@ async def test_torn_weights_are_impossible(directories: list[Path], models: list
         # The other copy is the standby now: half a push into it changes no answer.
         await push.begin(2)
         await push.bucket(list(named(models[2]))[:6])
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
         assert (await served.post("/weights_checker", {"action": "checksum"}))[1] == whole
 
 
@@ -311,7 +359,9 @@ async def test_a_push_that_breaks_off_leaves_the_served_weights(directories: lis
         assert (await served.post("/destroy_weights_update_group", {"group_name": "push"}))[0] == 400
 
 
-async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories: list[Path], models: list[Any]) -> None:
+async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(
+    directories: list[Path], models: list[Any]
+) -> None:
     tensors = list(named(models[1]))
     async with serving(directories[0]) as served, joined(served) as push:
         await push.begin(1)
@@ -321,12 +371,16 @@ async def test_a_client_that_hangs_up_does_not_tear_the_standby_copy(directories
         await asyncio.gather(asked, return_exceptions=True)
         await push.begin(2)  # discards version 1; its message still arrives
         await asyncio.to_thread(
-            push.group.send, torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]), DEADLINE_S
+            push.group.send,
+            torch.cat([tensor.detach().flatten().view(torch.uint8) for _, tensor in tensors]),
+            DEADLINE_S,
         )
         await push.bucket(named(models[2]))
         assert (await push.end(2))[0] == 200
         (prompt,) = prompts(1)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[2], prompt, 8
+        )
 
 
 async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
@@ -351,7 +405,9 @@ async def test_a_verb_outlives_its_caller(directories: list[Path]) -> None:
     assert ends.is_set()
 
 
-async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(directories: list[Path], models: list[Any]) -> None:
+async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(
+    directories: list[Path], models: list[Any]
+) -> None:
     old = list(named(models[1]))
     async with serving(directories[0]) as served, joined(served, "old") as before, joined(served, "new") as push:
         await before.begin(1)
@@ -365,7 +421,9 @@ async def test_a_bucket_of_a_discarded_push_that_comes_late_is_not_written(direc
         assert (status, "another one has begun" in answer["message"]) == (400, True)
         assert (await push.end(2))[0] == 200
         (prompt,) = prompts(1)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[2], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[2], prompt, 8
+        )
 
 
 async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], models: list[Any]) -> None:
@@ -376,7 +434,9 @@ async def test_tensors_one_by_one_and_in_other_types(directories: list[Path], mo
         await push.begin(1)
         assert (await push.bucket(tensors, flat=False))[0] == 200
         assert (await push.end(1))[0] == 200
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
         whole = named(models[2])
         mixed = [(name, tensor.bfloat16() if name.endswith("norm.weight") else tensor) for name, tensor in whole]
         odd = ("model.norm.weight", dict(mixed)["model.norm.weight"])
@@ -404,7 +464,11 @@ async def test_a_lower_epoch_is_refused_everywhere(directories: list[Path], mode
             "/continue_generation",
         ):
             status, answer = await served.post(path, {"epoch": 4})
-            assert (status, answer["epoch"], "epoch 4 is stale, epoch 5 was seen" in answer["message"]) == (409, 5, True)
+            assert (status, answer["epoch"], "epoch 4 is stale, epoch 5 was seen" in answer["message"]) == (
+                409,
+                5,
+                True,
+            )
         assert (await served.post("/begin_weight_update", {"epoch": "6"}))[0] == 400
         # A newer learner takes over in the middle: the old learner's tensors are not mixed with the new one's.
         push.fields = {"epoch": 6}
@@ -417,8 +481,12 @@ async def test_a_lower_epoch_is_refused_everywhere(directories: list[Path], mode
 async def test_a_request_can_wait_for_a_version(directories: list[Path], models: list[Any]) -> None:
     (prompt,) = prompts(1)
     async with serving(directories[0]) as served:
-        waiting = asyncio.create_task(served.client.generate(prompt, Sampling(temperature=0.0, max_new_tokens=8), min_version=2))
-        status, answer = await served.post("/generate", {"input_ids": prompt, "min_version": 1, "min_version_timeout_s": 0.05})
+        waiting = asyncio.create_task(
+            served.client.generate(prompt, Sampling(temperature=0.0, max_new_tokens=8), min_version=2)
+        )
+        status, answer = await served.post(
+            "/generate", {"input_ids": prompt, "min_version": 1, "min_version_timeout_s": 0.05}
+        )
         assert (status, "version 1 is not served: version 0 is" in answer["error"]["message"]) == (503, True)
         await served.engine.load_snapshot(directories[1], 1)
         assert not waiting.done()
@@ -464,7 +532,9 @@ async def test_the_owner_hears_of_every_update(directories: list[Path]) -> None:
 
     heard: list[tuple[int, int]] = []
     engine = BuiltinEngine(
-        directories[0], on_update=lambda version, epoch: heard.append((version, epoch)), authority=Authority(unguarded=True)
+        directories[0],
+        on_update=lambda version, epoch: heard.append((version, epoch)),
+        authority=Authority(unguarded=True),
     )
     await asyncio.to_thread(engine.load)
     await engine.start()

@@ -165,7 +165,10 @@ async def test_the_listed_model_has_the_context_that_is_left_to_an_episode(model
 
     await sampled(model_dir, program)
     await sampled(model_dir, program, budget=Budget(context=64))
-    assert [(each["data"][0]["id"], each["data"][0]["max_model_len"]) for each in listed] == [("model", 1024), ("model", 64)]
+    assert [(each["data"][0]["id"], each["data"][0]["max_model_len"]) for each in listed] == [
+        ("model", 1024),
+        ("model", 64),
+    ]
 
 
 async def test_seconds_of_tools_are_those_between_the_calls_and_behind_the_last(model_dir: Path) -> None:
@@ -197,10 +200,16 @@ async def test_the_sampling_is_that_of_the_task(model_dir: Path) -> None:
 
     sample = await sampled(model_dir, program)
     overridden = ["presence_penalty", "temperature", "top_p"]
-    assert sample.metadata == {"topic": "sums", "overridden_sampling": overridden, "branched_turns": {"forks": 0, "begins": 1}}
+    assert sample.metadata == {
+        "topic": "sums",
+        "overridden_sampling": overridden,
+        "branched_turns": {"forks": 0, "begins": 1},
+    }
 
 
-@pytest.mark.parametrize("asked", [{"logit_bias": {"5": 10}}, {"response_format": {"type": "json_object"}}, {"min_tokens": 4}])
+@pytest.mark.parametrize(
+    "asked", [{"logit_bias": {"5": 10}}, {"response_format": {"type": "json_object"}}, {"min_tokens": 4}]
+)
 async def test_what_changes_the_distribution_is_refused(model_dir: Path, asked: dict[str, Any]) -> None:
     async def program(client: Client) -> float:
         status, answer = await client.post("/v1/chat/completions", chat(USER, **asked))
@@ -213,7 +222,9 @@ async def test_what_changes_the_distribution_is_refused(model_dir: Path, asked: 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("by", ["header", "model"])
-async def test_an_untrained_call_is_served_as_it_asks_and_is_context_only(model_dir: Path, by: str, streamed: bool) -> None:
+async def test_an_untrained_call_is_served_as_it_asks_and_is_context_only(
+    model_dir: Path, by: str, streamed: bool
+) -> None:
     untold: list[str] = []
 
     async def untrained(client: Client, *messages: tuple[str, str]) -> str:
@@ -224,7 +235,11 @@ async def test_an_untrained_call_is_served_as_it_asks_and_is_context_only(model_
             assert response.status == 200
             if not streamed:
                 return said(await response.json())
-            lines = [line.removeprefix(b"data: ") for line in (await response.read()).splitlines() if line.startswith(b"data: {")]
+            lines = [
+                line.removeprefix(b"data: ")
+                for line in (await response.read()).splitlines()
+                if line.startswith(b"data: {")
+            ]
         return "".join(choice["delta"].get("content") or "" for line in lines for choice in json.loads(line)["choices"])
 
     async def program(client: Client) -> None:
@@ -244,7 +259,9 @@ async def test_an_untrained_call_is_served_as_it_asks_and_is_context_only(model_
     assert sample.loss_mask.all(), "the untrained answer is in front of the response"
     text = Text.read(model_dir)
     assert text is not None and first in text.decode(sample.tokens[: -sample.response_length].tolist())
-    assert sample.response == answer == sample.transcript[-1]["content"], "the answer that is scored is that of the model that is trained"
+    assert sample.response == answer == sample.transcript[-1]["content"], (
+        "the answer that is scored is that of the model that is trained"
+    )
     assert sample.turns.rewards == ((0, 0.5),)
 
 
@@ -256,9 +273,13 @@ async def test_a_client_of_openai_chats_streams_and_completes(model_dir: Path) -
     async def program(client: Client) -> float:
         async with openai.AsyncOpenAI(base_url=client.base_url, api_key=client.api_key, max_retries=0) as model:
             assert (await model.models.list()).data[0].id == "model"
-            whole = await model.chat.completions.create(model="model", messages=[{"role": "user", "content": "hi"}], logprobs=True)
+            whole = await model.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "hi"}], logprobs=True
+            )
             assert whole.choices[0].logprobs is not None and whole.choices[0].logprobs.content
-            stream = await model.chat.completions.create(model="model", messages=[{"role": "user", "content": "hey"}], stream=True)
+            stream = await model.chat.completions.create(
+                model="model", messages=[{"role": "user", "content": "hey"}], stream=True
+            )
             texts.append("".join([part.choices[0].delta.content or "" async for part in stream]))
             await model.completions.create(model="model", prompt="One, two,", max_tokens=5)
         return 1.0
@@ -283,13 +304,17 @@ async def test_token_ids_in_and_out(model_dir: Path) -> None:
 async def test_parameters_of_token_ids_in_and_out(model_dir: Path) -> None:
     async def program(client: Client) -> float:
         async def asked(params: Any, **more: Any) -> tuple[int, Any]:
-            return await client.post("/inference/v1/generate", {"token_ids": [3, 4, 5], "sampling_params": params, **more})
+            return await client.post(
+                "/inference/v1/generate", {"token_ids": [3, 4, 5], "sampling_params": params, **more}
+            )
 
         status, answer = await asked({"n": 2, "max_tokens": 6, "temperature": 0.1})
         first, second = answer["choices"]
         assert (status, answer["prompt_token_ids"], [first["index"], second["index"]]) == (200, [3, 4, 5], [0, 1])
         assert len(first["token_ids"]) <= 6 and first["token_ids"] != second["token_ids"]
-        assert [entry["token"] for entry in first["logprobs"]["content"]] == [f"token_id:{token}" for token in first["token_ids"]]
+        assert [entry["token"] for entry in first["logprobs"]["content"]] == [
+            f"token_id:{token}" for token in first["token_ids"]
+        ]
         every = [*range(299)]  # the vocabulary
         _, stopped = await asked({"max_tokens": 6, "stop_token_ids": every})
         assert [(len(one["token_ids"]), one["finish_reason"]) for one in stopped["choices"]] == [(1, "stop")]
@@ -305,12 +330,21 @@ async def test_parameters_of_token_ids_in_and_out(model_dir: Path) -> None:
         return 1.0
 
     sample = await sampled(model_dir, program)
-    assert sample.turns is not None and len(sample.turns.at) == 3 and sample.metadata["overridden_sampling"] == ["temperature"]
+    assert (
+        sample.turns is not None
+        and len(sample.turns.at) == 3
+        and sample.metadata["overridden_sampling"] == ["temperature"]
+    )
 
 
 @pytest.mark.parametrize(
     ("budget", "spent"),
-    [(Budget(turns=1), "turns"), (Budget(tokens=3), "tokens"), (Budget(context=45), "context"), (Budget(total_tokens=60), "total_tokens")],
+    [
+        (Budget(turns=1), "turns"),
+        (Budget(tokens=3), "tokens"),
+        (Budget(context=45), "context"),
+        (Budget(total_tokens=60), "total_tokens"),
+    ],
 )
 async def test_a_spent_budget_ends_the_episode_truncated(model_dir: Path, budget: Budget, spent: str) -> None:
     async def program(client: Client) -> float:
@@ -334,7 +368,9 @@ async def test_an_answer_that_the_models_context_cut_is_truncated(model_dir: Pat
     """As one that the budget's context cut; a program's own ``max_tokens`` cuts none."""
 
     async def program(client: Client, left: int) -> float:
-        status, answer = await client.post("/generate", {"input_ids": [5] * (1024 - left), "sampling_params": {"max_new_tokens": 4}})
+        status, answer = await client.post(
+            "/generate", {"input_ids": [5] * (1024 - left), "sampling_params": {"max_new_tokens": 4}}
+        )
         assert (status, answer["meta_info"]["completion_tokens"]) == (200, min(left, 4))
         return 0.5
 
@@ -346,13 +382,23 @@ async def test_an_answer_that_the_models_context_cut_is_truncated(model_dir: Pat
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_an_episode_whose_last_answer_is_cut_by_its_length_is_truncated_as_a_single_turn_is(model_dir: Path, streamed: bool) -> None:
-    """An earlier answer, a call that is context only, and an answer that the program itself wants short do not count."""
+async def test_an_episode_whose_last_answer_is_cut_by_its_length_is_truncated_as_a_single_turn_is(
+    model_dir: Path, streamed: bool
+) -> None:
+    """An earlier answer, a call that is context only, and an answer that the program itself wants short do not
+    count.
+    """
 
     async def program(client: Client, calls: Sequence[Mapping[str, Any]]) -> float:
         for number, call in enumerate(calls):
-            body = {"input_ids": [5, number], "sampling_params": call.get("params", {}), **({"stream": True} if streamed else {})}
-            async with client.session.post(client.root + "/generate", json=body, headers=call.get("headers", {})) as answer:
+            body = {
+                "input_ids": [5, number],
+                "sampling_params": call.get("params", {}),
+                **({"stream": True} if streamed else {}),
+            }
+            async with client.session.post(
+                client.root + "/generate", json=body, headers=call.get("headers", {})
+            ) as answer:
                 assert answer.status == 200
                 await answer.read()
         return 0.5
@@ -445,7 +491,12 @@ async def test_rewards_of_turns(model_dir: Path) -> None:
         await client.chat(USER, ("assistant", said(first)), ("user", "Sure?"))
         assert (await client.post("/reward", {"turn": first["id"], "reward": -0.5}))[0] == 200
         assert (await client.post("/reward", {"turn": None, "reward": 2.0}))[0] == 200
-        for wrong in ({"turn": 9, "reward": 1}, {"turn": 0, "reward": "x"}, {"turn": 0, "reward": 1e9}, {"turn": True, "reward": 1}):
+        for wrong in (
+            {"turn": 9, "reward": 1},
+            {"turn": 0, "reward": "x"},
+            {"turn": 0, "reward": 1e9},
+            {"turn": True, "reward": 1},
+        ):
             assert (await client.post("/reward", wrong))[0] == 400
 
     for program in (by_id, told):
@@ -499,9 +550,13 @@ async def test_an_episode_that_takes_too_long_fails(model_dir: Path) -> None:
 
 
 async def test_the_clock_stands_still_while_an_engine_is_waited_for(model_dir: Path) -> None:
-    """No engine serves the version within a second: the episode is handed back, and none of that second is of its budget."""
+    """No engine serves the version within a second: the episode is handed back, and none of that second is of its
+    budget.
+    """
     async with stage(model_dir, two_turns, timeout_s=1.0) as scene:
-        running = asyncio.create_task(scene.rollout.sample(replace(task(budget=Budget(seconds=60.0)), min_version=1), 0, "n"))
+        running = asyncio.create_task(
+            scene.rollout.sample(replace(task(budget=Budget(seconds=60.0)), min_version=1), 0, "n")
+        )
         while not scene.gateway._open:
             await asyncio.sleep(0)
         (open,) = scene.gateway._open.values()
@@ -601,7 +656,10 @@ def loop_scene(model_dir: Path) -> Iterator[tuple[asyncio.AbstractEventLoop, Sta
 
 JSON: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "n", "stop", "max_tokens"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "n", "stop", "max_tokens"]), inner)
+    ),
     max_leaves=5,
 )
 NAMES = [
@@ -623,9 +681,17 @@ NAMES = [
 
 @settings(max_examples=examples(150), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4).map(lambda found: json.dumps(found).encode()) | st.binary(max_size=40),
+    body=st.dictionaries(st.sampled_from(NAMES), JSON, max_size=4).map(lambda found: json.dumps(found).encode())
+    | st.binary(max_size=40),
     path=st.sampled_from(
-        ["/v1/chat/completions", "/v1/completions", "/generate", "/inference/v1/generate", "/reward", "/retrieve_from_text"]
+        [
+            "/v1/chat/completions",
+            "/v1/completions",
+            "/generate",
+            "/inference/v1/generate",
+            "/reward",
+            "/retrieve_from_text",
+        ]
     ),
 )
 def test_hostile_requests_are_refused_and_the_episode_goes_on(

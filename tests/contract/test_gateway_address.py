@@ -1,4 +1,6 @@
-"""Where an actor's gateway listens, and the address that programs are given; every request needs the key of an episode."""
+"""Where an actor's gateway listens, and the address that programs are given; every request needs the key of an
+episode.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -75,6 +77,8 @@ async def test_an_address_of_another_machine_is_refused(model_dir: Path) -> None
     async with stage(model_dir, none) as scene:
         with pytest.raises(BadRow, match=r"actor.gateway.host: want an address of this machine, got 203.0.113.9"):
             async with open_rollouts(
-                RolloutPrograms(rollouts={}, model=str(model_dir)), scene.responses, at=Reach("203.0.113.9", "203.0.113.9")
+                RolloutPrograms(rollouts={}, model=str(model_dir)),
+                scene.responses,
+                at=Reach("203.0.113.9", "203.0.113.9"),
             ):
                 pass

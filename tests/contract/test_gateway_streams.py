@@ -88,7 +88,10 @@ async def test_a_stream_that_its_client_cuts_is_a_turn_up_to_the_last_token_sent
     async with stage(model_dir, program) as scene:
         sample = await made(scene, max_new_tokens=LONG)
         assert sample.turns is not None and sample.turns.finish == ("cut",)
-        assert sample.status is Status.COMPLETED and [each["role"] for each in sample.transcript] == ["user", "assistant"]
+        assert sample.status is Status.COMPLETED and [each["role"] for each in sample.transcript] == [
+            "user",
+            "assistant",
+        ]
         response = sample.tokens.tolist()[-sample.response_length :]
         assert response[: len(received)] == received and len(response) < LONG
         await scene.served.until(lambda: not scene.served.engine.scheduler.running)  # the engine makes no more of it
@@ -145,7 +148,9 @@ async def test_several_responses_of_a_stream_with_the_client_of_openai(model_dir
             async for part in await model.chat.completions.create(**asked):
                 for choice in part.choices:
                     texts[choice.index] += choice.delta.content or ""
-            async for completion in await model.completions.create(model="model", prompt="One,", max_tokens=5, stream=True):
+            async for completion in await model.completions.create(
+                model="model", prompt="One,", max_tokens=5, stream=True
+            ):
                 assert completion.id.startswith("cmpl-")
         return 1.0
 

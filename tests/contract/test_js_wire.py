@@ -64,12 +64,20 @@ def payload(told: dict[str, Any]) -> bytes:
 def test_the_sample_is_read_as_it_was_meant(payload: bytes) -> None:
     sample = decode_sample(payload)
     check_sample(sample)
-    assert (sample.task, sample.index, sample.group_size, sample.attempt, sample.run) == (2**53 - 1, 1, 2, "n0nce", "r-1")
+    assert (sample.task, sample.index, sample.group_size, sample.attempt, sample.run) == (
+        2**53 - 1,
+        1,
+        2,
+        "n0nce",
+        "r-1",
+    )
     np.testing.assert_array_equal(sample.tokens, np.array([*PROMPT_TOKENS, 7, 8, 9], np.int32))
     np.testing.assert_array_equal(sample.rollout_log_probs, np.array([-0.1, 0, -1e-40], np.float32))
     np.testing.assert_array_equal(sample.loss_mask, np.array([1, 0, 1], np.uint8))
     assert sample.spans == (Span(version=3, num_tokens=2), Span(version=4, num_tokens=1))
-    assert sample.sampling == Sampling(temperature=0.7, top_p=1.0, top_k=40, stop=("\n",), stop_token_ids=(3,), seed=SEED)
+    assert sample.sampling == Sampling(
+        temperature=0.7, top_p=1.0, top_k=40, stop=("\n",), stop_token_ids=(3,), seed=SEED
+    )
     assert sample.timings == Timings(queued_s=0.0, generating_s=0.5, tools_s=0.0, reward_s=1.0)
     assert (sample.reward, sample.score, sample.created_s) == ({"score": 1.0, "format": 0.25}, 1.0, 1795000000.25)
     assert (sample.response, sample.extra) == ("tide – мельница 𝄞", {})
@@ -116,10 +124,14 @@ def test_the_js_actor_refuses_what_the_learner_refuses(told: dict[str, Any]) -> 
 
 
 def test_the_js_actor_refuses_a_task_of_a_rollout_by_name() -> None:
-    """It never leases one: such tasks are on other subjects. Sent one all the same, it must not answer it with a single turn."""
+    """It never leases one: such tasks are on other subjects. Sent one all the same, it must not answer it with a single
+    turn.
+    """
     with tempfile.TemporaryDirectory() as directory:
         task = encode_task(make_task(rollout="calc"))
-        done = subprocess.run([node(), SCRIPT.name], cwd=installed(Path(directory), SCRIPT), input=task, capture_output=True, timeout=60)
+        done = subprocess.run(
+            [node(), SCRIPT.name], cwd=installed(Path(directory), SCRIPT), input=task, capture_output=True, timeout=60
+        )
     assert done.returncode != 0
     assert "want schema 1 and type task, got 2 and task" in done.stderr.decode()
 

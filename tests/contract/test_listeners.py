@@ -1,4 +1,6 @@
-"""Hostile requests at the real listeners of all roles: the key comes first, bodies are bounded, and refusals say why."""
+"""Hostile requests at the real listeners of all roles: the key comes first, bodies are bounded, and refusals say
+why.
+"""
 
 import asyncio
 import io
@@ -60,7 +62,9 @@ class Client:
     async def sent(self, body: bytes, *headers: str, key: bool = True, line: str = "") -> tuple[int, bytes]:
         """Send a request of these bytes, and return status and text of the answer, with its headers."""
         keys = [f"{name}: {value}" for name, value in self.place.headers.items()] if key else []
-        length = [] if any("ength" in each or "chunked" in each for each in headers) else [f"Content-Length: {len(body)}"]
+        length = (
+            [] if any("ength" in each or "chunked" in each for each in headers) else [f"Content-Length: {len(body)}"]
+        )
         head = [line or f"{self.place.request} HTTP/1.1", "Host: h", "Connection: close", *keys, *headers, *length]
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
@@ -78,7 +82,9 @@ class Client:
 async def opened(role: str, model_dir: Path) -> AsyncIterator[Client]:
     async with ROLES[role](model_dir) as place:
         client = Client(place)
-        await client.sent(b"", line="GET /health HTTP/1.1", key=False)  # a first request loads modules, which is no growth
+        await client.sent(
+            b"", line="GET /health HTTP/1.1", key=False
+        )  # a first request loads modules, which is no growth
         yield client
 
 
@@ -110,7 +116,11 @@ async def test_without_the_key_no_body_is_read(role: str, model_dir: Path) -> No
     """The answer comes although the body never does."""
     async with opened(role, model_dir) as client:
         if client.place.headers:
-            bodies = [(b"x" * 100_000, "Content-Length: 40000000"), (b"", f"Content-Length: {10**12}"), (b"", "Transfer-Encoding: chunked")]
+            bodies = [
+                (b"x" * 100_000, "Content-Length: 40000000"),
+                (b"", f"Content-Length: {10**12}"),
+                (b"", "Transfer-Encoding: chunked"),
+            ]
             for body, how in bodies:
                 status, answer = await client.sent(body, how, key=False)
                 assert status == 401, answer
@@ -132,7 +142,9 @@ async def test_bodies_are_refused_by_their_announced_size_and_end_by_deadlines(r
 
 
 @EVERY_ROLE
-async def test_malformed_requests_get_a_4xx_and_no_traceback(role: str, model_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_malformed_requests_get_a_4xx_and_no_traceback(
+    role: str, model_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async with opened(role, model_dir) as client:
         place = client.place
         odd: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
@@ -155,12 +167,19 @@ async def test_malformed_requests_get_a_4xx_and_no_traceback(role: str, model_di
         with caplog.at_level(logging.DEBUG):
             for arguments, options in odd:
                 status, answer = await client.sent(*arguments, **options)
-                assert status != 500 and (status >= 400 or options.get("key") is False), (arguments[0][:50], arguments[1:], options, answer)
+                assert status != 500 and (status >= 400 or options.get("key") is False), (
+                    arguments[0][:50],
+                    arguments[1:],
+                    options,
+                    answer,
+                )
         assert [record for record in caplog.records if record.exc_info] == []
         assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
 
 
-@pytest.mark.parametrize("bodies", [(NESTED, b"at most 100 deep"), (WIDE, b"lists and maps (brackets)")], ids=["deep", "wide"])
+@pytest.mark.parametrize(
+    "bodies", [(NESTED, b"at most 100 deep"), (WIDE, b"lists and maps (brackets)")], ids=["deep", "wide"]
+)
 @EVERY_ROLE
 async def test_json_is_bounded_before_it_is_parsed(role: str, bodies: tuple[bytes, bytes], model_dir: Path) -> None:
     async with opened(role, model_dir) as client:
@@ -171,28 +190,47 @@ async def test_json_is_bounded_before_it_is_parsed(role: str, bodies: tuple[byte
 
 SCORE = {"prompt": "p", "response": "r", "label": "l"}
 FIELDS: list[tuple[str, str, dict[str, Any], tuple[str, ...]]] = [
-    ("scorer", "POST /score", SCORE, ("status", "tokens", "metadata", "response_length", "sampled_length", "num_turns", "transcript")),
+    (
+        "scorer",
+        "POST /score",
+        SCORE,
+        ("status", "tokens", "metadata", "response_length", "sampled_length", "num_turns", "transcript"),
+    ),
     ("scorer", "POST /score", SCORE, ("prompt", "response", "label", "unknown")),
     ("router of a run", "POST /add_worker", {}, ("url",)),
     ("router of a run", "POST /remove_worker", {}, ("url",)),
     ("router of a run", "POST /abort_request", {}, ("rid", "abort_all", "epoch")),
     (PARTS, "POST /differences", {"report": {}, "copy": 0}, ("report", "copy")),
     (PARTS, "POST /handles", {"copy": 0, "bucket": 0, "ranks": 1}, ("copy", "bucket", "ranks")),
-    (PARTS, "POST /groups", {"name": "g", "world_size": 2, "backend": "no", "timeout_s": 5.0}, ("world_size", "backend", "timeout_s")),
+    (
+        PARTS,
+        "POST /groups",
+        {"name": "g", "world_size": 2, "backend": "no", "timeout_s": 5.0},
+        ("world_size", "backend", "timeout_s"),
+    ),
     (PARTS, "DELETE /groups/7", {}, ("unknown",)),
     (PARTS, "DELETE /tensors/7", {}, ("unknown",)),
 ]
 
 
-@pytest.mark.parametrize(("role", "route", "base", "fields"), FIELDS, ids=lambda value: value if isinstance(value, str) else "")
-async def test_odd_fields_never_get_a_500(role: str, route: str, base: dict[str, Any], fields: tuple[str, ...], model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    ("role", "route", "base", "fields"), FIELDS, ids=lambda value: value if isinstance(value, str) else ""
+)
+async def test_odd_fields_never_get_a_500(
+    role: str, route: str, base: dict[str, Any], fields: tuple[str, ...], model_dir: Path
+) -> None:
     """The other roles: ``tests/contract/test_bad_input.py``."""
     method, path = route.split()
-    async with opened(role, model_dir) as client, aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
+    async with (
+        opened(role, model_dir) as client,
+        aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session,
+    ):
         for name in fields:
             for value in (*ODD, HALF, {"a": HALF}):
                 body = json.dumps({**base, name: value}).encode()
-                async with session.request(method, client.place.url + path, data=body, headers=client.place.headers) as response:
+                async with session.request(
+                    method, client.place.url + path, data=body, headers=client.place.headers
+                ) as response:
                     assert response.status < 500, (name, value, await response.text())
 
 
@@ -200,8 +238,18 @@ async def test_odd_calls_of_a_gateway_never_get_a_500(model_dir: Path) -> None:
     statuses = list[tuple[int, str, object]]()
 
     async def program(client: Any) -> float:
-        calls = [("/reward", {"turn": "x", "reward": 1.0}, ("turn", "reward")), ("/state", {}, ("stat",)), ("/truncated", {}, ("limit",))]
-        calls += [("/v1/chat/completions", chat(("user", "3"), max_tokens=1), ("messages", "stream", "tools", "model", "n", "temperature"))]
+        calls = [
+            ("/reward", {"turn": "x", "reward": 1.0}, ("turn", "reward")),
+            ("/state", {}, ("stat",)),
+            ("/truncated", {}, ("limit",)),
+        ]
+        calls += [
+            (
+                "/v1/chat/completions",
+                chat(("user", "3"), max_tokens=1),
+                ("messages", "stream", "tools", "model", "n", "temperature"),
+            )
+        ]
         for path, base, names in calls:
             for name in names:
                 for value in (*ODD, HALF):
@@ -215,8 +263,24 @@ async def test_odd_calls_of_a_gateway_never_get_a_500(model_dir: Path) -> None:
 
 
 PATHS = (
-    *("/%2e%2e/x", "/..%2f..%2fetc", "/%00", "/a%0d%0ab", "/%ff%fe", "/../../../etc/passwd", "/file/x", "/file%00", "/."),
-    *(f"/{'a' * 300}", f"/{'%2f' * 500}", f"/checkpoints/{'a' * 300}/x", "/checkpoints/%00/x", "/checkpoints/step-2-epoch-1/%00"),
+    *(
+        "/%2e%2e/x",
+        "/..%2f..%2fetc",
+        "/%00",
+        "/a%0d%0ab",
+        "/%ff%fe",
+        "/../../../etc/passwd",
+        "/file/x",
+        "/file%00",
+        "/.",
+    ),
+    *(
+        f"/{'a' * 300}",
+        f"/{'%2f' * 500}",
+        f"/checkpoints/{'a' * 300}/x",
+        "/checkpoints/%00/x",
+        "/checkpoints/step-2-epoch-1/%00",
+    ),
 )
 
 
@@ -239,7 +303,9 @@ async def test_bodies_are_bounded_together_and_small_ones_pass() -> None:
             await going.wait()
         return web.Response()
 
-    listener = Listener({"POST /": Route.request(hold)}, RunAccess(None), limits=BodyLimits(one_bytes=1 << 20, all_bytes=1 << 20))
+    listener = Listener(
+        {"POST /": Route.request(hold)}, RunAccess(None), limits=BodyLimits(one_bytes=1 << 20, all_bytes=1 << 20)
+    )
     url = await listener.start("127.0.0.1", 0)
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
@@ -273,7 +339,9 @@ async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
     draining = asyncio.Event()
     with KeptPort() as kept:
         port = kept.number
-    running = asyncio.create_task(run_teacher(model_dir, EngineConfig(host="127.0.0.1", port=port), draining, drain_s=1.0))
+    running = asyncio.create_task(
+        run_teacher(model_dir, EngineConfig(host="127.0.0.1", port=port), draining, drain_s=1.0)
+    )
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=LIMIT_S)) as session:
 
@@ -293,7 +361,12 @@ async def test_a_teacher_has_no_commands(model_dir: Path) -> None:
                 assert await asked(method, path, body) == 404, path
             assert await asked("POST", "/abort_request", {"abort_all": True}) == 403
             assert await asked("POST", "/weights_checksums", {"epoch": 10**9}) == 403
-            scores = {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True, "logprob_start_len": 0}
+            scores = {
+                "input_ids": [5, 6],
+                "sampling_params": {"max_new_tokens": 0},
+                "return_logprob": True,
+                "logprob_start_len": 0,
+            }
             assert await asked("POST", "/generate", scores) == 200
     finally:
         draining.set()
@@ -307,7 +380,11 @@ async def test_every_route_asks_for_the_key_of_its_rule(role: str, model_dir: Pa
         for route, rule in client.place.listener.rules.items():
             method, path = re.sub(r"\{[^{}]*\}", "x", route).replace("*", "POST").split()
             wants = rule is Rule.COMMAND or (rule is Rule.REQUEST and client.place.headers)
-            for headers in ([], ["Authorization: Bearer wrong"], [f"Authorization: Bearer {KEYS.api}"] if rule is Rule.COMMAND else []):
+            for headers in (
+                [],
+                ["Authorization: Bearer wrong"],
+                [f"Authorization: Bearer {KEYS.api}"] if rule is Rule.COMMAND else [],
+            ):
                 status, answer = await client.sent(b"{}", *headers, line=f"{method} {path} HTTP/1.1", key=False)
                 assert (status in (401, 403)) == bool(wants), (route, headers, answer)
 
@@ -327,7 +404,9 @@ async def test_without_a_run_commands_are_refused_unless_that_is_said(unguarded:
     async def handler(request: web.Request) -> web.Response:
         return web.Response()
 
-    listener = Listener({"POST /c": Route.command(handler), "POST /r": Route.request(handler)}, RunAccess(None, unguarded=unguarded))
+    listener = Listener(
+        {"POST /c": Route.command(handler), "POST /r": Route.request(handler)}, RunAccess(None, unguarded=unguarded)
+    )
     url = await listener.start(HERE.bind, 0)
     try:
         async with aiohttp.ClientSession() as session:
@@ -382,4 +461,8 @@ def test_every_socket_that_listens_has_a_row() -> None:
 
 
 def sources() -> list[tuple[str, str]]:
-    return [(str(path.relative_to(ROOT)), path.read_text()) for package in PACKAGES for path in sorted(Path(ROOT / package).rglob("*.py"))]
+    return [
+        (str(path.relative_to(ROOT)), path.read_text())
+        for package in PACKAGES
+        for path in sorted(Path(ROOT / package).rglob("*.py"))
+    ]

@@ -1,4 +1,6 @@
-"""Long texts: one that cannot fit is refused by its length, and the tokens of any other are made beside the event loop."""
+"""Long texts: one that cannot fit is refused by its length, and the tokens of any other are made beside the event
+loop.
+"""
 
 import asyncio
 import threading
@@ -62,10 +64,15 @@ async def doors(model_dir: Path) -> AsyncIterator[dict[str, tuple[Any, Held]]]:
     """The built-in engine and a router before it, each with its tokenizer."""
     async with (
         serving(model_dir) as served,
-        routing(served.engine.url, middleware=("tidemill.actors.router.token_history:TokenHistory",), model=str(model_dir)) as door,
+        routing(
+            served.engine.url, middleware=("tidemill.actors.router.token_history:TokenHistory",), model=str(model_dir)
+        ) as door,
     ):
         found = {}
-        for name, client, text in (("engine", served, served.engine.text), ("router", door, door.router._middleware[0]._text)):
+        for name, client, text in (
+            ("engine", served, served.engine.text),
+            ("router", door, door.router._middleware[0]._text),
+        ):
             text._tokenizer = Held(text._tokenizer)
             found[name] = client, text._tokenizer
         yield found
@@ -80,7 +87,9 @@ async def test_a_text_that_cannot_fit_is_refused_untokenized(model_dir: Path) ->
             assert not held.begun.is_set()
 
 
-@pytest.mark.parametrize(("name", "path"), [*(("engine", path) for path in OF_ENGINE), *(("router", path) for path in BODIES)])
+@pytest.mark.parametrize(
+    ("name", "path"), [*(("engine", path) for path in OF_ENGINE), *(("router", path) for path in BODIES)]
+)
 async def test_requests_are_answered_while_a_long_text_is_tokenized(model_dir: Path, name: str, path: str) -> None:
     async with doors(model_dir) as found:
         client, held = found[name]

@@ -67,7 +67,9 @@ async def test_results_of_tools_are_context_and_the_rest_has_the_log_probs_of_a_
 
 async def test_an_environment_gives_each_turn_its_reward(model_dir: Path) -> None:
     for protocol in ("text", "chat"):
-        rollout = MultiTurn(protocol=protocol, environment=f"{GAMES}:Game", environment_options={"actions": 3}, max_tokens=5)
+        rollout = MultiTurn(
+            protocol=protocol, environment=f"{GAMES}:Game", environment_options={"actions": 3}, max_tokens=5
+        )
         sample, _ = await made(model_dir, rollout)
         assert sample.turns is not None
         assert [(number, reward) for number, reward in sample.turns.rewards] == [(0, 1.0), (1, 2.0), (2, 3.0)]
@@ -142,7 +144,13 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
     async def answer(http: web.Request) -> web.Response:
         prompt = str((await http.json())["prompt"])
         asked.append(prompt)
-        said = "no call" if "[" in prompt else "<call>calculator:6*7</call>" if prompt == "calculate" else "<call>hangs:x</call>"
+        said = (
+            "no call"
+            if "[" in prompt
+            else "<call>calculator:6*7</call>"
+            if prompt == "calculate"
+            else "<call>hangs:x</call>"
+        )
         return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"text": said}]})
 
     hung: list[str] = []
@@ -178,7 +186,9 @@ async def test_calls_that_hang_are_reported_and_with_too_many_the_child_is_repla
 async def test_only_what_has_a_state_can_resume() -> None:
     assert not hasattr(MultiTurn(environment=f"{GAMES}:Game"), "resume")
     assert hasattr(MultiTurn(tools=["calculator"]), "resume")
-    children = Children("tidemill.actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True)
+    children = Children(
+        "tidemill.actors.episodes.programs.multi_turn:MultiTurn", options={"environment": f"{GAMES}:Game"}, resumes=True
+    )
     async with children:
         with pytest.raises(ProgramFailed, match=r"again: resume wants a class with a method resume\(data, state"):
             await children.load()
@@ -200,7 +210,9 @@ async def test_a_spent_budget_is_the_end_and_is_trained(model_dir: Path) -> None
     ],
     ids=["result", "error", "observation"],
 )
-async def test_halves_of_characters_of_tools_and_environments_end_no_episode(model_dir: Path, options: dict[str, Any]) -> None:
+async def test_halves_of_characters_of_tools_and_environments_end_no_episode(
+    model_dir: Path, options: dict[str, Any]
+) -> None:
     sample, _ = await made(model_dir, MultiTurn(max_turns=2, **options))
     assert sample.turns is not None and len(sample.turns.at) == 2
     assert decode_sample(encode_sample(sample)).transcript == sample.transcript
@@ -214,7 +226,9 @@ async def test_an_answer_without_a_call_is_the_end(model_dir: Path) -> None:
 
 @asynccontextmanager
 async def scripted(*answers: Any, cuts: list[Any] | None = None) -> AsyncIterator[tuple[str, list[Any]]]:
-    """Serve chat answers in their order: the tiny model of these tests calls no tool by name. ``cuts``: gets reports of truncation."""
+    """Serve chat answers in their order: the tiny model of these tests calls no tool by name. ``cuts``: gets reports of
+    truncation.
+    """
     asked: list[Any] = []
 
     async def answer(http: web.Request) -> web.Response:
@@ -287,7 +301,9 @@ async def test_a_row_offers_its_own_tools_as_it_describes_them(nested: bool) -> 
         played = await MultiTurn(tools=["calculator", "python"]).play(data, url, "key")
     assert asked[0]["tools"] == [row]
     assert [call[2] for call in played.calls] == ["5", "Error: no tool 'python'; there are calculator"]
-    with pytest.raises(ValueError, match=r"tools of the data row: want some of options\.tools \(python\), got 'calculator'"):
+    with pytest.raises(
+        ValueError, match=r"tools of the data row: want some of options\.tools \(python\), got 'calculator'"
+    ):
         await MultiTurn(tools=["python"]).play(data, url, "key")
 
 
@@ -301,7 +317,10 @@ async def test_a_failed_call_may_end_the_episode() -> None:
 async def test_max_turns_cut_an_episode_whose_last_answer_has_calls(last_calls: bool) -> None:
     again = calling(("calculator", {"expression": "1"}))
     cuts: list[Any] = []
-    async with scripted(again, again if last_calls else {"role": "assistant", "content": "1"}, cuts=cuts) as (url, asked):
+    async with scripted(again, again if last_calls else {"role": "assistant", "content": "1"}, cuts=cuts) as (
+        url,
+        asked,
+    ):
         played = await MultiTurn(tools=["calculator"], max_turns=2).play({"prompt": "?"}, url, "key")
     assert len(asked) == 2 and len(played.calls) == 1
     assert cuts == ([{"limit": "max_turns"}] if last_calls else [])
@@ -316,9 +335,13 @@ async def test_max_turns_cut_an_episode_whose_last_answer_has_calls(last_calls: 
         ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 3}}, 3, "length"),
     ],
 )
-async def test_an_episode_that_max_turns_cut_is_truncated(model_dir: Path, options: dict[str, Any], max_turns: int, limit: str) -> None:
+async def test_an_episode_that_max_turns_cut_is_truncated(
+    model_dir: Path, options: dict[str, Any], max_turns: int, limit: str
+) -> None:
     sample, _ = await made(model_dir, MultiTurn(protocol="text", max_turns=max_turns, **options))
-    assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, limit), "answers of a random model are cut by their length"
+    assert (sample.status, sample.finish_reason) == (Status.TRUNCATED, limit), (
+        "answers of a random model are cut by their length"
+    )
     assert sample.turns is not None and len(sample.turns.at) == max_turns
 
 
@@ -327,14 +350,20 @@ async def test_an_episode_that_max_turns_cut_is_truncated(model_dir: Path, optio
     [
         ({}, 3, (Status.TRUNCATED, "length")),
         ({"max_tokens": 3}, 12, (Status.TRUNCATED, "budget.max_tokens")),
-        ({"environment": f"{GAMES}:Game", "environment_options": {"actions": 1}, "max_tokens": 3}, 12, (Status.COMPLETED, "stop")),
+        (
+            {"environment": f"{GAMES}:Game", "environment_options": {"actions": 1}, "max_tokens": 3},
+            12,
+            (Status.COMPLETED, "stop"),
+        ),
     ],
     ids=["task", "turn", "move"],
 )
 async def test_an_episode_whose_last_answer_is_cut_by_its_length_is_truncated(
     model_dir: Path, options: dict[str, Any], max_new_tokens: int, ending: tuple[Status, str]
 ) -> None:
-    sample, _ = await made(model_dir, MultiTurn(protocol="text", call="never(.*)", **options), max_new_tokens=max_new_tokens)
+    sample, _ = await made(
+        model_dir, MultiTurn(protocol="text", call="never(.*)", **options), max_new_tokens=max_new_tokens
+    )
     assert sample.turns is not None and sample.turns.finish == ("length",)
     assert (sample.status, sample.finish_reason) == ending
 
@@ -383,8 +412,12 @@ def test_it_is_a_rollout_by_name() -> None:
         == "tidemill.actors.episodes.programs.multi_turn:MultiTurn"
     )
     assert (
-        read(Sections[RolloutConfig], {"a": {"use": "multi_turn", "python": "/usr/bin/python3"}}, "rollouts")["a"].python
+        read(Sections[RolloutConfig], {"a": {"use": "multi_turn", "python": "/usr/bin/python3"}}, "rollouts")[
+            "a"
+        ].python
         == "/usr/bin/python3"
     )
-    with pytest.raises(ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"):
+    with pytest.raises(
+        ValueError, match=r"rollouts.a.use: want multi_turn, dataset, agent:.* or openenv:URL, got 'multiturn'"
+    ):
         read(Sections[RolloutConfig], {"a": {"use": "multiturn"}}, "rollouts")

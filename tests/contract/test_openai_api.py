@@ -18,15 +18,21 @@ from tidemill.actors.text.tool_calls import ChatTemplate
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is three plus four?"}]
 RENDERED = (
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is three plus four?<|im_end|>\n<|im_start|>assistant\n"  # by hand
-)
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nWhat is three plus "
+    "four?<|im_end|>\n<|im_start|>assistant\n"
+)  # by hand
 TEMPLATES = {
     "tiny": CHAT_TEMPLATE,
-    "blocks": "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content | trim }}\n  {% endif %}\n{% endfor %}\n{{ eos_token }}",
+    "blocks": (
+        "{% for m in messages %}\n  {% if m.role == 'user' %}\n{{ m.content | trim }}\n  {% endif %}\n{% endfor "
+        "%}\n{{ eos_token }}"
+    ),
     "tools": "{% if tools %}{{ tools | tojson(indent=1) }}{% endif %}{{ messages | tojson }}",
     "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}",
     "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}",
-    "arguments": "{{ thinking is defined and thinking }}{{ add_generation_prompt }}{{ messages[0]['content'].split(' ')[-1] }}",
+    "arguments": (
+        "{{ thinking is defined and thinking }}{{ add_generation_prompt }}{{ messages[0]['content'].split(' ')[-1] }}"
+    ),
 }
 
 
@@ -77,7 +83,11 @@ def test_templates_are_rendered_as_transformers_renders_them(name: str, model_di
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
-    tools = [{"type": "function", "function": {"name": "add", "description": "a < b & ü", "parameters": {}}}] if name == "tools" else None
+    tools = (
+        [{"type": "function", "function": {"name": "add", "description": "a < b & ü", "parameters": {}}}]
+        if name == "tools"
+        else None
+    )
     wanted = tokenizer.apply_chat_template(
         CHAT, tools=tools, chat_template=TEMPLATES[name], tokenize=False, add_generation_prompt=True, thinking=True
     )
@@ -101,7 +111,9 @@ def test_a_template_is_found_where_models_keep_it(tmp_path: Path) -> None:
         ChatTemplate.read(tmp_path)
 
 
-@pytest.mark.parametrize("source", ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"])
+@pytest.mark.parametrize(
+    "source", ["{{ raise_exception('no system') }}", "{{ messages[7].content }}", "{{ ''.__class__.__mro__ }}"]
+)
 def test_a_chat_that_the_template_rejects_is_a_client_error(source: str) -> None:
     with pytest.raises(BadRequest, match="rejected by the model's chat template"):
         ChatTemplate(source, {}).render(CHAT)
@@ -113,7 +125,9 @@ async def test_a_chat_is_its_rendered_text_generated(kind: Kind, model_dir: Path
         assert text is not None
         prompt = text.encode(RENDERED)
         heat = 0.7 if kind.seeds else 0
-        whole = await served.generate(prompt, max_new_tokens=9, sampling_seed=4, temperature=heat, top_p=0.9, top_k=50, ignore_eos=True)
+        whole = await served.generate(
+            prompt, max_new_tokens=9, sampling_seed=4, temperature=heat, top_p=0.9, top_k=50, ignore_eos=True
+        )
         body = {
             "model": "m",
             "messages": CHAT,
@@ -124,7 +138,9 @@ async def test_a_chat_is_its_rendered_text_generated(kind: Kind, model_dir: Path
             "top_k": 50,
             "ignore_eos": True,
         }
-        answer = await asked(served, "/v1/chat/completions", {**body, "logprobs": True, "return_token_ids": True, "user": "u"})
+        answer = await asked(
+            served, "/v1/chat/completions", {**body, "logprobs": True, "return_token_ids": True, "user": "u"}
+        )
         (choice,) = answer["choices"]
         assert choice["message"] == {"role": "assistant", "content": whole["text"]}
         assert (choice["index"], choice["finish_reason"]) == (0, "length")
@@ -143,8 +159,13 @@ async def test_a_chat_is_its_rendered_text_generated(kind: Kind, model_dir: Path
         np.testing.assert_allclose([each["logprob"] for each in told], log_probs, atol=1e-5)
         pieces = [text.decode([token], skip_special=False) for token in whole["output_ids"]]
         assert [each["token"] for each in told] == pieces
-        assert [each["bytes"] for each in told] == [None if "\ufffd" in piece else list(piece.encode()) for piece in pieces]
-        parts = [{"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]}, CHAT[1]]
+        assert [each["bytes"] for each in told] == [
+            None if "\ufffd" in piece else list(piece.encode()) for piece in pieces
+        ]
+        parts = [
+            {"role": "system", "content": [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]},
+            CHAT[1],
+        ]
         again = await asked(served, "/v1/chat/completions", {**body, "messages": parts})
         assert again["choices"][0]["message"] == choice["message"]
         assert again["choices"][0]["logprobs"] is None
@@ -165,7 +186,9 @@ async def test_completions_take_text_token_ids_and_several_prompts(kind: Kind, m
             one = await served.generate(text.encode(prompts[place // 2]), **params)
             assert choice["text"] == one["text"]
             told = choice["logprobs"]
-            np.testing.assert_allclose(told["token_logprobs"], [entry[0] for entry in one["meta_info"]["output_token_logprobs"]], atol=1e-5)
+            np.testing.assert_allclose(
+                told["token_logprobs"], [entry[0] for entry in one["meta_info"]["output_token_logprobs"]], atol=1e-5
+            )
             assert told["text_offset"] == [len("".join(told["tokens"][:at])) for at in range(6)]
         num_prompt = sum(len(text.encode(prompt)) for prompt in prompts)
         assert answer["usage"]["prompt_tokens"] == num_prompt, "a prompt counts once, however many responses it has"
@@ -175,7 +198,9 @@ async def test_completions_take_text_token_ids_and_several_prompts(kind: Kind, m
         default = await asked(served, "/v1/completions", {"prompt": "a", "ignore_eos": True})
         assert default["usage"]["completion_tokens"] == 16
         room = await asked(served, "/v1/chat/completions", {"messages": CHAT, "ignore_eos": True})
-        assert room["usage"]["total_tokens"] in ((256,) if kind.name == "builtin" else (254, 255, 256)), "a chat may fill the context"
+        assert room["usage"]["total_tokens"] in ((256,) if kind.name == "builtin" else (254, 255, 256)), (
+            "a chat may fill the context"
+        )
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
@@ -187,12 +212,16 @@ async def test_a_stream_adds_up_to_the_whole(kind: Kind, model_dir: Path, path: 
         whole = await asked(served, path, body)
         told = await events(served, path, {**body, "stream_options": {"include_usage": True}})
         assert told[-1]["choices"] == []
-        assert told[-1]["usage"] == whole["usage"] | {"prompt_tokens_details": told[-1]["usage"]["prompt_tokens_details"]}
+        assert told[-1]["usage"] == whole["usage"] | {
+            "prompt_tokens_details": told[-1]["usage"]["prompt_tokens_details"]
+        }
         assert {event["object"] for event in told} == {"chat.completion.chunk" if "chat" in path else "text_completion"}
         assert len({event["id"] for event in told}) == 1
         for place in range(2):
             choices = [event["choices"][0] for event in told[:-1] if event["choices"][0]["index"] == place]
-            text = "".join(choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices)
+            text = "".join(
+                choice["delta"].get("content", "") if "chat" in path else choice["text"] for choice in choices
+            )
             expected = whole["choices"][place]
             assert text == (expected["message"]["content"] if "chat" in path else expected["text"])
             assert [token for choice in choices for token in choice.get("token_ids", ())] == expected["token_ids"]
@@ -205,7 +234,13 @@ async def test_a_stream_adds_up_to_the_whole(kind: Kind, model_dir: Path, path: 
 
 async def test_stop_strings_end_a_response_and_are_never_shown(kind: Kind, model_dir: Path) -> None:
     async with kind.serving(model_dir) as served:
-        body = {"messages": CHAT, "max_tokens": 60, "seed": 3, "ignore_eos": True, "temperature": 1.0 if kind.seeds else 0}
+        body = {
+            "messages": CHAT,
+            "max_tokens": 60,
+            "seed": 3,
+            "ignore_eos": True,
+            "temperature": 1.0 if kind.seeds else 0,
+        }
         free = (await asked(served, "/v1/chat/completions", body))["choices"][0]["message"]["content"]
         stop = next(free[at : at + 3] for at in range(8, 50) if "\ufffd" not in free[at : at + 3])
         stopped = (await asked(served, "/v1/chat/completions", {**body, "stop": stop}))["choices"][0]
@@ -219,7 +254,12 @@ def test_responses_of_one_seed_have_a_seed_each() -> None:
     asked = openai_api.parse({"prompt": [[5], [6]], "n": 2, "seed": 7}, chat=False)
     body = asked.generate([[5], [6]], max_context=9)
     assert body["input_ids"] == [[5], [5], [6], [6]]
-    assert [(params["n"], params["sampling_seed"]) for params in body["sampling_params"]] == [(1, 7), (1, 8), (1, 7), (1, 8)]
+    assert [(params["n"], params["sampling_seed"]) for params in body["sampling_params"]] == [
+        (1, 7),
+        (1, 8),
+        (1, 7),
+        (1, 8),
+    ]
 
 
 def test_formats_become_schemas() -> None:
@@ -227,8 +267,15 @@ def test_formats_become_schemas() -> None:
         asked = openai_api.parse({"prompt": "a", "response_format": response_format}, chat=False)
         return asked.generate([[5]], max_context=9)["sampling_params"].get("json_schema")
 
-    assert [schema(None), schema({"type": "text"}), schema({"type": "json_object"})] == [None, None, '{"type": "object"}']
-    assert schema({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}}) == '{"type": "boolean"}'
+    assert [schema(None), schema({"type": "text"}), schema({"type": "json_object"})] == [
+        None,
+        None,
+        '{"type": "object"}',
+    ]
+    assert (
+        schema({"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "boolean"}}})
+        == '{"type": "boolean"}'
+    )
     with pytest.raises(BadRequest, match="response_format: want"):
         schema({"type": "json_schema", "json_schema": {"name": "a"}})
 
@@ -241,9 +288,17 @@ def test_text_that_may_be_part_of_a_stop_string_is_held_back() -> None:
 
     def shown(text: str, finish: str | None = None) -> str:
         meta = {"prompt_tokens": 1, "completion_tokens": 1, "finish_reason": finish and {"type": finish}}
-        return "".join(part["choices"][0]["text"] for part in told.parts({"text": text, "output_ids": [1], "meta_info": meta}))
+        return "".join(
+            part["choices"][0]["text"] for part in told.parts({"text": text, "output_ids": [1], "meta_info": meta})
+        )
 
-    assert [shown(text) for text in ("one\ufffd", "oneü <", "oneü </en", "oneü </er", "oneü </er<")] == ["one", "ü ", "", "</er", ""]
+    assert [shown(text) for text in ("one\ufffd", "oneü <", "oneü </en", "oneü </er", "oneü </er<")] == [
+        "one",
+        "ü ",
+        "",
+        "</er",
+        "",
+    ]
     assert shown("oneü </er</end") == "", "what ends with a stop string's beginning is not told before its end"
     assert shown("oneü </er</ends", "length") == "</ends"
 
@@ -259,7 +314,11 @@ async def test_models_are_named(kind: Kind, model_dir: Path) -> None:
     [
         ("chat/completions", {"messages": None}, "messages"),
         ("chat/completions", {"messages": [{"content": "a"}]}, "messages[0]"),
-        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
         ("chat/completions", {"max_tokns": 3}, "max_tokns"),
         ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
         ("chat/completions", {"response_format": {"type": "structural_tag"}}, "response_format"),
@@ -299,7 +358,9 @@ async def test_refusals_have_openais_shape_and_name_the_parameter(
         assert (error["param"], error["message"].startswith(f"{param}: ")) == (param, True), answer
 
 
-async def test_an_engine_that_does_not_serve_answers_503_and_a_client_that_disconnects_frees_it(kind: Kind, model_dir: Path) -> None:
+async def test_an_engine_that_does_not_serve_answers_503_and_a_client_that_disconnects_frees_it(
+    kind: Kind, model_dir: Path
+) -> None:
     async with kind.serving(model_dir) as served:
         served.engine.phase = "stale"
         status, answer = await served.post("/v1/chat/completions", {"messages": CHAT})
@@ -307,7 +368,9 @@ async def test_an_engine_that_does_not_serve_answers_503_and_a_client_that_disco
         served.engine.phase = "serving"
         await served.client.pause("in_place")
         waiting = [
-            asyncio.create_task(served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True, "stream": streamed}))
+            asyncio.create_task(
+                served.post("/v1/chat/completions", {"messages": CHAT, "ignore_eos": True, "stream": streamed})
+            )
             for streamed in (False, True)
         ]
         await until_unfinished(served, 2)

@@ -1,4 +1,5 @@
-"""The environment ``openenv``: episodes over OpenEnv's WebSocket messages, and servers that are full, broken, silent or gone.
+"""The environment ``openenv``: episodes over OpenEnv's WebSocket messages, and servers that are full, broken, silent or
+gone.
 
 ``tests/env`` has the same against OpenEnv itself (``make test-env``).
 """
@@ -37,7 +38,10 @@ class Counter:
 
 
 def seen(text: Any, reward: Any = None, done: bool = False) -> dict[str, Any]:
-    return {"type": "observation", "data": {"observation": {"text": text, "metadata": {}}, "reward": reward, "done": done}}
+    return {
+        "type": "observation",
+        "data": {"observation": {"text": text, "metadata": {}}, "reward": reward, "done": done},
+    }
 
 
 def error(code: str, message: str = "no") -> dict[str, Any]:
@@ -78,7 +82,9 @@ async def always(message: dict[str, Any], socket: web.WebSocketResponse) -> None
 
 async def test_an_episode_is_reset_stepped_and_closed() -> None:
     async with server(Counter) as (url, messages):
-        game = OpenEnv(url, observation="text", first="{prompt}: {observation}", fields={"by": "me"}, reset={"seed": 1, "start": 2})
+        game = OpenEnv(
+            url, observation="text", first="{prompt}: {observation}", fields={"by": "me"}, reset={"seed": 1, "start": 2}
+        )
         assert await game.reset({"prompt": "Count", "metadata": {"reset": {"start": 3}}}) == "Count: at 3"
         assert await game.step("4") == ("at 7", 7.0, False)
         assert await game.step("four") == ("Error: want a number", 0.0, False)
@@ -103,7 +109,9 @@ async def test_the_answer_may_be_the_action_and_the_observation_a_map() -> None:
 async def test_multi_turn_plays_it() -> None:
     async def answer(http: web.Request) -> web.Response:
         asked.append(await http.json())
-        return web.json_response({"id": f"turn-{len(asked)}", "choices": [{"message": {"role": "assistant", "content": "5"}}]})
+        return web.json_response(
+            {"id": f"turn-{len(asked)}", "choices": [{"message": {"role": "assistant", "content": "5"}}]}
+        )
 
     asked: list[Any] = []
     application = web.Application()
@@ -127,7 +135,9 @@ async def test_a_full_server_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> 
 
     def session() -> Answer:
         tries.append(1)
-        return (lambda socket, _: always(error("CAPACITY_REACHED", "all taken"), socket)) if len(tries) < 3 else Counter()
+        return (
+            (lambda socket, _: always(error("CAPACITY_REACHED", "all taken"), socket)) if len(tries) < 3 else Counter()
+        )
 
     async with server(session) as (url, _):
         game = OpenEnv(url, observation="text")

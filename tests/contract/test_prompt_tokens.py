@@ -23,7 +23,11 @@ from tidemill.learner.prompts.responses import RecordedResponse, RecordedRow, Re
 from tidemill.learner.prompts.rows import PromptRow, RowTokens
 from tidemill.learner.prompts.tokenizer import model_tokenizer
 
-PROMPTS: tuple[Prompt, ...] = ("What is three plus four?", "<|im_start|> \n\té", [{"role": "user", "content": "What is three?"}])
+PROMPTS: tuple[Prompt, ...] = (
+    "What is three plus four?",
+    "<|im_start|> \n\té",
+    [{"role": "user", "content": "What is three?"}],
+)
 
 
 @pytest.mark.parametrize("apply_chat_template", [False, True])
@@ -35,7 +39,10 @@ def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat
     config, report = load(file).config, Report()
     found = check_model(report, config, made=False)
     assert found is not None
-    tokenize, theirs = check_tokenizer(report, config, found), model_tokenizer(str(model), apply_chat_template=apply_chat_template)
+    tokenize, theirs = (
+        check_tokenizer(report, config, found),
+        model_tokenizer(str(model), apply_chat_template=apply_chat_template),
+    )
     assert tokenize is not None and not report.errors
     for prompt in PROMPTS:
         assert list(tokenize(prompt)) == list(theirs(prompt)), prompt
@@ -48,7 +55,8 @@ def test_tokens_are_those_of_the_learner(tmp_path: Path, family: str, apply_chat
 def test_tools_are_rendered_as_by_the_learner_with_text_and_with_messages(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", FAMILIES[0], tied=False)
     (model / "chat_template.jinja").write_text(
-        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content "
+        "}}{% endfor %}"
     )
     file = tmp_path / "run.yaml"
     file.write_text(f"model: {{path: {model}}}\n")
@@ -68,20 +76,27 @@ CHATML = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 TOOLS = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}"
 NOTATIONS = {
     "JSON of maps": TOOLS + "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}<|im_end|>\n{% endfor %}" + CHATML,
-    "values one by one": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
-    "<call {{ c.function.name }}>{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value }}{% endfor %}{% endfor %}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor "
+    "%}<|im_end|>\n{% endfor %}" + CHATML,
+    "values one by one": TOOLS
+    + "{% for m in messages %}<|im_start|>{{ m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "<call {{ c.function.name }}>{% for key, value in c.function.arguments.items() %}<{{ key }}>{{ value "
+    "}}{% endfor %}{% endfor %}"
     "<|im_end|>\n{% endfor %}" + CHATML,
     "text of calls without content": TOOLS
     + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is not none %}{{ m.content }}"
-    "{% else %}{% for c in m.tool_calls %}{{ c.type + c.function.name + ' ' + c.function.arguments }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% else %}{% for c in m.tool_calls %}{{ c.type + c.function.name + ' ' + c.function.arguments }}{% "
+    "endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}" + CHATML,
     "text printed": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}{{ m.name }}\n{{ m.content or '' }}"
-    "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments }}{% endfor %}<|im_end|>\n{% endfor %}"
-    + CHATML,
-    "keys looked for": TOOLS + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 'tool_calls' in m %}{% if m.tool_calls|length > 2 %}"
-    "{{ raise_exception('too many') }}{% endif %}{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}"
-    "{% endfor %}{% elif 'name' in m %}{{ m.name + m.content }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}" + CHATML,
+    "{% for c in m.tool_calls or [] %}{{ c.id }}{{ c.function.name }}{{ c.function.arguments }}{% endfor "
+    "%}<|im_end|>\n{% endfor %}" + CHATML,
+    "keys looked for": TOOLS
+    + "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if 'tool_calls' in m %}{% if m.tool_calls|length > 2 %}"
+    "{{ raise_exception('too many') }}{% endif %}{% for c in m.tool_calls %}{{ c.function.name }}{{ "
+    "c.function.arguments | tojson }}"
+    "{% endfor %}{% elif 'name' in m %}{{ m.name + m.content }}{% else %}{{ m.content }}{% endif "
+    "%}<|im_end|>\n{% endfor %}" + CHATML,
 }
 """Chat templates that read calls in the ways of published ones."""
 AS_TEXT = {"text of calls without content", "text printed"}
@@ -103,13 +118,21 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Paths, An
 @settings(max_examples=examples(60))
 @given(data=st.data())
 @pytest.mark.parametrize("name", NOTATIONS)
-def test_the_same_messages_have_the_same_ids_everywhere(name: str, paths: dict[str, tuple[Paths, Any]], data: st.DataObject) -> None:
-    """The ids of the learner's rows, of written answers' prompts, of engine, router and gateway are those of transformers."""
+def test_the_same_messages_have_the_same_ids_everywhere(
+    name: str, paths: dict[str, tuple[Paths, Any]], data: st.DataObject
+) -> None:
+    """The ids of the learner's rows, of written answers' prompts, of engine, router and gateway are those of
+    transformers.
+    """
     ways, tokenizer = paths[name]
     alone = name == "text of calls without content"
     talk = data.draw(conversations(with_text=not alone))
     tools = data.draw(st.sampled_from([[], [TOOL]]))
-    plain = [in_openais_form(message, empty=None if alone else "") for message in talk.plain] if name in AS_TEXT else talk.plain
+    plain = (
+        [in_openais_form(message, empty=None if alone else "") for message in talk.plain]
+        if name in AS_TEXT
+        else talk.plain
+    )
     try:
         wanted = tokenizer.apply_chat_template(plain, tools=tools or None, add_generation_prompt=True)
     except jinja2.TemplateError:
@@ -118,7 +141,9 @@ def test_the_same_messages_have_the_same_ids_everywhere(name: str, paths: dict[s
         assert ways.ids(messages, tools) == dict.fromkeys(WAYS, wanted)
 
 
-@pytest.mark.parametrize("message", ["{{ m.content }}", "{{ '<' + m.content + '>' }}"], ids=["prints none", "refuses none"])
+@pytest.mark.parametrize(
+    "message", ["{{ m.content }}", "{{ '<' + m.content + '>' }}"], ids=["prints none", "refuses none"]
+)
 def test_calls_and_tools_that_a_template_leaves_out_are_refused_everywhere(tmp_path: Path, message: str) -> None:
     write_tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(f"{{% for m in messages %}}{message}{{% endfor %}}")
@@ -126,7 +151,9 @@ def test_calls_and_tools_that_a_template_leaves_out_are_refused_everywhere(tmp_p
     assert all(paths.ids(asked).values())
     assert paths.ids(asked, [TOOL]) == dict.fromkeys(WAYS), "its template writes no tools"
     for content in ("x", None):
-        assert paths.ids([*asked, {"role": "assistant", "content": content, "tool_calls": [CALL]}, *asked]) == dict.fromkeys(WAYS)
+        assert paths.ids(
+            [*asked, {"role": "assistant", "content": content, "tool_calls": [CALL]}, *asked]
+        ) == dict.fromkeys(WAYS)
 
 
 def test_a_template_that_leaves_out_calls_beside_content_refuses_those_alone(tmp_path: Path) -> None:
@@ -134,7 +161,9 @@ def test_a_template_that_leaves_out_calls_beside_content_refuses_those_alone(tmp
     (tmp_path / "chat_template.jinja").write_text(NOTATIONS["text of calls without content"])
     paths, asked = Paths(tmp_path), [{"role": "user", "content": "3 + 4?"}]
     assert all(paths.ids([*asked, {"role": "assistant", "content": "", "tool_calls": [CALL]}, *asked]).values())
-    assert paths.ids([*asked, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, *asked]) == dict.fromkeys(WAYS)
+    assert paths.ids([*asked, {"role": "assistant", "content": "x", "tool_calls": [CALL]}, *asked]) == dict.fromkeys(
+        WAYS
+    )
 
 
 @pytest.mark.parametrize("beside", [False, True])
@@ -175,11 +204,15 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
     assert tokenize is not None and not report.errors
     question = {"role": "user", "content": "What is three?"}
     for answer in ("\n\nThree", "  Three", "\n", "Three\n\n", "\tThree"):
-        response = RecordedResponse(messages=({"role": "assistant", "content": answer}, question, {"role": "assistant", "content": answer}))
+        response = RecordedResponse(
+            messages=({"role": "assistant", "content": answer}, question, {"role": "assistant", "content": answer})
+        )
         row = RecordedRow(prompt=[question], responses=(response,), tools=(), where="a:1")
         made = [Recordings(one, rollouts={"a"}, end_ids=(), max_tokens=999, texts=one) for one in (tokenize, theirs)]
         (ours,), (learners,) = (one.sequences(row) for one in made)
-        assert ours.tokens.tolist() == learners.tokens.tolist() and ours.loss_mask.tolist() == learners.loss_mask.tolist()
+        assert (
+            ours.tokens.tolist() == learners.tokens.tolist() and ours.loss_mask.tolist() == learners.loss_mask.tolist()
+        )
         assert ours.prompt_tokens.tolist() == list(theirs([question]))
         assert theirs.decode(ours.tokens.tolist()) == theirs.render([question, *response.messages], whole=True)
     for content, role in ((5, "user"), (True, "user"), ("a", "wizard"), ({"a": 1}, "user")):
@@ -193,9 +226,15 @@ def test_answers_and_rejected_rows_are_the_same_to_the_learner_and_the_checks(tm
 def test_tools_in_every_notation_have_the_same_tokens_on_every_way(tmp_path: Path, notation: str) -> None:
     """Rows, servers, and ``multi_turn``, which is sent the tools of a row in its metadata."""
     model = write_tiny_model(tmp_path / "model", FAMILIES[0], tied=False)
-    template = "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = (
+        "{% for tool in tools or [] %}{{ tool | tojson }}\n{% endfor %}{% for m in messages %}{{ m.content }}{% "
+        "endfor %}"
+    )
     (model / "chat_template.jinja").write_text(template)
-    nested = {"type": "function", "function": {"name": "calculator", "description": "Sums.", "parameters": {"type": "object"}}}
+    nested = {
+        "type": "function",
+        "function": {"name": "calculator", "description": "Sums.", "parameters": {"type": "object"}},
+    }
     tool = {
         "nested": nested,
         "flat": nested["function"],

@@ -1,4 +1,6 @@
-"""New weights between two turns of an episode: each turn has the version and the log-probs of the weights that sampled it."""
+"""New weights between two turns of an episode: each turn has the version and the log-probs of the weights that sampled
+it.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,9 @@ USER = ("user", "What is three plus four?")
 
 
 async def test_spans_and_log_probs_differ_by_turn(tmp_path: Path) -> None:
-    directories = [write_tiny_model(tmp_path / f"model-{seed}", seed=seed, max_position_embeddings=1024) for seed in (0, 1)]
+    directories = [
+        write_tiny_model(tmp_path / f"model-{seed}", seed=seed, max_position_embeddings=1024) for seed in (0, 1)
+    ]
     models = [AutoModelForCausalLM.from_pretrained(directory, dtype="float32").eval() for directory in directories]
 
     async def program(client: Client) -> float:
@@ -31,7 +35,9 @@ async def test_spans_and_log_probs_differ_by_turn(tmp_path: Path) -> None:
     assert sample.turns is not None and len(sample.turns.at) == 2
     versions = np.repeat([span.version for span in sample.spans], [span.num_tokens for span in sample.spans])
     first, second = (slice(at, at + count) for at, count in zip(sample.turns.at, sample.turns.tokens, strict=True))
-    assert (versions[first] == 0).all() and (versions[first.stop :] == 1).all(), "what the second turn has read is of its version"
+    assert (versions[first] == 0).all() and (versions[first.stop :] == 1).all(), (
+        "what the second turn has read is of its version"
+    )
     at, done = 0, 0
     for size in sample.sizes:
         ids = sample.tokens[at : at + size.num_tokens].tolist()

@@ -1,4 +1,6 @@
-"""Random conversations through the gateway: tokens, masks and log-probs of a sample are those that were sampled, and a forward pass's."""
+"""Random conversations through the gateway: tokens, masks and log-probs of a sample are those that were sampled, and a
+forward pass's.
+"""
 
 import asyncio
 from collections import Counter
@@ -23,7 +25,19 @@ AT_ONCE = 16
 TEMPERATURES = (0.7, 1.0, 1.3)
 PASS_TOKENS = 1 << 14
 """Tokens of one forward pass, padding included."""
-HAPPENED = {"branch", "cut_short", "compact", "rewrite", "both", "ids", "stream", "whole", "tool_call", "hung_up", "extends"}
+HAPPENED = {
+    "branch",
+    "cut_short",
+    "compact",
+    "rewrite",
+    "both",
+    "ids",
+    "stream",
+    "whole",
+    "tool_call",
+    "hung_up",
+    "extends",
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +46,12 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_each_sample_is_what_was_sampled_with_the_log_probs_of_a_forward_pass(model_dir: Path, count: int) -> None:
-    """The driver keeps each answer's ids and log-probs. A third account is transformers' forward pass of the sequences."""
+async def test_each_sample_is_what_was_sampled_with_the_log_probs_of_a_forward_pass(
+    model_dir: Path, count: int
+) -> None:
+    """The driver keeps each answer's ids and log-probs. A third account is transformers' forward pass of the
+    sequences.
+    """
     talks = [Talk(seed) for seed in range(count)]
     samples = await talked(model_dir, talks)
     happened = sum((Counter(talk.did) for talk in talks), Counter[str]())
@@ -46,7 +64,9 @@ async def test_each_sample_is_what_was_sampled_with_the_log_probs_of_a_forward_p
             sample.rollout_log_probs[mask], wanted[number][mask], atol=1e-4, rtol=0, err_msg=f"conversation {number}"
         )
     assert sum(len(sample.sizes) > 1 for sample in samples) > count / 3, "branches are there"
-    assert sum(len(sample.turns.at) > len(sample.sizes) for sample in samples if sample.turns) > count / 3, "and sequences of several turns"
+    assert sum(len(sample.turns.at) > len(sample.sizes) for sample in samples if sample.turns) > count / 3, (
+        "and sequences of several turns"
+    )
 
 
 async def talked(model_dir: Path, talks: Sequence[Talk]) -> list[Sample]:
@@ -69,7 +89,9 @@ async def talked(model_dir: Path, talks: Sequence[Talk]) -> list[Sample]:
 
 
 def check_kept(sample: Sample, kept: Sequence[Kept]) -> NDArray[np.bool_]:
-    """Compare a sample with the answers that its program kept; return the trained places of the R axis, as the program knows them."""
+    """Compare a sample with the answers that its program kept; return the trained places of the R axis, as the program
+    knows them.
+    """
     check_sample(sample)
     assert sample.turns is not None
     wanted = {turn.id: turn for turn in kept if turn.trained and turn.tokens}
@@ -95,9 +117,13 @@ def check_kept(sample: Sample, kept: Sequence[Kept]) -> NDArray[np.bool_]:
 
 
 def log_probs_of_samples(model: Any, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
-    """Return the log-probs [R] of each sample by full forward passes of its sequences, those of like length in one pass."""
+    """Return the log-probs [R] of each sample by full forward passes of its sequences, those of like length in one
+    pass.
+    """
     found = [np.zeros(len(sample.loss_mask), np.float32) for sample in samples]
-    rows = sorted((row for number, sample in enumerate(samples) for row in rows_of(number, sample)), key=lambda row: len(row.ids))
+    rows = sorted(
+        (row for number, sample in enumerate(samples) for row in rows_of(number, sample)), key=lambda row: len(row.ids)
+    )
     while rows:
         count = max(1, PASS_TOKENS // len(rows[-1].ids))
         for row, log_probs in zip(rows[-count:], forward(model, rows[-count:]), strict=True):
@@ -130,7 +156,9 @@ def rows_of(number: int, sample: Sample) -> Iterator[Row]:
 
 @torch.inference_mode()
 def forward(model: Any, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-    """Return the log-probs of the ids behind the first, by one pass; padding is behind all that a causal model reads."""
+    """Return the log-probs of the ids behind the first, by one pass; padding is behind all that a causal model
+    reads.
+    """
     longest = max(len(row.ids) for row in rows)
     ids_BL = torch.tensor([row.ids + [0] * (longest - len(row.ids)) for row in rows])
     temperatures_B11 = torch.tensor([row.temperature for row in rows])[:, None, None]

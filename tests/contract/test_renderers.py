@@ -1,4 +1,6 @@
-"""Models with a tool format of their own, through the real gateway: messages that programs receive, and tokens that are trained."""
+"""Models with a tool format of their own, through the real gateway: messages that programs receive, and tokens that are
+trained.
+"""
 
 import json
 from collections.abc import Iterator
@@ -28,7 +30,10 @@ from tidemill.launch.settings.config_loader import load
 for package in ("renderers", "httpx"):
     pytest.importorskip(package, reason="pip install 'tidemill[renderers]' (make setup installs it)")
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "3 + 4?"}]
 THOUGHT = "I have to add."
 SAID = {
@@ -49,11 +54,20 @@ SAID = {
         *("<arg_value>", "3", "</arg_value>", "</tool_call>", "<|observation|>"),
     ],
     "deepseek-v3": [
-        *("<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "function", "<｜tool▁sep｜>", "add\n```json\n"),
+        *(
+            "<｜Assistant｜>",
+            "<｜tool▁calls▁begin｜>",
+            "<｜tool▁call▁begin｜>",
+            "function",
+            "<｜tool▁sep｜>",
+            "add\n```json\n",
+        ),
         *('{"a":  3}', "\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜end▁of▁sentence｜>"),
     ],
 }
-"""Tokens that the model generates for every prompt, behind the last token of one. A template would write the calls with other ids."""
+"""Tokens that the model generates for every prompt, behind the last token of one. A template would write the calls with
+other ids.
+"""
 BEHIND_RESULTS = {"deepseek-v3": "<｜tool▁outputs▁end｜>"}
 """Last token of a prompt that ends with the result of a tool, where it is another one."""
 THOUGHTS = {"qwen3": THOUGHT, "glm-4.5": THOUGHT}
@@ -79,7 +93,9 @@ def renderer_of(family: str, directory: Path, **options: object) -> Renderer:
     return Renderer.read(family, options, directory, text)
 
 
-async def asked(client: Client, messages: list[Any], *, streamed: bool = False, **more: Any) -> tuple[dict[str, Any], str, Any]:
+async def asked(
+    client: Client, messages: list[Any], *, streamed: bool = False, **more: Any
+) -> tuple[dict[str, Any], str, Any]:
     """Return the message, the finish reason, and the answer, which is empty for a stream."""
     body = {"messages": messages, "tools": [ADD], "return_token_ids": True, **more}
     if not streamed:
@@ -116,15 +132,29 @@ async def played(family: str, directory: Path, program: Any, **options: Any) -> 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
-async def test_the_second_turn_begins_with_the_very_ids_of_the_first(family: str, models: dict[str, Path], keeps_reasoning: bool) -> None:
+async def test_the_second_turn_begins_with_the_very_ids_of_the_first(
+    family: str, models: dict[str, Path], keeps_reasoning: bool
+) -> None:
     answers: list[Any] = []
 
     async def program(client: Client) -> float:
         message, finish, answer = await asked(client, ASKED)
         (call,) = message["tool_calls"]
-        assert (message["role"], message["content"], message.get("reasoning_content")) == ("assistant", None, THOUGHTS.get(family))
-        assert (call["function"]["name"], json.loads(call["function"]["arguments"]), finish) == ("add", {"a": 3}, "tool_calls")
-        kept = message if keeps_reasoning else {name: value for name, value in message.items() if name != "reasoning_content"}
+        assert (message["role"], message["content"], message.get("reasoning_content")) == (
+            "assistant",
+            None,
+            THOUGHTS.get(family),
+        )
+        assert (call["function"]["name"], json.loads(call["function"]["arguments"]), finish) == (
+            "add",
+            {"a": 3},
+            "tool_calls",
+        )
+        kept = (
+            message
+            if keeps_reasoning
+            else {name: value for name, value in message.items() if name != "reasoning_content"}
+        )
         answers.extend([answer, (await asked(client, [*ASKED, kept, result_of(message)]))[2]])
         return 1.0
 
@@ -132,13 +162,17 @@ async def test_the_second_turn_begins_with_the_very_ids_of_the_first(family: str
     tokenizer = Tokenizer.from_file(str(models[family] / "tokenizer.json"))
     said = [tokenizer.token_to_id(piece) for piece in SAID[family][1:]]
     first, second = answers
-    assert [each["choices"][0]["token_ids"] for each in answers] == [said, said], "the model's stop token ends a response"
+    assert [each["choices"][0]["token_ids"] for each in answers] == [said, said], (
+        "the model's stop token ends a response"
+    )
     begin = [*first["prompt_token_ids"], *said]
     assert second["prompt_token_ids"][: len(begin)] == begin
     between = second["prompt_token_ids"][len(begin) :]
     assert "seven" in tokenizer.decode(between) and len(between) > 5
     assert sample.tokens.tolist() == [*begin, *between, *said], "one sequence"
-    assert sample.loss_mask.tolist() == [1] * len(said) + [0] * len(between) + [1] * len(said), "all that was sampled, and nothing else"
+    assert sample.loss_mask.tolist() == [1] * len(said) + [0] * len(between) + [1] * len(said), (
+        "all that was sampled, and nothing else"
+    )
     assert not sample.rollout_log_probs[sample.loss_mask == 0].any()
     assert "malformed_calls" not in sample.metadata
 
@@ -166,16 +200,28 @@ async def test_other_apis_go_on_with_the_very_ids(models: dict[str, Path], path:
         ask = {"max_tokens": 40, "tools": [{"name": "add", "input_schema": ADD["function"]["parameters"]}]}
         status, answer = await client.post(path, {**ask, "messages": ASKED})
         (call,) = answer["content"]
-        assert (status, call["type"], call["name"], call["input"], answer["stop_reason"]) == (200, "tool_use", "add", {"a": 3}, "tool_use")
+        assert (status, call["type"], call["name"], call["input"], answer["stop_reason"]) == (
+            200,
+            "tool_use",
+            "add",
+            {"a": 3},
+            "tool_use",
+        )
         result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "seven"}]}
-        assert (await client.post(path, {**ask, "messages": [*ASKED, {"role": "assistant", "content": [call]}, result]}))[0] == 200
+        assert (
+            await client.post(path, {**ask, "messages": [*ASKED, {"role": "assistant", "content": [call]}, result]})
+        )[0] == 200
         return 1.0
 
     async def of_responses(client: Client) -> float:
         ask = {"tools": [{"type": "function", **ADD["function"]}]}
         status, answer = await client.post(path, {**ask, "input": ASKED})
         thought, call = answer["output"]
-        assert (status, thought["type"], thought["content"]) == (200, "reasoning", [{"type": "reasoning_text", "text": THOUGHT}])
+        assert (status, thought["type"], thought["content"]) == (
+            200,
+            "reasoning",
+            [{"type": "reasoning_text", "text": THOUGHT}],
+        )
         assert (call["type"], call["name"], json.loads(call["arguments"])) == ("function_call", "add", {"a": 3})
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "seven"}
         assert (await client.post(path, {**ask, "input": [*ASKED, call, result]}))[0] == 200
@@ -186,14 +232,23 @@ async def test_other_apis_go_on_with_the_very_ids(models: dict[str, Path], path:
 
 
 @pytest.mark.parametrize("streamed", [False, True])
-async def test_reasoning_is_delivered_to_the_clients_of_other_apis_and_comes_back(models: dict[str, Path], streamed: bool) -> None:
+async def test_reasoning_is_delivered_to_the_clients_of_other_apis_and_comes_back(
+    models: dict[str, Path], streamed: bool
+) -> None:
     async def program(client: Client) -> float:
         async with messages_api.client_of(client.root, client.api_key) as anthropic:
-            story = await messages_api.said(anthropic, ASKED, streamed=streamed, thinking={"type": "enabled", "budget_tokens": 1024})
+            story = await messages_api.said(
+                anthropic, ASKED, streamed=streamed, thinking={"type": "enabled", "budget_tokens": 1024}
+            )
             thought, call = [block.model_dump(exclude_none=True) for block in story.content]
             assert (thought["type"], thought["thinking"], call["type"]) == ("thinking", THOUGHT, "tool_use")
-            result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "seven"}]}
-            await messages_api.said(anthropic, [*ASKED, {"role": "assistant", "content": [thought, call]}, result], streamed=streamed)
+            result = {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": call["id"], "content": "seven"}],
+            }
+            await messages_api.said(
+                anthropic, [*ASKED, {"role": "assistant", "content": [thought, call]}, result], streamed=streamed
+            )
         async with responses_api.client_of(client.base_url, client.api_key) as openai:
             response = await responses_api.said(openai, ASKED, streamed=streamed)
             assert [item.type for item in response.output] == ["reasoning", "function_call"]
@@ -243,7 +298,9 @@ async def test_a_call_has_the_id_that_the_model_has_given_it(tmp_path: Path) -> 
 
 async def test_each_of_several_answers_can_be_gone_on_with(models: dict[str, Path]) -> None:
     async def program(client: Client) -> float:
-        _, answer = await client.post("/v1/chat/completions", {"messages": ASKED, "tools": [ADD], "n": 2, "return_token_ids": True})
+        _, answer = await client.post(
+            "/v1/chat/completions", {"messages": ASKED, "tools": [ADD], "n": 2, "return_token_ids": True}
+        )
         messages = [choice["message"] for choice in answer["choices"]]
         assert len({message["tool_calls"][0]["id"] for message in messages}) == 2
         for message, choice in zip(messages, answer["choices"], strict=True):
@@ -292,7 +349,11 @@ async def test_a_malformed_call_is_text_and_counted(tmp_path: Path) -> None:
 
     async def program(client: Client) -> float:
         message, finish, _ = await asked(client, ASKED)
-        assert message == {"role": "assistant", "content": 'Now\n<tool_call>{"name": </tool_call>', "reasoning_content": "hm"}
+        assert message == {
+            "role": "assistant",
+            "content": 'Now\n<tool_call>{"name": </tool_call>',
+            "reasoning_content": "hm",
+        }
         assert finish == "stop"
         return 1.0
 
@@ -315,9 +376,17 @@ async def test_requests_may_name_arguments_of_the_renderer_and_stops(models: dic
         off = (await asked(client, ASKED, chat_template_kwargs={"enable_thinking": False}))[2]
         on = (await asked(client, ASKED))[2]
         assert len(off["prompt_token_ids"]) > len(on["prompt_token_ids"])
-        for wrong in ({"chat_template_kwargs": {"no_such": 1}}, {"messages": [{"role": "observer", "content": "x"}]}, {"tools": 3}):
+        for wrong in (
+            {"chat_template_kwargs": {"no_such": 1}},
+            {"messages": [{"role": "observer", "content": "x"}]},
+            {"tools": 3},
+        ):
             status, refused = await client.post("/v1/chat/completions", {"messages": ASKED} | wrong)
-            assert status == 400 and refused["error"]["param"] in ("chat_template_kwargs", "messages[0].role", "tools"), refused
+            assert status == 400 and refused["error"]["param"] in (
+                "chat_template_kwargs",
+                "messages[0].role",
+                "tools",
+            ), refused
         message, finish, _ = await asked(client, ASKED, stop=[" to add"])
         assert (message, finish) == ({"role": "assistant", "content": "", "reasoning_content": "\nI have"}, "stop")
         message, finish, _ = await asked(client, ASKED, stop=['"add"'])
@@ -330,12 +399,16 @@ async def test_requests_may_name_arguments_of_the_renderer_and_stops(models: dic
 def test_the_check_of_a_run_makes_the_renderer(models: dict[str, Path], tmp_path: Path) -> None:
     def found(renderer: str, *settings: str) -> list[tuple[str, str]]:
         file = write_run(tmp_path)
-        report = check(load(file, [f"model.path={models['qwen3']}", f"actor.gateway.renderer={renderer}", *settings]), Purpose())
+        report = check(
+            load(file, [f"model.path={models['qwen3']}", f"actor.gateway.renderer={renderer}", *settings]), Purpose()
+        )
         return [(one.level, one.text) for one in report.findings if "renderer" in one.text]
 
     assert found("qwen3") == [("ok", "renderer: qwen3, its responses end with <|im_end|> <|endoftext|>")]
     ((level, text),) = found("glm-4.5")
-    assert level == "error" and text.startswith("--set: actor.gateway.renderer: want a tokenizer with the special tokens of glm-4.5, got ")
+    assert level == "error" and text.startswith(
+        "--set: actor.gateway.renderer: want a tokenizer with the special tokens of glm-4.5, got "
+    )
     ((level, text),) = found("qwen3", "actor.gateway.renderer_options={no_such: 1}")
     assert level == "error" and "actor.gateway.renderer_options: want fields of" in text
     _, (level, text) = found("qwen3", "actor.gateway.renderer_options={enable_thinking: false}")
@@ -344,10 +417,15 @@ def test_the_check_of_a_run_makes_the_renderer(models: dict[str, Path], tmp_path
     (level, text), _ = found("qwen3", "eval.every=1", f"eval.sets={held}")
     assert level == "error" and "eval.sets.held.chat_template_args: want arguments that the renderer qwen3 has" in text
     (level, text), _ = found("qwen3", "data.chat_template_args={no_such: 1}")
-    assert level == "error" and "data.chat_template_args: want arguments that the renderer qwen3 has, got chat_template_kwargs: " in text
+    assert (
+        level == "error"
+        and "data.chat_template_args: want arguments that the renderer qwen3 has, got chat_template_kwargs: " in text
+    )
     assert [level for level, _ in found("qwen3", "data.chat_template_args={enable_thinking: true}")] == ["ok"]
     of_deepseek = found("deepseek-v3", f"model.path={models['deepseek-v3']}")
-    assert [level for level, text in of_deepseek if "want a renderer that writes the tools of a request" in text] == ["warning"]
+    assert [level for level, text in of_deepseek if "want a renderer that writes the tools of a request" in text] == [
+        "warning"
+    ]
 
 
 async def test_an_actor_refuses_a_renderer_that_does_not_fit(models: dict[str, Path]) -> None:
@@ -356,7 +434,9 @@ async def test_an_actor_refuses_a_renderer_that_does_not_fit(models: dict[str, P
 
     directory = models["qwen3"]
     async with stage(directory, none) as scene:
-        with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want a tokenizer with the special tokens of glm-4\.5, got "):
+        with pytest.raises(
+            BadRow, match=r"actor\.gateway\.renderer: want a tokenizer with the special tokens of glm-4\.5, got "
+        ):
             programs = RolloutPrograms(rollouts={}, model=str(directory))
             async with open_rollouts(programs, scene.responses, gateway_config=GatewayConfig(renderer="glm-4.5")):
                 pass

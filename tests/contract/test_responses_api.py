@@ -17,7 +17,12 @@ from tidemill.actors.events import DONE, event
 from tidemill.actors.openai.responses_api import chat_of
 from tidemill.bus.wire.codec import check_sample
 
-ADD: Any = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}, "strict": False}
+ADD: Any = {
+    "type": "function",
+    "name": "add",
+    "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    "strict": False,
+}
 ASKED: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "3 + 4?"}]}]
 MORE: Any = {"model": "m", "tools": [ADD], "instructions": "Be brief.", "max_output_tokens": 40}
 
@@ -47,7 +52,9 @@ async def said(client: Any, items: Any, *, streamed: bool, **more: Any) -> Any:
             arguments += each.delta if each.type == "response.function_call_arguments.delta" else ""
             if each.type in ("response.completed", "response.incomplete"):
                 response = each.response
-    assert response is not None and arguments == "".join(item.arguments for item in response.output if item.type == "function_call")
+    assert response is not None and arguments == "".join(
+        item.arguments for item in response.output if item.type == "function_call"
+    )
     assert deltas == response.output_text and numbers == list(range(len(numbers)))
     return response
 
@@ -86,18 +93,34 @@ async def test_through_the_router_and_what_is_incomplete_or_refused(model_dir: P
     import openai
 
     settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
-    async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url + "/v1") as client:
+    async with (
+        serving(model_dir) as served,
+        routing(served.engine.url, **settings) as door,
+        client_of(door.url + "/v1") as client,
+    ):
         await play(client, streamed=streamed)
         cut = await said(client, "3 + 4?", streamed=streamed, max_output_tokens=2)
-        assert (cut.status, cut.incomplete_details.reason, cut.usage.output_tokens) == ("incomplete", "max_output_tokens", 2)
-        with pytest.raises(openai.BadRequestError, match="previous_response_id: not supported: responses are not stored"):
+        assert (cut.status, cut.incomplete_details.reason, cut.usage.output_tokens) == (
+            "incomplete",
+            "max_output_tokens",
+            2,
+        )
+        with pytest.raises(
+            openai.BadRequestError, match="previous_response_id: not supported: responses are not stored"
+        ):
             await said(client, ASKED, streamed=streamed, previous_response_id="resp_1")
 
 
 def state(text: str, finish: str | None = None) -> dict[str, Any]:
     """Return the state of a response of one token."""
     finished = None if finish is None else {"type": finish}
-    meta = {"id": "x", "finish_reason": finished, "prompt_tokens": 1, "completion_tokens": 1, "output_token_logprobs": [[-1.0, 5, None]]}
+    meta = {
+        "id": "x",
+        "finish_reason": finished,
+        "prompt_tokens": 1,
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-1.0, 5, None]],
+    }
     return {"text": text, "output_ids": [5], "meta_info": meta}
 
 
@@ -121,7 +144,9 @@ async def test_a_stream_that_its_engine_ends_too_early_breaks_off(model_dir: Pat
                 print(await asked(*states))
         whole = await asked(state("a"), state("a", "stop"))
         assert any(last in whole for last in (b"response.completed", b"message_stop", b"[DONE]"))
-        assert b"no such luck" in await asked(state("a"), {"error": {"message": "no such luck"}}), "an error ends a stream, too"
+        assert b"no such luck" in await asked(state("a"), {"error": {"message": "no such luck"}}), (
+            "an error ends a stream, too"
+        )
 
 
 @pytest.mark.parametrize("sent", [b"{", b"{" * 100_000, b'{"meta_info": 1}', b'["error"]', b'"error" x'])
@@ -143,10 +168,16 @@ async def test_an_event_of_an_engine_that_is_no_state_breaks_a_stream_off_with_t
     [
         ({"input": []}, "input: want text or a list"),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input: want at least one message"),
-        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, r"input\[0\]\.content\[0\]: want a text part"),
+        (
+            {"input": [{"type": "reasoning", "content": [{"type": "image"}]}]},
+            r"input\[0\]\.content\[0\]: want a text part",
+        ),
         ({"input": [{"type": "file_search_call"}]}, r"input\[0\]: want a message"),
         ({"input": [{"role": [], "content": "x"}]}, r"input\[0\]: want a message"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]\.content\[0\]: want a text part"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            r"input\[0\]\.content\[0\]: want a text part",
+        ),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: want"),
         ({"max_tokens": 3}, "max_tokens: unknown parameter"),
         ({"text": {"format": {"type": "grammar"}}}, "text: want"),
@@ -172,10 +203,31 @@ def test_reasoning_belongs_to_the_message_or_call_behind_it() -> None:
         return {"id": "rs_1", "type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
 
     call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
-    hidden = {"id": "rs_2", "type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "encrypted_content": "x"}
+    hidden = {
+        "id": "rs_2",
+        "type": "reasoning",
+        "summary": [{"type": "summary_text", "text": "s"}],
+        "encrypted_content": "x",
+    }
     said = {"role": "assistant", "content": "So."}
     asked = {"role": "user", "content": "?"}
-    chat = chat_of({"input": [asked, thought("a"), said, call, thought("b"), call, hidden, said, thought("c"), asked, thought("d")]})
+    chat = chat_of(
+        {
+            "input": [
+                asked,
+                thought("a"),
+                said,
+                call,
+                thought("b"),
+                call,
+                hidden,
+                said,
+                thought("c"),
+                asked,
+                thought("d"),
+            ]
+        }
+    )
     found = [(one["role"], one.get("reasoning_content"), len(one.get("tool_calls", ()))) for one in chat["messages"]]
     ends = [("assistant", None, 0), ("assistant", "c", 0), ("user", None, 0), ("assistant", "d", 0)]
     assert found == [("user", None, 0), ("assistant", "a", 1), ("assistant", "b", 1), *ends]

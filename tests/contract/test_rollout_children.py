@@ -23,8 +23,12 @@ SCRIPT = "tests.rollout_programs:Script"
 NO_OPTIONS: JsonMapping = {}
 
 
-def children(use: str = SCRIPT, *, options: JsonMapping = NO_OPTIONS, python: str = "", resumes: bool = False, **bounds: Any) -> Children:
-    return Children(use, options=options, python=python, resumes=resumes, bounds=ChildBounds(**{"kill_after_s": 0.3, **bounds}))
+def children(
+    use: str = SCRIPT, *, options: JsonMapping = NO_OPTIONS, python: str = "", resumes: bool = False, **bounds: Any
+) -> Children:
+    return Children(
+        use, options=options, python=python, resumes=resumes, bounds=ChildBounds(**{"kill_after_s": 0.3, **bounds})
+    )
 
 
 async def run(pool: Children, do: str, *, id: str = "1.0.a", **metadata: Any) -> EpisodeResult:
@@ -43,7 +47,9 @@ async def test_an_episode_goes_on_behind_its_state_in_a_class_that_can() -> None
     async with children("tests.rollout_programs:Resumes", resumes=True) as pool:
         assert (await run(pool, "")).value == {"run": 1.0, "saves": 1.0}
         task = {"prompt": "p", "state": {"turn": 3}}
-        assert (await pool.run("2.0.a", base_url="http://127.0.0.1:9/v1", api_key="k", task=task)).value == {"resumed": 3.0}
+        assert (await pool.run("2.0.a", base_url="http://127.0.0.1:9/v1", api_key="k", task=task)).value == {
+            "resumed": 3.0
+        }
     for use in ("Agent", "plain"):
         async with children(f"tests.rollout_programs:{use}", resumes=True) as pool:
             with pytest.raises(ProgramFailed, match="again: resume"):
@@ -109,7 +115,9 @@ async def test_an_exception_is_a_reason_with_its_place() -> None:
 
 
 @pytest.mark.parametrize(("do", "reason"), [("dies", "SIGKILL"), ("ends", "exit code 3")])
-async def test_a_child_that_ends_fails_its_episodes_and_another_is_started(tmp_path: Path, do: str, reason: str) -> None:
+async def test_a_child_that_ends_fails_its_episodes_and_another_is_started(
+    tmp_path: Path, do: str, reason: str
+) -> None:
     async with children(processes=1) as pool:
         other = asyncio.create_task(run(pool, "waits", id="2.0.a", file=str(tmp_path / "up")))
         await begun(tmp_path / "up")
@@ -132,7 +140,9 @@ async def test_an_episode_that_needs_more_memory_than_its_child_may_have_fails_w
         with pytest.raises(ProgramFailed, match="another episode used up the memory") as found:
             await beside
         assert found.value.ended, "the turns of the other episode are as good as before"
-        assert (await run(pool, "hoards_below", mb=300)).value == 1.0, "a process below it has the limit, too, and ends with an error"
+        assert (await run(pool, "hoards_below", mb=300)).value == 1.0, (
+            "a process below it has the limit, too, and ends with an error"
+        )
         assert (await run(pool, "hoards_below", mb=64)).value == 0.0
         assert (await run(pool, "give", value="2")).value == 2.0
         assert (pool.counters.started, pool.counters.killed) == (2, 1)
@@ -154,7 +164,9 @@ async def test_files_and_processor_time_have_limits_where_they_are_set(tmp_path:
 
 
 async def test_a_limit_of_files_that_is_refused_names_its_setting(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text("import resource\nresource.setrlimit = lambda kind, limits: resource.RLIM_NONE\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "import resource\nresource.setrlimit = lambda kind, limits: resource.RLIM_NONE\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path}:. exec {sys.executable} "$@"\n')
     python.chmod(0o755)
@@ -191,7 +203,9 @@ async def test_a_limit_that_cannot_be_held_is_refused(tmp_path: Path, lines: str
 
 async def test_many_episodes_share_children_up_to_their_number(tmp_path: Path) -> None:
     async with children(processes=2, episodes_per_child=3, kill_after_s=60.0) as pool:
-        waiting = [asyncio.create_task(run(pool, "waits", id=f"{n}.0.a", file=str(tmp_path / str(n)))) for n in range(6)]
+        waiting = [
+            asyncio.create_task(run(pool, "waits", id=f"{n}.0.a", file=str(tmp_path / str(n)))) for n in range(6)
+        ]
         for n in range(6):
             await begun(tmp_path / str(n))
         assert pool.counters.started == 2 and len(pool.pids) == 2
@@ -241,7 +255,13 @@ async def test_a_plain_function_runs_in_a_thread_and_is_killed_if_it_does_not_en
 
 @pytest.mark.parametrize(
     "rubbish",
-    ["\xff\xff\xff\xffxx", "\x00\x00\x00\x02xx", "\x00\x00\x00\x02[]", "\x00\x00\x00\x02{}", "\x00\x00\x00\x0e" + '{"type": "up"}'],
+    [
+        "\xff\xff\xff\xffxx",
+        "\x00\x00\x00\x02xx",
+        "\x00\x00\x00\x02[]",
+        "\x00\x00\x00\x02{}",
+        "\x00\x00\x00\x0e" + '{"type": "up"}',
+    ],
 )
 async def test_a_child_that_writes_rubbish_is_ended(rubbish: str) -> None:
     async with children() as pool:
@@ -259,7 +279,10 @@ async def test_a_child_that_writes_rubbish_is_ended(rubbish: str) -> None:
         ("tests.rollout_programs:Refuses", "no licence"),
         ("tests.rollout_programs:Idle", "a method run"),
         ("tests.rollout_programs:Agent", "colour"),
-        ("tests.rollout_programs:Hoards", "want at most 256 MB of private memory (rollouts.NAME.memory_mb): MemoryError"),
+        (
+            "tests.rollout_programs:Hoards",
+            "want at most 256 MB of private memory (rollouts.NAME.memory_mb): MemoryError",
+        ),
     ],
 )
 async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_at_once(
@@ -274,7 +297,9 @@ async def test_a_program_that_cannot_be_loaded_is_a_reason_and_not_tried_again_a
         assert pool.counters.started == 1
 
 
-async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_is_killed_while_it_loads_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "own_slow.py").write_text(
         "import os, time\n"
         f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.loading', 'w').close()\n"
@@ -299,7 +324,9 @@ async def test_a_child_that_is_killed_while_it_loads_is_started_again(tmp_path: 
 
 
 async def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The turns of the episodes stay, also of those that fail at once after another one's child was not started: no program has run."""
+    """The turns of the episodes stay, also of those that fail at once after another one's child was not started: no
+    program has run.
+    """
     monkeypatch.setattr(episode_children, "RESTART_S", math.inf)
     for python, reason in (("/nowhere/python3", "/nowhere/python3"), ("/bin/false", "exit code 1")):
         async with children(python=python) as pool:
@@ -312,7 +339,9 @@ async def test_an_interpreter_that_is_not_there(monkeypatch: pytest.MonkeyPatch)
 
 async def test_an_interpreter_without_any_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The child's program is one file of the standard library; packages of the user's program are on PYTHONPATH."""
-    (tmp_path / "own.py").write_text("import sys\n\ndef program(data):\n    return float('numpy' in sys.modules or sys.flags.no_site)\n")
+    (tmp_path / "own.py").write_text(
+        "import sys\n\ndef program(data):\n    return float('numpy' in sys.modules or sys.flags.no_site)\n"
+    )
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
@@ -347,7 +376,9 @@ async def test_children_end_with_their_actor(tmp_path: Path) -> None:
         "        await asyncio.Event().wait()\n"
         "asyncio.run(main())\n"
     )
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)) as actor:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=dict(os.environ)
+    ) as actor:
         assert actor.stdout is not None
         pid = int(await asyncio.to_thread(actor.stdout.readline))
         actor.kill()
@@ -381,5 +412,7 @@ async def test_a_program_that_prints_does_not_fail_where_its_output_cannot_be_wr
         os.dup2(before, descriptor)
         os.close(before)
         os.close(unwritable)
-    reports = [record.getMessage() for record in caplog.records if "output of a rollout program is lost" in record.getMessage()]
+    reports = [
+        record.getMessage() for record in caplog.records if "output of a rollout program is lost" in record.getMessage()
+    ]
     assert len(reports) == 1, reports

@@ -1,4 +1,6 @@
-"""The router over real engines: engine selection, retries, requests that pass through, and the effects of an engine's death."""
+"""The router over real engines: engine selection, retries, requests that pass through, and the effects of an engine's
+death.
+"""
 
 import asyncio
 import json
@@ -76,7 +78,11 @@ async def test_requests_go_to_the_engine_with_the_fewest_in_flight(model_dir: Pa
 
 
 async def test_a_session_stays_at_its_engine_as_long_as_that_serves(model_dir: Path) -> None:
-    async with serving(model_dir) as one, serving(model_dir) as other, routing(one.engine.url, other.engine.url) as door:
+    async with (
+        serving(model_dir) as one,
+        serving(model_dir) as other,
+        routing(one.engine.url, other.engine.url) as door,
+    ):
         for _ in range(4):
             assert (await door.generate())[0] == 200
         assert (finished(one), finished(other)) == (2, 2), "without a session: in turn"
@@ -84,9 +90,13 @@ async def test_a_session_stays_at_its_engine_as_long_as_that_serves(model_dir: P
             await door.generate(session="s")
         mine, its = (one, other) if finished(one) == 6 else (other, one)
         assert (finished(mine), finished(its)) == (6, 2)
-        status, _ = await door.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": "s"})
+        status, _ = await door.post(
+            "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": "s"}
+        )
         assert (status, finished(mine)) == (200, 7), "the field of the body is the same, and the engine does not see it"
-        status, _ = await door.post("/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": None})
+        status, _ = await door.post(
+            "/generate", {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}, "session_id": None}
+        )
         assert status == 200, "no session, and the engine does not see that either"
         finished_before = finished(mine)
         mine.engine.phase = "stale"
@@ -107,7 +117,11 @@ def test_sessions_are_forgotten_when_there_are_too_many() -> None:
 
 
 async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_back(model_dir: Path) -> None:
-    async with engine_process(model_dir, held_after=20) as dying, serving(model_dir) as other, routing(dying.url, other.engine.url) as door:
+    async with (
+        engine_process(model_dir, held_after=20) as dying,
+        serving(model_dir) as other,
+        routing(dying.url, other.engine.url) as door,
+    ):
         body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}}
         other.engine.phase = "stale"
         await door.serving(dying.url)
@@ -128,7 +142,11 @@ async def test_an_engine_killed_in_the_middle_breaks_its_answer_off_and_comes_ba
 
 async def test_a_refused_connection_is_tried_elsewhere_whatever_the_request(model_dir: Path) -> None:
     """The engine was serving at its first health check, and left afterwards."""
-    async with faulty() as gone, serving(model_dir) as well, routing(gone.url, well.engine.url, health_every_s=1000.0) as door:
+    async with (
+        faulty() as gone,
+        serving(model_dir) as well,
+        routing(gone.url, well.engine.url, health_every_s=1000.0) as door,
+    ):
         await gone.leave()
         answers = [await door.get("/server_info") for _ in range(3)]
         assert [status for status, _ in answers] == [200] * 3, answers
@@ -172,7 +190,9 @@ async def test_only_requests_that_are_safe_to_repeat_are_repeated(
         engine.does = does
         told, answer = await door.post(path, body)
         asked = len(engine.asked)
-        assert told == status and (asked == attempts or (does == "hang" and not asked)), "its time may be over before the engine has it"
+        assert told == status and (asked == attempts or (does == "hang" and not asked)), (
+            "its time may be over before the engine has it"
+        )
         assert "message" in answer["error"], answer
 
 
@@ -246,7 +266,9 @@ async def test_a_request_without_an_engine_waits_up_to_its_limit(model_dir: Path
 async def test_a_silent_engine_gets_no_requests_until_it_answers_again() -> None:
     with unused_url() as unreachable:
         async with faulty() as well, routing(well.url, unreachable, wait=False, health_failures=2) as door:
-            workers = await door.until(lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"])
+            workers = await door.until(
+                lambda workers: workers[well.url]["serving"] and "health checks" in workers[unreachable]["remark"]
+            )
             assert not workers[unreachable]["serving"]
             well.healthy = False
             await door.serving()
@@ -290,7 +312,11 @@ async def test_events_are_forwarded_at_once_and_a_client_that_disconnects_frees_
 
 
 async def test_an_abort_finds_its_request_wherever_it_is(model_dir: Path) -> None:
-    async with serving(model_dir) as one, serving(model_dir) as other, routing(one.engine.url, other.engine.url) as door:
+    async with (
+        serving(model_dir) as one,
+        serving(model_dir) as other,
+        routing(one.engine.url, other.engine.url) as door,
+    ):
         for each in (one, other):
             await each.client.pause()
         asked = [asyncio.create_task(door.generate(rid=rid)) for rid in ("a", "b")]
@@ -326,8 +352,12 @@ async def test_workers_can_be_added_and_removed(model_dir: Path) -> None:
 async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path) -> None:
     async with open_bus() as bus, serving(model_dir, version=3) as one, serving(model_dir, version=7) as other:
         async with routing(other.engine.url, view=LiveView(bus, dead_after_s=60.0)) as door:
-            async with HeartbeatPublisher(bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2) as heartbeat:
-                workers = await door.until(lambda workers: len(workers) == 2 and all(each["serving"] for each in workers.values()))
+            async with HeartbeatPublisher(
+                bus, engine_row(one.engine.url, id="e1", version=3), every_s=0.2
+            ) as heartbeat:
+                workers = await door.until(
+                    lambda workers: len(workers) == 2 and all(each["serving"] for each in workers.values())
+                )
                 assert workers[one.engine.url]["id"] == "e1"
                 assert workers[other.engine.url]["version"] == 7
                 for _ in range(3):
@@ -354,22 +384,34 @@ async def test_engines_are_found_on_the_bus(open_bus: BusOpener, model_dir: Path
 
 
 async def test_a_removed_engine_stays_removed_until_another_process_has_its_url(open_bus: BusOpener) -> None:
-    async with open_bus() as bus, faulty() as one, faulty() as other, routing(view=LiveView(bus, dead_after_s=60.0)) as door:
+    async with (
+        open_bus() as bus,
+        faulty() as one,
+        faulty() as other,
+        routing(view=LiveView(bus, dead_after_s=60.0)) as door,
+    ):
         async with HeartbeatPublisher(bus, row := engine_row(one.url, id="e1"), every_s=0.2):
             await door.serving(one.url)
             assert (await door.post("/remove_worker", {"url": one.url}))[0] == 200
         assert (await door.get("/list_workers"))[1]["workers"] == []
         await door.router.engines.refresh()  # its row is gone
-        async with HeartbeatPublisher(bus, row, every_s=0.2) as again, HeartbeatPublisher(bus, engine_row(other.url, id="e2"), every_s=0.2):
+        async with (
+            HeartbeatPublisher(bus, row, every_s=0.2) as again,
+            HeartbeatPublisher(bus, engine_row(other.url, id="e2"), every_s=0.2),
+        ):
             await door.serving(other.url)
             assert (await door.get("/list_workers"))[1]["urls"] == [other.url], "its row is back, and so is it"
             again.update(pid=row.pid + 1)
             await door.serving(one.url, other.url)
 
 
-async def test_while_the_bus_is_away_health_counts_and_workers_come(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_while_the_bus_is_away_health_counts_and_workers_come(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, faulty() as one, faulty() as other:
-        async with routing(one.url, view=LiveView(bus, dead_after_s=60.0), health_every_s=0.5, health_timeout_s=2.0) as door:
+        async with routing(
+            one.url, view=LiveView(bus, dead_after_s=60.0), health_every_s=0.5, health_timeout_s=2.0
+        ) as door:
             os.kill(nats_server.pid, signal.SIGSTOP)
             try:
                 await asyncio.sleep(1.5)  # a poll has begun that gets no answer
@@ -404,7 +446,12 @@ async def test_a_worker_with_an_impossible_host_name_is_refused_without_effect_o
 
 async def test_commands_to_an_engine_are_not_forwarded_and_other_requests_are_unchanged() -> None:
     async with faulty() as engine, routing(engine.url, paths=("/some/where",)) as door:
-        for path in ("/pause_generation", "/update_weights_from_disk", "/release_memory_occupation", "/of_a_later_release"):
+        for path in (
+            "/pause_generation",
+            "/update_weights_from_disk",
+            "/release_memory_occupation",
+            "/of_a_later_release",
+        ):
             assert (await door.post(path, {}))[0] == 404
         assert engine.asked == []
         headers = {"Authorization": "Bearer t", "X-Session-Id": "s", "Accept-Encoding": "gzip"}
@@ -417,7 +464,13 @@ async def test_commands_to_an_engine_are_not_forwarded_and_other_requests_are_un
 
 
 async def test_an_engine_gets_the_exact_path_and_no_command_hidden_in_it() -> None:
-    hidden = ("/pause_generation%3Fx", "/pause_generation%23x", "/x/..%2Fpause_generation", "/x/%252e%252e/pause_generation", "/a%2526")
+    hidden = (
+        "/pause_generation%3Fx",
+        "/pause_generation%23x",
+        "/x/..%2Fpause_generation",
+        "/x/%252e%252e/pause_generation",
+        "/a%2526",
+    )
     async with faulty() as engine, routing(engine.url, paths=("/{any:.*}",)) as door:
         for path in hidden:
             async with door.session.post(URL(f"{door.url}{path}?b=%26&c=%2B", encoded=True)) as response:
@@ -432,7 +485,9 @@ async def test_middleware_changes_requests_repeats_them_and_answers_itself() -> 
         routing(engine.url, paths=("/x", "/mine"), middleware=(f"{__name__}:outer", f"{__name__}:inner")) as door,
     ):
         status, answer = await door.post("/x", {})
-        assert (status, answer["echo"]) == (200, {"seen": ["outer", "inner", "outer", "inner"]}), "asked twice; the second answer counts"
+        assert (status, answer["echo"]) == (200, {"seen": ["outer", "inner", "outer", "inner"]}), (
+            "asked twice; the second answer counts"
+        )
         assert len(engine.asked) == 2
         assert await door.post("/mine", {}) == (418, {"by": "inner"})
         await door.until(lambda workers: workers[engine.url]["in_flight"] == 0)

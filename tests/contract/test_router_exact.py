@@ -105,14 +105,20 @@ async def test_the_end_of_a_response_is_found_when_the_client_sends_it_back(mode
         await turn(door, PROMPT + answer["text"] + ended + MORE)
         assert engine.prompts[-1] == text.encode(PROMPT) + made + text.encode(MORE)
         await turn(door, PROMPT + answer["text"] + MORE)
-        assert engine.prompts[-1] == text.encode(PROMPT) + made[:-1] + text.encode(MORE), "not put back: it is not there"
+        assert engine.prompts[-1] == text.encode(PROMPT) + made[:-1] + text.encode(MORE), (
+            "not put back: it is not there"
+        )
 
 
 async def test_a_stop_string_is_cut_off_and_found_again(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
         shown = (await turn(door, PROMPT, max_new_tokens=60))["text"]
-        stop = next(shown[at : at + 2] for at in range(20, 60) if shown[at : at + 2].isprintable() and "\ufffd" not in shown[at : at + 2])
+        stop = next(
+            shown[at : at + 2]
+            for at in range(20, 60)
+            if shown[at : at + 2].isprintable() and "\ufffd" not in shown[at : at + 2]
+        )
         answer = await turn(door, PROMPT, max_new_tokens=60, stop=[stop])
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": stop}
         whole = text.decode(answer["output_ids"])
@@ -137,7 +143,11 @@ async def test_two_sessions_with_one_text_keep_their_own_ids(model_dir: Path) ->
 
 def answer_of(ids: list[int], text: str, **meta: Any) -> dict[str, Any]:
     entries = [[-1.0, token, None] for token in ids]
-    return {"output_ids": ids, "text": text, "meta_info": {"output_token_logprobs": entries, "weight_version": "4", **meta}}
+    return {
+        "output_ids": ids,
+        "text": text,
+        "meta_info": {"output_token_logprobs": entries, "weight_version": "4", **meta},
+    }
 
 
 async def test_versions_that_changed_midway_are_returned_per_token(model_dir: Path) -> None:
@@ -149,7 +159,9 @@ async def test_versions_that_changed_midway_are_returned_per_token(model_dir: Pa
     short = answer_of(ids, "xyz")
     short["meta_info"]["output_token_logprobs"].pop()
     exact.remember(await exact.pieces(PROMPT), short)
-    assert not (await exact.pieces(PROMPT + "xyz"))[-1].sampled, "without a log-prob for each token it is not remembered"
+    assert not (await exact.pieces(PROMPT + "xyz"))[-1].sampled, (
+        "without a log-prob for each token it is not remembered"
+    )
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -165,14 +177,23 @@ async def test_chats_are_rendered_by_the_router_and_sent_with_the_sampled_ids(mo
         await chat(door, messages, streamed)
         assert engine.prompts[-1] == text.encode(begin) + made + text.encode(end)
         assert engine.prompts[-1] != text.encode(begin + content + end), "tokenised anew it would be another prompt"
-        status, told = await door.post("/retrieve_from_text", {"messages": messages[:2]}, headers={"X-Session-Id": "chat"})
+        status, told = await door.post(
+            "/retrieve_from_text", {"messages": messages[:2]}, headers={"X-Session-Id": "chat"}
+        )
         assert status == 200
         assert told["tokens"][: len(text.encode(begin)) + len(made)] == text.encode(begin) + made
         assert sum(told["loss_mask"]) == len(made)
 
 
 async def chat(door: Door, messages: list[dict[str, str]], streamed: bool) -> tuple[str, list[int]]:
-    body = {"messages": messages, "max_tokens": 24, "seed": 5, "ignore_eos": True, "return_token_ids": True, "stream": streamed}
+    body = {
+        "messages": messages,
+        "max_tokens": 24,
+        "seed": 5,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "stream": streamed,
+    }
     status, answer = await door.post("/v1/chat/completions", {**body, "session_id": "chat"})
     assert status == 200, answer
     if not streamed:
@@ -190,7 +211,14 @@ async def chat(door: Door, messages: list[dict[str, str]], streamed: bool) -> tu
 async def test_completions_of_several_prompts_and_responses_keep_the_sampled_ids(model_dir: Path) -> None:
     text = text_of(model_dir)
     async with heard(model_dir) as (door, engine):
-        body = {"prompt": [PROMPT, MORE], "n": 2, "max_tokens": 16, "seed": 5, "ignore_eos": True, "return_token_ids": True}
+        body = {
+            "prompt": [PROMPT, MORE],
+            "n": 2,
+            "max_tokens": 16,
+            "seed": 5,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
         status, answer = await door.post("/v1/completions", body)
         assert status == 200, answer
         for place, choice in enumerate(answer["choices"]):
@@ -205,7 +233,10 @@ async def test_a_chat_without_a_limit_may_fill_the_context_of_the_engine(model_d
     async with serving(model_dir, max_context=48) as served, routing(served.engine.url, **settings) as door:
         limits = []
         queue = served.engine._backend.submit
-        served.engine._backend.submit = lambda generate: (limits.append(generate.params[0].max_new_tokens), queue(generate))[1]  # type: ignore[method-assign]
+        served.engine._backend.submit = lambda generate: (
+            limits.append(generate.params[0].max_new_tokens),
+            queue(generate),
+        )[1]  # type: ignore[method-assign]
         for _ in range(2):
             status, answer = await door.post("/v1/chat/completions", messages)
             assert status == 200, answer
@@ -230,11 +261,16 @@ async def test_more_responses_than_an_engine_gives_are_refused_by_it_and_cost_no
                     ("/v1/chat/completions", {"messages": [{"role": "user", "content": PROMPT}], "n": count}),
                 ):
                     status, answer = await door.post(path, body)
-                    assert (status, f"n: want at most 4160 responses to a request, got {count}" in answer["error"]["message"]) == (
+                    assert (
+                        status,
+                        f"n: want at most 4160 responses to a request, got {count}" in answer["error"]["message"],
+                    ) == (
                         400,
                         True,
                     )
-            assert tracemalloc.get_traced_memory()[1] < 20_000_000, "bytes: the count was followed before it was refused"
+            assert tracemalloc.get_traced_memory()[1] < 20_000_000, (
+                "bytes: the count was followed before it was refused"
+            )
         finally:
             tracemalloc.stop()
         assert len(engine.prompts) == 1
@@ -254,7 +290,11 @@ async def test_refusals_name_the_expected_value(model_dir: Path) -> None:
         assert (status, answer["error"]["type"], answer["error"]["param"]) == (400, "invalid_request_error", "messages")
         status, answer = await door.post("/v1/completions", {"prompt": "a", "max_tokens": -3})
         assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
-        for path, body in (("/generate", {"text": 3}), ("/retrieve_from_text", {"text": None}), ("/retrieve_from_text", [])):
+        for path, body in (
+            ("/generate", {"text": 3}),
+            ("/retrieve_from_text", {"text": None}),
+            ("/retrieve_from_text", []),
+        ):
             assert (await door.post(path, body))[0] == 400
     with pytest.raises(ValueError, match=r"router.model: want a directory with a tokenizer.json"):
         await asyncio.to_thread(TokenHistory, RouterConfig(model=str(model_dir.parent)))

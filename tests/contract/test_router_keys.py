@@ -57,7 +57,10 @@ async def test_a_router_without_keys_forwards_the_clients_key(model_dir: Path) -
 
 async def test_workers_are_changed_and_aborted_with_the_admin_key_only() -> None:
     async with faulty() as engine, routing(engine.url, keys=RUN) as door:
-        commands: list[tuple[str, Any]] = [("/add_worker", {"url": "http://evil:1"}), ("/remove_worker", {"url": engine.url})]
+        commands: list[tuple[str, Any]] = [
+            ("/add_worker", {"url": "http://evil:1"}),
+            ("/remove_worker", {"url": engine.url}),
+        ]
         for path, body in [*commands, ("/abort_request", {"abort_all": True})]:
             for headers in ({}, bearer(KEYS.api)):
                 assert (await door.post(path, body, headers=headers))[0] == 401, path

@@ -13,7 +13,9 @@ from tidemill.actors.errors import EngineFailed
 from tidemill.actors.serving.sglang.engine import SglangEngine
 
 
-@pytest.mark.parametrize(("version", "refused"), [("0.5.20", True), ("0.5.15.post1", True), (None, True), ("0.5.21", False)])
+@pytest.mark.parametrize(
+    ("version", "refused"), [("0.5.20", True), ("0.5.15.post1", True), (None, True), ("0.5.21", False)]
+)
 async def test_the_release_is_checked_before_it_serves(version: str | None, refused: bool, tmp_path: Path) -> None:
     async with faulty() as server:
         server.version = version
@@ -23,7 +25,9 @@ async def test_the_release_is_checked_before_it_serves(version: str | None, refu
         try:
             if refused:
                 got = "None" if version is None else version
-                with pytest.raises(EngineFailed, match=re.escape(f"engine {server.url}: failed: ") + rf".*want .*got {got}"):
+                with pytest.raises(
+                    EngineFailed, match=re.escape(f"engine {server.url}: failed: ") + rf".*want .*got {got}"
+                ):
                     await engine.start()
                 assert server.paths == ["/server_info"], "the server gets no command"
             else:

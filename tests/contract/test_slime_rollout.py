@@ -1,4 +1,6 @@
-"""``use: slime:MODULE:NAME``: generate functions of slime, unchanged, make episodes; where slime is not installed, too."""
+"""``use: slime:MODULE:NAME``: generate functions of slime, unchanged, make episodes; where slime is not installed,
+too.
+"""
 
 import importlib
 import shutil
@@ -53,7 +55,9 @@ async def test_tokens_masks_and_log_probs_are_those_of_the_function_and_of_the_m
     assert sample.loss_mask.tolist() == own.loss_mask and 0 in own.loss_mask
     np.testing.assert_allclose(sample.rollout_log_probs, own.rollout_log_probs, atol=1e-6)
     assert sample.reward == {"score": 0.5, "form": 1.0}
-    assert (sample.status.value, own.status.value) == ("truncated", "truncated"), "its last answer was cut at max_new_tokens"
+    assert (sample.status.value, own.status.value) == ("truncated", "truncated"), (
+        "its last answer was cut at max_new_tokens"
+    )
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids, length = sample.tokens.tolist(), sample.response_length
     want = log_probs_of((await scores(model, ids[:-length], ids[-length:])) / 0.8, ids[-length:])
@@ -84,13 +88,19 @@ async def test_it_runs_in_a_child_and_what_is_no_generate_function_is_refused_at
     assert (found.program, found.module, found.arguments("models/m")) == (SLIME, HERE, {"generate": f"{HERE}:by_text"})
     async with Children(found.program, options=found.arguments("")) as children:
         await children.load()
-    for name, complaint in (("plain", "want an async function"), ("short", "want a function of"), ("nothing", "nothing")):
+    for name, complaint in (
+        ("plain", "want an async function"),
+        ("short", "want a function of"),
+        ("nothing", "nothing"),
+    ):
         async with Children(SLIME, options={"generate": f"{HERE}:{name}"}) as children:
             with pytest.raises(ProgramFailed, match=complaint):
                 await children.load()
 
 
-async def test_an_interpreter_that_has_nothing_of_ours(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_interpreter_that_has_nothing_of_ours(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its packages are found by their path alone, without the files in which an installation names ours."""
     (tmp_path / "functions").mkdir()
     shutil.copy(importlib.import_module(HERE).__file__, tmp_path / "functions/of_slime.py")
@@ -98,13 +108,17 @@ async def test_an_interpreter_that_has_nothing_of_ours(model_dir: Path, tmp_path
     python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
     python.chmod(0o755)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'functions'}:{Path(aiohttp.__file__).parents[1]}")
-    found = read(Sections[RolloutConfig], {"a": {"use": "slime:of_slime:by_ids", "python": str(python)}}, "rollouts")["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": "slime:of_slime:by_ids", "python": str(python)}}, "rollouts")[
+        "a"
+    ]
     options = {**found.arguments(""), "args": {"hf_checkpoint": str(model_dir)}}
     async with Children(found.program, options=options, python=found.python) as children:
         await children.load()
 
         async def run(client: Client) -> Any:
-            return (await children.run("e", base_url=client.base_url, api_key=client.api_key, task=dict(client.task))).value
+            return (
+                await children.run("e", base_url=client.base_url, api_key=client.api_key, task=dict(client.task))
+            ).value
 
         async with stage(model_dir, run) as scene:
             sample = (await scene.rollout.sample(task(), 2, "n0")).sample
@@ -113,7 +127,9 @@ async def test_an_interpreter_that_has_nothing_of_ours(model_dir: Path, tmp_path
 
 def test_tokens_are_added_as_slime_does() -> None:
     sample = Sample()
-    sample.append_response_tokens(tokens=[1, 2], log_probs=[-1.0, -2.0], text="ab", meta_info={"finish_reason": {"type": "length"}})
+    sample.append_response_tokens(
+        tokens=[1, 2], log_probs=[-1.0, -2.0], text="ab", meta_info={"finish_reason": {"type": "length"}}
+    )
     sample.append_response_tokens(tokens=[3], trainable=False, text="c")
     assert (sample.tokens, sample.loss_mask, sample.rollout_log_probs) == ([1, 2, 3], [1, 1, 0], [-1.0, -2.0, 0.0])
     assert (sample.response, sample.response_length, sample.status.value) == ("abc", 3, "truncated")

@@ -48,7 +48,10 @@ def episode() -> Sample:
         rollout_log_probs=log_probs.astype(np.float32),
         loss_mask=mask,
         spans=(*one.spans, *two.spans),
-        sequences=(SequenceSize(len(one.tokens), one.response_length), SequenceSize(len(two.tokens), two.response_length)),
+        sequences=(
+            SequenceSize(len(one.tokens), one.response_length),
+            SequenceSize(len(two.tokens), two.response_length),
+        ),
     )
 
 
@@ -81,7 +84,11 @@ async def test_every_sequence_is_scored_with_its_own_context_at_the_temperature(
     async with serving(model_dir) as served, teachers(served.engine.url, teacher_top_k=2) as asked:
         found = await asked.score(sample, {})
     check_sample(found, vocab_size=300)
-    assert found.teacher_log_probs is not None and found.teacher_top_ids is not None and found.teacher_top_log_probs is not None
+    assert (
+        found.teacher_log_probs is not None
+        and found.teacher_top_ids is not None
+        and found.teacher_top_log_probs is not None
+    )
     wanted, tokens_R, left = [], [], 0
     for size in sample.sizes:
         tokens = sample.tokens[left : left + size.num_tokens].tolist()
@@ -90,7 +97,9 @@ async def test_every_sequence_is_scored_with_its_own_context_at_the_temperature(
         tokens_R += response
         left += size.num_tokens
     whole = torch.cat(wanted)
-    np.testing.assert_allclose(found.teacher_log_probs, np.where(sample.loss_mask, log_probs_of(whole, tokens_R), 0), atol=1e-4)
+    np.testing.assert_allclose(
+        found.teacher_log_probs, np.where(sample.loss_mask, log_probs_of(whole, tokens_R), 0), atol=1e-4
+    )
     top = whole.log_softmax(-1).topk(2, -1)
     assert found.teacher_top_ids.tolist() == top.indices.flatten().tolist()
     np.testing.assert_allclose(found.teacher_top_log_probs, top.values.flatten(), atol=1e-4)
@@ -178,7 +187,11 @@ async def test_a_teacher_that_is_not_there_is_waited_for(model_dir: Path) -> Non
 
 
 async def test_of_several_servers_another_one_is_asked(model_dir: Path) -> None:
-    async with server(failing) as broken, serving(model_dir) as served, teachers(broken, served.engine.url, teacher_attempts=2) as taught:
+    async with (
+        server(failing) as broken,
+        serving(model_dir) as served,
+        teachers(broken, served.engine.url, teacher_attempts=2) as taught,
+    ):
         found = await asyncio.gather(*(taught.score(one, {}) for one in make_samples(vocab=300)[:4]))
     assert all(one.teacher_log_probs is not None for one in found)
 

@@ -18,7 +18,10 @@ from tests.router_kit import routing
 from tidemill.actors.router.chats import ToolCallCache
 from tidemill.actors.text.tool_calls import ParsedReply, ToolCall, form_of, read
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
 ASKED: list[Any] = [{"role": "user", "content": "3 + 4?"}]
 
 
@@ -59,7 +62,11 @@ async def said(client: Any, messages: list[Any], *, streamed: bool, **more: Any)
             assert call.index == len(calls)
             calls.append(call.model_dump(exclude={"index"}))
         finish = choice.finish_reason or finish
-    message = {"role": "assistant", **({"content": content} if content else {}), **({"tool_calls": calls} if calls else {})}
+    message = {
+        "role": "assistant",
+        **({"content": content} if content else {}),
+        **({"tool_calls": calls} if calls else {}),
+    }
     return message, finish
 
 
@@ -69,7 +76,10 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
         message, finish = await said(client, ASKED, streamed=streamed, tools=[ADD])
         assert finish == "tool_calls"
         assert message["content"] == "I shall add."
-        told = [(call["type"], call["function"]["name"], json.loads(call["function"]["arguments"])) for call in message["tool_calls"]]
+        told = [
+            (call["type"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message["tool_calls"]
+        ]
         assert told == [("function", "add", {"a": 3, "b": 4}), ("function", "now", {})]
         ids = [call["id"] for call in message["tool_calls"]]
         assert len(set(ids)) == 2
@@ -79,7 +89,10 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
             "stop",
         )
         for nothing_to_call in ({}, {"tools": [ADD], "tool_choice": "none"}):
-            assert await said(client, ASKED, streamed=streamed, **nothing_to_call) == ({"role": "assistant", "content": SAID}, "stop")
+            assert await said(client, ASKED, streamed=streamed, **nothing_to_call) == (
+                {"role": "assistant", "content": SAID},
+                "stop",
+            )
         cut, finish = await said(client, ASKED, streamed=streamed, tools=[ADD], max_tokens=4)
         assert (cut["content"], finish) == ("".join(CALLS[1:5]), "length"), "what is not closed is said"
 
@@ -87,7 +100,11 @@ async def test_an_agent_calls_a_tool_and_reads_its_result(kind: Kind, model_dir:
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_through_the_router_the_next_turn_has_the_ids_of_the_calls(model_dir: Path, streamed: bool) -> None:
     settings = {"middleware": ("tidemill.actors.router.token_history:TokenHistory",), "model": str(model_dir)}
-    async with serving(model_dir) as served, routing(served.engine.url, **settings) as door, client_of(door.url) as client:
+    async with (
+        serving(model_dir) as served,
+        routing(served.engine.url, **settings) as door,
+        client_of(door.url) as client,
+    ):
         prompts: list[list[int]] = []
         queue = served.engine.scheduler.submit
 
@@ -117,15 +134,23 @@ async def test_unsupported_tool_choices_are_refused(model_dir: Path) -> None:
         for choice in ("required", {"type": "function", "function": {"name": "add"}}):
             with pytest.raises(openai.BadRequestError, match="tool_choice: not supported"):
                 await said(client, ASKED, streamed=False, tools=[ADD], tool_choice=choice)
-        broken = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}]}
+        broken = {
+            "role": "assistant",
+            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": "{"}}],
+        }
         with pytest.raises(
-            openai.BadRequestError, match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: want a map, or one as JSON text"
+            openai.BadRequestError,
+            match=r"messages\[1\]\.tool_calls\[0\]\.function\.arguments: want a map, or one as JSON text",
         ):
             await said(client, [*ASKED, broken], streamed=False, tools=[ADD])
 
 
 def test_the_format_of_calls_follows_from_the_template() -> None:
-    assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == ["tags", "json", None]
+    assert [form_of(template) for template in (TEMPLATE, "{{ '<|python_tag|>' }}", "{{ messages }}")] == [
+        "tags",
+        "json",
+        None,
+    ]
 
 
 NUMBERS = tuple(f'{{"name": "f", "arguments": {{"x": [{number}]}}}}' for number in ("NaN", "-Infinity", "1e999"))
@@ -142,7 +167,12 @@ ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
         ("tags", f"a \n{ONE}\nthen", "a\nthen", ["f"]),
         ("tags", f"<tool_call>nothing</tool_call> {ONE}", "<tool_call>nothing</tool_call>", ["f"]),
         ("tags", '<tool_call>{"arguments": {}}</tool_call>', '<tool_call>{"arguments": {}}</tool_call>', []),
-        ("tags", '<tool_call>{"name": "f", "arguments": 3}</tool_call>', '<tool_call>{"name": "f", "arguments": 3}</tool_call>', []),
+        (
+            "tags",
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            '<tool_call>{"name": "f", "arguments": 3}</tool_call>',
+            [],
+        ),
         ("tags", f"{ONE}<tool_call>open", "<tool_call>open", ["f"]),
         ("tags", "a <tool_c", "a <tool_c", []),
         ("json", ' {"name": "f", "parameters": {"x": 1}}; {"name": "g"}', "", ["f", "g"]),
@@ -150,7 +180,11 @@ ONE = '<tool_call>{"name": "f", "arguments": {"x": "</b>"}}</tool_call>'
         ("json", "plain", "plain", []),
         *(
             (form, text, text, [])
-            for opening in ('{"name": "f", "arguments": {"x": ' + "[" * 3000, '{"name": "f", "arguments": {"x": "\\ud83d"}}', *NUMBERS)
+            for opening in (
+                '{"name": "f", "arguments": {"x": ' + "[" * 3000,
+                '{"name": "f", "arguments": {"x": "\\ud83d"}}',
+                *NUMBERS,
+            )
             for form, text in (("tags", f"<tool_call>{opening}</tool_call>"), ("json", opening))
         ),
     ],
@@ -160,7 +194,11 @@ def test_texts_are_split_into_content_and_calls(form: str, text: str, content: s
     assert (whole.content, [call.name for call in whole.calls]) == (content, calls)
 
 
-@given(st.lists(st.sampled_from([ONE, "<tool_call>", "</tool_call>", "<tool", " ", "\n", "a", '{"name": "f"}', ";"]), max_size=8))
+@given(
+    st.lists(
+        st.sampled_from([ONE, "<tool_call>", "</tool_call>", "<tool", " ", "\n", "a", '{"name": "f"}', ";"]), max_size=8
+    )
+)
 def test_streamed_content_is_never_retracted(parts: list[str]) -> None:
     text = "".join(parts)
     for form in ("tags", "json"):
@@ -174,13 +212,19 @@ def test_streamed_content_is_never_retracted(parts: list[str]) -> None:
 
 
 def test_arguments_keep_their_letters() -> None:
-    assert read('<tool_call>{"name": "f", "arguments": {"ü": 1}}</tool_call>', "tags", finished=True).calls == (ToolCall("f", '{"ü": 1}'),)
+    assert read('<tool_call>{"name": "f", "arguments": {"ü": 1}}</tool_call>', "tags", finished=True).calls == (
+        ToolCall("f", '{"ü": 1}'),
+    )
 
 
 def test_the_cache_of_texts_is_bounded() -> None:
     texts = ToolCallCache(10)
     messages = [
-        {"role": "assistant", "content": None, "tool_calls": [{"id": str(number), "function": {"name": "f", "arguments": "{}"}}]}
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": str(number), "function": {"name": "f", "arguments": "{}"}}],
+        }
         for number in range(3)
     ]
     for message in messages:

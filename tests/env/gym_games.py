@@ -45,7 +45,10 @@ try:
             self.turns += 1
             if self.turns == self.extras.get("fails_at"):
                 raise ValueError("boom")
-            said = [{"role": "user", "content": f"{self.turns}"}, {"role": "user", "content": self.extras["reward_spec"]["ground_truth"]}]
+            said = [
+                {"role": "user", "content": f"{self.turns}"},
+                {"role": "user", "content": self.extras["reward_spec"]["ground_truth"]},
+            ]
             out = BaseTextEnvStepOutput(observations=said, reward=0.5 * self.turns, done=self.turns == 3, metadata={})
             return BaseTextEnvStepOutput(**out, postprocessed_action="short") if self.turns == 2 else out
 

@@ -1,4 +1,6 @@
-"""A server of OpenEnv with one environment, which counts to ten: ``PYTHON openenv_server.py SOCKET``, the number of a socket."""
+"""A server of OpenEnv with one environment, which counts to ten: ``PYTHON openenv_server.py SOCKET``, the number of a
+socket.
+"""
 
 import socket
 import sys

@@ -1,4 +1,6 @@
-"""A generate function of slime: two turns with a tool's answer in between; the reward is the share of letters in the model's text."""
+"""A generate function of slime: two turns with a tool's answer in between; the reward is the share of letters in the
+model's text.
+"""
 
 from slime.utils.http_utils import post
 from slime.utils.types import Sample

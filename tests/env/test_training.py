@@ -1,4 +1,6 @@
-"""Four steps of `tidemill up` on programs as other projects write them: verifiers, OpenEnv, slime, and an agent in AReaL's shape."""
+"""Four steps of `tidemill up` on programs as other projects write them: verifiers, OpenEnv, slime, and an agent in
+AReaL's shape.
+"""
 
 import json
 from pathlib import Path
@@ -21,7 +23,9 @@ from tests.tiny_models import write_tiny_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a model with a chat template."""
-    return write_tiny_model(tmp_path_factory.mktemp("training") / "model", max_position_embeddings=512, initializer_range=0.05)
+    return write_tiny_model(
+        tmp_path_factory.mktemp("training") / "model", max_position_embeddings=512, initializer_range=0.05
+    )
 
 
 def test_a_taskset_of_verifiers(tmp_path: Path, model: Path, python: str) -> None:  # noqa: F811
@@ -37,7 +41,14 @@ def test_a_taskset_that_verifiers_ships(tmp_path: Path, python: str) -> None:  #
     rollout = {"use": "verifiers:textarena", "python": python, "options": {"taskset": HANGMAN}}
     budget = {"budget": {"context": 4096, "total_tokens": 60_000}}
     settings = ("learner.max_tokens_per_micro_batch=4096",)
-    run = trained(tmp_path, write_guessing_model(tmp_path / "model"), {**rollout, **budget}, prompts, key="metadata", settings=settings)
+    run = trained(
+        tmp_path,
+        write_guessing_model(tmp_path / "model"),
+        {**rollout, **budget},
+        prompts,
+        key="metadata",
+        settings=settings,
+    )
     assert "offpolicy/fresh_logprob_diff_abs" in run.metrics[0]
     for step in run.metrics:
         assert step["train/tokens"] > 2 * 3 * GROUPS * SIZE, "more than two guesses of three tokens each"
@@ -60,5 +71,7 @@ def test_a_generate_function_of_slime(tmp_path: Path, model: Path) -> None:
 
 def test_an_agent_with_the_client_of_openai(tmp_path: Path, model: Path) -> None:
     """In AReaL's shape, as it is, under the interpreter of the run."""
-    run = trained(tmp_path, model, {"use": "agent:tests.openai_agent:Asks", "options": {"max_tokens": NEW_TOKENS}}, QUESTIONS)
+    run = trained(
+        tmp_path, model, {"use": "agent:tests.openai_agent:Asks", "options": {"max_tokens": NEW_TOKENS}}, QUESTIONS
+    )
     assert_turns(run, 2)

@@ -1,4 +1,6 @@
-"""Tasksets of verifiers, unmodified, in an interpreter that has nothing of ours, on a real engine: tokens, rewards, refusals."""
+"""Tasksets of verifiers, unmodified, in an interpreter that has nothing of ours, on a real engine: tokens, rewards,
+refusals.
+"""
 
 import asyncio
 import json
@@ -55,9 +57,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @asynccontextmanager
-async def playing(python: str, model_dir: Path, name: str, /, **options: Any) -> AsyncIterator[tuple[ProgramRollout, Any]]:
+async def playing(
+    python: str, model_dir: Path, name: str, /, **options: Any
+) -> AsyncIterator[tuple[ProgramRollout, Any]]:
     """Give the rollout of a taskset, and the model's own address for comparisons."""
-    config = read(Sections[RolloutConfig], {"it": {"use": f"verifiers:{name}", "options": options, "python": python}}, "rollouts")["it"]
+    config = read(
+        Sections[RolloutConfig], {"it": {"use": f"verifiers:{name}", "options": options, "python": python}}, "rollouts"
+    )["it"]
 
     async def none(client: object) -> None:
         raise AssertionError("no program of this process is played")
@@ -106,7 +112,9 @@ LETTERS = "aeilmprv"
 
 
 def write_guessing_model(directory: Path) -> Path:
-    """Write a model that answers every prompt with a letter in brackets, each of ``LETTERS`` with the same probability."""
+    """Write a model that answers every prompt with a letter in brackets, each of ``LETTERS`` with the same
+    probability.
+    """
     chains = [["Ċ", "["], *(["[", letter, "]"] for letter in LETTERS), ["]", EOS]]
     return write_chains(directory, chains, added=[], context=4096)
 
@@ -126,20 +134,29 @@ def words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_a_taskset_that_verifiers_ships_is_played_as_it_is(python: str, tmp_path: Path) -> None:
     """Hangman of TextArena: prompt, moves and outcome are the game's."""
     guessing = write_guessing_model(tmp_path / "model")
-    made_of = await written(python, tmp_path, "textarena", "--count", "2", "--options", json.dumps({"taskset": HANGMAN}))
+    made_of = await written(
+        python, tmp_path, "textarena", "--count", "2", "--options", json.dumps({"taskset": HANGMAN})
+    )
     async with playing(python, guessing, "textarena", taskset=HANGMAN) as (rollout, scene):
-        samples = [(await rollout.sample(asking(row, max_new_tokens=200), number, "n")).sample for number, row in enumerate(made_of)]
+        samples = [
+            (await rollout.sample(asking(row, max_new_tokens=200), number, "n")).sample
+            for number, row in enumerate(made_of)
+        ]
         texts = [scene.gateway._model.text.decode(sample.tokens.tolist(), skip_special=False) for sample in samples]
     for sample, text in zip(samples, texts, strict=True):
         check_sample(sample)
         assert sample.turns is not None and 2 <= len(sample.turns.at) <= 20, "the game answers, until its end"
-        assert "You are playing Hangman." in text and text.count("C00 C01") >= 2, "the board, and the board behind a guess"
+        assert "You are playing Hangman." in text and text.count("C00 C01") >= 2, (
+            "the board, and the board behind a guess"
+        )
         assert isinstance(sample.reward, dict) and 0 <= sample.reward["game_reward"] == sample.reward["score"] <= 1
         await assert_log_probs(sample, guessing)
 
 
 @pytest.mark.parametrize("renderer", [None, "default"])
-async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path, tmp_path: Path, renderer: str | None) -> None:
+async def test_a_taskset_of_one_turn_makes_samples(
+    python: str, model_dir: Path, tmp_path: Path, renderer: str | None
+) -> None:
     options = {"taskset": {"count": 3}}
     made_of = await written(python, tmp_path, "verifiers_sums", "--options", json.dumps(options))
     assert [(row["prompt"], row["label"]) for row in made_of] == [("0+1=", "1"), ("1+2=", "3"), ("2+3=", "5")]
@@ -163,12 +180,18 @@ async def test_a_taskset_of_one_turn_makes_samples(python: str, model_dir: Path,
         "brief": brief,
         "score": pytest.approx(right + brief),
     }
-    assert sample.turns is not None and len(sample.turns.at) == 1 and sample.loss_mask.sum() == sample.turns.tokens.sum() > 0
+    assert (
+        sample.turns is not None
+        and len(sample.turns.at) == 1
+        and sample.loss_mask.sum() == sample.turns.tokens.sum() > 0
+    )
     await assert_log_probs(sample, model_dir)
 
 
 @pytest.mark.parametrize("renderer", [None, "default"])
-async def test_a_taskset_of_several_turns_makes_samples(python: str, model_dir: Path, tmp_path: Path, renderer: str | None) -> None:
+async def test_a_taskset_of_several_turns_makes_samples(
+    python: str, model_dir: Path, tmp_path: Path, renderer: str | None
+) -> None:
     (row,) = await written(python, tmp_path, "verifiers_talk", "--count", "1")
     more = {} if renderer is None else {"renderer": renderer}
     async with playing(python, model_dir, "verifiers_talk", **more) as (rollout, _):
@@ -179,9 +202,13 @@ async def test_a_taskset_of_several_turns_makes_samples(python: str, model_dir: 
     assert set(sample.reward) == {"plain", "score"} and 0 <= sample.reward["score"] <= 1  # type: ignore[arg-type, index]
     assert sample.loss_mask.sum() == sample.turns.tokens.sum()
     if renderer is None:
-        assert len(sample.sizes) == 1 and (sample.loss_mask == 0).any(), "the gateway has the very ids of what comes back as text"
+        assert len(sample.sizes) == 1 and (sample.loss_mask == 0).any(), (
+            "the gateway has the very ids of what comes back as text"
+        )
     await assert_log_probs(sample, model_dir)
-    assert short.scored and short.sample.status is Status.TRUNCATED and "plain" in short.sample.reward, "a spent budget is no failure"  # type: ignore[operator]
+    assert short.scored and short.sample.status is Status.TRUNCATED and "plain" in short.sample.reward, (
+        "a spent budget is no failure"
+    )  # type: ignore[operator]
 
 
 async def test_agents_that_are_not_trained_are_context_and_two_trained_ones_are_refused(
@@ -204,10 +231,14 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
     async def answer(http: web.Request) -> web.Response:
         asked.append((await http.json(), http.path, http.headers.get("X-Tidemill-Train")))
         message = (
-            {"role": "assistant", "content": None, "tool_calls": calls} if len(asked) == 1 else {"role": "assistant", "content": "noon"}
+            {"role": "assistant", "content": None, "tool_calls": calls}
+            if len(asked) == 1
+            else {"role": "assistant", "content": "noon"}
         )
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
-        return web.json_response({"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]})
+        return web.json_response(
+            {"id": "x", "object": "chat.completion", "created": 0, "model": "policy", "choices": [choice]}
+        )
 
     application = web.Application()
     application.router.add_post("/e/k/v1/chat/completions", answer)
@@ -215,7 +246,9 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     model = f"http://127.0.0.1:{runner.addresses[0][1]}/e/k/v1"
-    config = read(Sections[RolloutConfig], {"it": {"use": "verifiers:verifiers_ask", "python": python}}, "rollouts")["it"]
+    config = read(Sections[RolloutConfig], {"it": {"use": "verifiers:verifiers_ask", "python": python}}, "rollouts")[
+        "it"
+    ]
     try:
         async with Children(config.program, options=config.arguments(""), python=python) as children:
             result = await children.run("1", base_url=model, api_key="k", task={**row, "kind": "train"})
@@ -224,7 +257,9 @@ async def test_the_tools_of_a_task_are_called(python: str, tmp_path: Path) -> No
     assert result.value == {"asked": 3.0, "score": 3.0} and [train for *_, train in asked] == ["1", "1"]
     assert [tool["function"]["name"] for tool in asked[0][0]["tools"]] == ["clock_time_in"]
     shown = [message["content"] for message in asked[1][0]["messages"] if message["role"] == "tool"]
-    assert shown[0] == "noon in Rome" and "want arguments as a JSON map" in shown[1] and "no tool 'clock_date'" in shown[2]
+    assert (
+        shown[0] == "noon in Rome" and "want arguments as a JSON map" in shown[1] and "no tool 'clock_date'" in shown[2]
+    )
 
 
 def call(name: str, arguments: str) -> dict[str, Any]:
@@ -236,7 +271,11 @@ def call(name: str, arguments: str) -> dict[str, Any]:
     [
         ("nothing_here", {}, "nothing_here"),
         ("verifiers_sums", {"taskset": {"counts": 3}}, "counts"),
-        ("verifiers_sums", {"agent": {"harness": {"id": "codex"}}}, "the harness codex needs a container, got the runtime subprocess"),
+        (
+            "verifiers_sums",
+            {"agent": {"harness": {"id": "codex"}}},
+            "the harness codex needs a container, got the runtime subprocess",
+        ),
         ("verifiers_sums", {"env": {"id": "nowhere"}}, "nowhere"),
     ],
 )
@@ -248,13 +287,18 @@ async def test_what_cannot_be_played_is_refused_at_the_start(
             raise AssertionError("it was loaded")
 
 
-def test_prompts_that_cannot_be_written_leave_no_file(python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_prompts_that_cannot_be_written_leave_no_file(
+    python: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "prompts.jsonl"
     for given, complaint in (
         (["nothing_here", str(out), "--python", python], "nothing_here"),
         (["verifiers_talk", str(out), "--python", python], "has tasks without end"),
         (["verifiers_sums", str(out), "--python", "/nowhere/python"], "/nowhere/python"),
-        (["verifiers_sums", str(out), "--python", python, "--options", '{"tasks": {}}'], "options.tasks: no such option"),
+        (
+            ["verifiers_sums", str(out), "--python", python, "--options", '{"tasks": {}}'],
+            "options.tasks: no such option",
+        ),
         (["verifiers_sums", str(out), "--python", python, "--options", "{"], "--options: want JSON"),
         (["verifiers_sums", str(out), "--python", python, "--count", "-1"], "--count: want a whole number"),
     ):
@@ -264,9 +308,14 @@ def test_prompts_that_cannot_be_written_leave_no_file(python: str, tmp_path: Pat
 
 
 def test_the_program_needs_nothing_of_ours(python: str) -> None:
-    found = "import importlib.util as u; print([n for n in ('bus', 'actors', 'learner', 'torch', 'nats') if u.find_spec(n)])"
+    found = (
+        "import importlib.util as u; print([n for n in ('bus', 'actors', 'learner', 'torch', 'nats') if "
+        "u.find_spec(n)])"
+    )
     command = [python, "-c", found]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, check=True)
+    done = subprocess.run(
+        command, cwd="/", capture_output=True, text=True, env={"PATH": os.environ["PATH"]}, check=True
+    )
     assert done.stdout.strip() == "[]"
 
 
@@ -276,11 +325,16 @@ async def test_a_taskset_may_print_and_have_texts_that_cannot_be_encoded(
     (row,) = await written(python, tmp_path, "verifiers_loud")
     assert (row["prompt"], row["label"]) == ("Say it.", "\ud83d")
     broken = ["--python", python, "--options", '{"taskset": {"broken": true}}']
-    assert await asyncio.to_thread(main, ["data", "verifiers", "verifiers_loud", str(tmp_path / "none"), *broken]) in (2, 78)
+    assert await asyncio.to_thread(main, ["data", "verifiers", "verifiers_loud", str(tmp_path / "none"), *broken]) in (
+        2,
+        78,
+    )
     assert "no t\ufffdsks" in capfd.readouterr().err, "stderr of another encoding"
 
 
-async def test_an_environment_that_starts_at_the_second_try_has_one_address(python: str, model_dir: Path, tmp_path: Path) -> None:
+async def test_an_environment_that_starts_at_the_second_try_has_one_address(
+    python: str, model_dir: Path, tmp_path: Path
+) -> None:
     """Each trace is announced twice, too."""
     (row,) = await written(python, tmp_path, "verifiers_loud")
     played = asking({**row, "label": None})
@@ -290,7 +344,9 @@ async def test_an_environment_that_starts_at_the_second_try_has_one_address(pyth
         made = await rollout.sample(played, 0, "n1")
     check_sample(made.sample)
     assert made.sample.reward == {"any": 1.0, "score": 1.0}
-    done = await asyncio.to_thread(subprocess.run, [python, "-c", STARTS, str(HERE.parents[1] / "actors/episodes/programs")], **OUTPUT)
+    done = await asyncio.to_thread(
+        subprocess.run, [python, "-c", STARTS, str(HERE.parents[1] / "actors/episodes/programs")], **OUTPUT
+    )
     first, second = done.stdout.splitlines()[-1].split()
     assert first == second, "the address is started once"
 

@@ -1,4 +1,6 @@
-"""A taskset of verifiers with an environment of its own: three turns, in which a player is asked again; and a second agent on demand."""
+"""A taskset of verifiers with an environment of its own: three turns, in which a player is asked again; and a second
+agent on demand.
+"""
 
 import itertools
 

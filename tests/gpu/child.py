@@ -1,6 +1,7 @@
 """Bodies of the GPU tests' child processes, by name: ``python -m tests.gpu.child NAME OUT ARGUMENTS``.
 
-A child without CUDA computes reference values; one that sees the GPU is the peer of a transfer, or does something that may hang or end it.
+A child without CUDA computes reference values; one that sees the GPU is the peer of a transfer, or does something that
+may hang or end it.
 """
 
 import json
@@ -36,7 +37,9 @@ def roles(model_dir: str, directory: str, names: list[str]) -> dict[str, Any]:
 
 
 def checkpoint(model_dir: str, directory: str) -> dict[str, Any]:
-    """Train a step on the CPU and save it; return the digest of the saved weights, and the metrics of the step after it."""
+    """Train a step on the CPU and save it; return the digest of the saved weights, and the metrics of the step after
+    it.
+    """
     from tests.integration.megatron_ranks import OPTIMIZER, VOCAB
     from tests.learner_steps import make_batches, make_samples
     from tests.megatron_world import one_rank
@@ -124,8 +127,11 @@ def peer_never_comes(backend: str, deadline_s: float) -> dict[str, Any]:
     return {"reason": reason, "seconds": took_s, "works": _works()}
 
 
-def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], apart: bool, world_size: int = 2) -> dict[str, Any]:
-    """Be rank 0: write the port into ``port_file``, and send patterns of ``sizes``. Returns the first error, and its seconds.
+def sender(
+    backend: str, port_file: str, deadline_s: float, sizes: list[int], apart: bool, world_size: int = 2
+) -> dict[str, Any]:
+    """Be rank 0: write the port into ``port_file``, and send patterns of ``sizes``. Returns the first error, and its
+    seconds.
 
     ``apart``: the group is in a process of its own, as in a learner.
     """
@@ -140,7 +146,9 @@ def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], ap
     for flat in flats:
         flat.copy_(pattern(flat.numel()))
     where = (backend,) if apart else ()
-    group = senders.host("127.0.0.1", "pair", world_size, backend, deadline_s, memory=memory, gpu=own_end().uuid, apart=where)
+    group = senders.host(
+        "127.0.0.1", "pair", world_size, backend, deadline_s, memory=memory, gpu=own_end().uuid, apart=where
+    )
     began, reason = time.monotonic(), ""
     _appear(Path(port_file), str(group.port))
     try:
@@ -156,7 +164,9 @@ def sender(backend: str, port_file: str, deadline_s: float, sizes: list[int], ap
 
 
 def receiver(backend: str, port_file: str, deadline_s: float, sizes: list[int], die_after: int = -1) -> dict[str, Any]:
-    """Be rank 1 of two: join at the port in ``port_file`` and receive; die before receiving the message ``die_after``."""
+    """Be rank 1 of two: join at the port in ``port_file`` and receive; die before receiving the message
+    ``die_after``.
+    """
     from tidemill.weightstore.errors import PeerLost
     from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
@@ -179,7 +189,9 @@ def open_handle(handle: dict[str, Any], ready_file: str, hold: bool) -> dict[str
 
     shares = handle.get("shares")
     if shares is not None:  # bytes as hexadecimal digits, because the arguments are JSON
-        handle["shares"] = [[bytes.fromhex(item[4:]) if str(item).startswith("hex:") else item for item in share] for share in shares]
+        handle["shares"] = [
+            [bytes.fromhex(item[4:]) if str(item).startswith("hex:") else item for item in share] for share in shares
+        ]
     tensor = Offered(Mapped(), handle).tensor()
     found = {"sum": int(tensor.long().sum()), "first": tensor[:8].tolist(), "device": tensor.device.type}
     if hold:
@@ -212,7 +224,8 @@ def _appeared(file: Path, limit_s: float = 120.0) -> str:
 
 
 BODIES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (algorithms, roles, checkpoint, join, group_of_one, peer_never_comes, sender, receiver, open_handle)
+    each.__name__: each
+    for each in (algorithms, roles, checkpoint, join, group_of_one, peer_never_comes, sender, receiver, open_handle)
 }
 
 

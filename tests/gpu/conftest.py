@@ -1,6 +1,7 @@
 """The device of the GPU tests, one rank on it for the whole session, and reference values from a process without CUDA.
 
-``--gpu-device cpu`` runs everything but CUDA's own behaviour on the CPU, at tiny sizes; tests that take ``cuda`` skip there.
+``--gpu-device cpu`` runs everything but CUDA's own behaviour on the CPU, at tiny sizes; tests that take ``cuda`` skip
+there.
 """
 
 import json
@@ -28,19 +29,24 @@ ENVIRONMENT = {
     "NCCL_CUMEM_ENABLE": "0",
     "NCCL_NVLS_ENABLE": "0",
 }
-"""Variables that cuBLAS and NCCL read when CUDA is initialised, as in a rank (learner/ranks/process.py), and the loopback interface: the
-host name of the machine may not resolve."""
+"""Variables that cuBLAS and NCCL read when CUDA is initialised, as in a rank (learner/ranks/process.py), and the
+loopback interface: the host name of the machine may not resolve.
+"""
 
 CHILD_S = 200.0
 """Time limit in seconds of a child process: it imports torch and Megatron, and trains a tiny model."""
 
 FAILURES = "FAILURES_FILE"
-"""Environment variable with the path of a file to which each failure is written at once: a lent machine may be gone before pytest ends."""
+"""Environment variable with the path of a file to which each failure is written at once: a lent machine may be gone
+before pytest ends.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Set ``ENVIRONMENT``, where it is not set, for the tests of this folder alone: pytest calls this for all of a process."""
+    """Set ``ENVIRONMENT``, where it is not set, for the tests of this folder alone: pytest calls this for all of a
+    process.
+    """
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items() if item.path.parent == Path(__file__).parent else ():
             patch.setenv(name, os.environ.get(name, value))
@@ -51,11 +57,15 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     place = os.environ.get(FAILURES)
     if place and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
         with Path(place).open("a", encoding="utf-8") as file:
-            file.write(f"==== {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext[-6000:]}\n")
+            file.write(
+                f"==== {report.nodeid} ({report.when}, {report.duration:.0f} s)\n{report.longreprtext[-6000:]}\n"
+            )
 
 
 Child = Callable[..., Any]
-"""``child(name, *arguments, see_gpu=False)`` runs a function of ``tests.gpu.child`` in a process and returns its result."""
+"""``child(name, *arguments, see_gpu=False)`` runs a function of ``tests.gpu.child`` in a process and returns its
+result.
+"""
 
 
 @pytest.fixture(scope="session")
@@ -110,14 +120,20 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def child(tmp_path_factory: pytest.TempPathFactory) -> Child:
-    """Return ``Child``. The process sees the GPU only on request, so by default it computes reference values on the CPU."""
+    """Return ``Child``. The process sees the GPU only on request, so by default it computes reference values on the
+    CPU.
+    """
 
     def run(name: str, *arguments: Any, see_gpu: bool = False, **variables: str) -> Any:
         out = tmp_path_factory.mktemp("child") / "result.json"
         command = [sys.executable, "-m", "tests.gpu.child", name, str(out), json.dumps(arguments, default=str)]
         environment = os.environ | ({} if see_gpu else {"CUDA_VISIBLE_DEVICES": ""}) | variables
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_S, check=False)
-        assert done.returncode == 0, f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=CHILD_S, check=False
+        )
+        assert done.returncode == 0, (
+            f"{name} ended with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+        )
         return json.loads(out.read_text())
 
     return run
@@ -133,7 +149,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def peak(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Return a function: the most bytes of the device that tensors have taken since the test began, besides those there before."""
+    """Return a function: the most bytes of the device that tensors have taken since the test began, besides those there
+    before.
+    """
     if device.type != "cuda":
         yield lambda: 0
         return

@@ -33,7 +33,9 @@ def row_of(lengths: tuple[int, ...], device: torch.device) -> Any:
     return packed_row(bounds, positions)
 
 
-def made_inputs(tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
+def made_inputs(
+    tokens: int, heads: int, groups: int, size: int, dtype: torch.dtype, device: torch.device
+) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(tokens, 1, number, size, generator=generator) for number in (heads, groups, groups)]
     return [each.to(device, dtype).requires_grad_() for each in made]
@@ -54,10 +56,13 @@ def reference(inputs: list[Tensor], lengths: tuple[int, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "dtype", "tolerance"), [(SDPA, torch.float32, 2e-5), (SDPA, torch.bfloat16, 3e-2), (VARLEN, torch.bfloat16, 3e-2)]
+    ("kernel", "dtype", "tolerance"),
+    [(SDPA, torch.float32, 2e-5), (SDPA, torch.bfloat16, 3e-2), (VARLEN, torch.bfloat16, 3e-2)],
 )
 @pytest.mark.parametrize("groups", [2, 4])
-def test_values_and_gradients(device: torch.device, kernel: str, dtype: torch.dtype, tolerance: float, groups: int) -> None:
+def test_values_and_gradients(
+    device: torch.device, kernel: str, dtype: torch.dtype, tolerance: float, groups: int
+) -> None:
     if kernel == VARLEN and device.type != "cuda":
         inapplicable("flash attention needs CUDA; tests/unit/test_kernels.py compares its arguments with SDPA")
     ours = made_inputs(sum(LENGTHS), 4, groups, 16, dtype, device)
@@ -84,9 +89,13 @@ def test_bfloat16_runs_on_flash_kernels(cuda: torch.device, kernel: str) -> None
     assert any(("flash" in name and "fwd" in name) or (kernel == SDPA and "cudnn" in name) for name in names), names
 
 
-@pytest.mark.parametrize("lengths", [(LONG_SEQUENCE,), (5, LONG_SEQUENCE + 30, 700, 5, LONG_SEQUENCE + 600)], ids=["alone", "among others"])
+@pytest.mark.parametrize(
+    "lengths", [(LONG_SEQUENCE,), (5, LONG_SEQUENCE + 30, 700, 5, LONG_SEQUENCE + 600)], ids=["alone", "among others"]
+)
 @pytest.mark.parametrize(("heads", "groups", "size"), [(16, 8, 128), (8, 2, 64), (4, 4, 96)])
-def test_long_sequences_by_cudnn(hopper: torch.device, lengths: tuple[int, ...], heads: int, groups: int, size: int) -> None:
+def test_long_sequences_by_cudnn(
+    hopper: torch.device, lengths: tuple[int, ...], heads: int, groups: int, size: int
+) -> None:
     """Values and gradients as near to float64 as flash attention's; the kernels are cuDNN's."""
     found = {}
     for kernel in (CUDNN, VARLEN, "float64"):
@@ -95,7 +104,9 @@ def test_long_sequences_by_cudnn(hopper: torch.device, lengths: tuple[int, ...],
             each.detach().to(torch.bfloat16).to(dtype).requires_grad_()
             for each in made_inputs(sum(lengths), heads, groups, size, torch.bfloat16, hopper)
         ]
-        out = attention(SDPA if kernel == "float64" else kernel)(*inputs, None, packed_seq_params=row_of(lengths, hopper))
+        out = attention(SDPA if kernel == "float64" else kernel)(
+            *inputs, None, packed_seq_params=row_of(lengths, hopper)
+        )
         weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(hopper, torch.bfloat16)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             out.backward(weights.to(dtype))
@@ -135,7 +146,9 @@ def test_a_model_in_bfloat16_takes_flash_attention(rank: Parallel, model_dir: Pa
 def test_eight_thousand_tokens_take_less_than_a_gigabyte(
     cuda: torch.device, kernel: str, lengths: tuple[int, ...], peak: Callable[[], int], request: pytest.FixtureRequest
 ) -> None:
-    """16 heads of 128 in bfloat16, forward and backward, inputs and gradients included. Scores of all pairs would take 2 GB each."""
+    """16 heads of 128 in bfloat16, forward and backward, inputs and gradients included. Scores of all pairs would take
+    2 GB each.
+    """
     if kernel == CUDNN:
         request.getfixturevalue("hopper")
     ours, row = made_inputs(sum(lengths), 16, 8, 128, torch.bfloat16, cuda), row_of(lengths, cuda)

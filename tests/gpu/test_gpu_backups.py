@@ -15,7 +15,9 @@ from tidemill.weightstore.transport.staging import StagingPool
 pytestmark = pytest.mark.gpu
 
 
-def test_a_backup_is_pinned_and_exchanged_bit_for_bit(rank: Parallel, on_gpu: bool, model_dir: Path, tmp_path: Path) -> None:
+def test_a_backup_is_pinned_and_exchanged_bit_for_bit(
+    rank: Parallel, on_gpu: bool, model_dir: Path, tmp_path: Path
+) -> None:
     policy = build_policy(model_dir, dtype="bfloat16", parallel=rank)
     backup = WeightBackup(policy)
     other = build_policy(write_tiny_model(tmp_path, seed=7, vocab_size=300), dtype="bfloat16", parallel=rank)
@@ -31,7 +33,9 @@ def test_a_backup_is_pinned_and_exchanged_bit_for_bit(rank: Parallel, on_gpu: bo
         others.take(backup)
         assert policy.digest() == kept
         if on_gpu:
-            assert places == [parameter.data_ptr() for parameter in policy.module.parameters()], "memory that is released knows the address"
+            assert places == [parameter.data_ptr() for parameter in policy.module.parameters()], (
+                "memory that is released knows the address"
+            )
     assert policy.digest() == own
 
 

@@ -39,7 +39,9 @@ def sendable(handle: dict[str, Any]) -> dict[str, Any]:
     """Return the handle with its bytes as text."""
     if "shares" not in handle:
         return handle
-    shares = [[f"hex:{item.hex()}" if isinstance(item, bytes) else item for item in share] for share in handle["shares"]]
+    shares = [
+        [f"hex:{item.hex()}" if isinstance(item, bytes) else item for item in share] for share in handle["shares"]
+    ]
     return {**handle, "shares": shares}
 
 
@@ -51,11 +53,17 @@ def test_another_process_reads_the_same_bytes(memory: StagingMemory, on_gpu: boo
     if on_gpu:
         torch.cuda.synchronize()
     found = child("open_handle", sendable(memory.handle(part, 1)), "", False, see_gpu=True)
-    assert found == {"sum": int(pattern(100_000).long().sum()), "first": pattern(8).tolist(), "device": part.device.type}
+    assert found == {
+        "sum": int(pattern(100_000).long().sum()),
+        "first": pattern(8).tolist(),
+        "device": part.device.type,
+    }
     memory.close()
 
 
-def test_a_reader_that_is_killed_leaves_the_memory_to_the_next_one(memory: StagingMemory, child: Child, tmp_path: Path) -> None:
+def test_a_reader_that_is_killed_leaves_the_memory_to_the_next_one(
+    memory: StagingMemory, child: Child, tmp_path: Path
+) -> None:
     part = memory.empty(SIZE)[OFFSET:]
     part.fill_(7)
     ready = tmp_path / "ready"

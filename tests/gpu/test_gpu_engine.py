@@ -1,4 +1,6 @@
-"""The built-in engine on the device: transformers' log-probs, every way of pushing to it, a flip in a response, and its memory."""
+"""The built-in engine on the device: transformers' log-probs, every way of pushing to it, a flip in a response, and its
+memory.
+"""
 
 import asyncio
 import gc
@@ -42,14 +44,21 @@ def models() -> list[Any]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_log_probs_are_those_of_transformers(family: str, dtype: str, device: torch.device, tmp_path: Path) -> None:
+async def test_log_probs_are_those_of_transformers(
+    family: str, dtype: str, device: torch.device, tmp_path: Path
+) -> None:
     """Prompts of many lengths decoded in one batch, two of them the same, which share a prefill."""
-    small: dict[str, Any] = {"initializer_range": 0.05}  # scores of a size at which bfloat16 has two digits behind the point
+    small: dict[str, Any] = {
+        "initializer_range": 0.05
+    }  # scores of a size at which bfloat16 has two digits behind the point
     model = tiny_model(family, **small)
     first, *others = prompts(5)
     async with serving(write_tiny_model(tmp_path, family, **small), device=device.type, dtype=dtype) as served:
         assert served.engine.scheduler.device.type == device.type
-        requests = [(prompt, {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 3}) for prompt in (first, first, *others)]
+        requests = [
+            (prompt, {"max_new_tokens": 24, "ignore_eos": True, "sampling_seed": 3})
+            for prompt in (first, first, *others)
+        ]
         answers = await served.together(requests)
     for (prompt, _), answer in zip(requests, answers, strict=True):
         assert len(answer["output_ids"]) == 24
@@ -77,7 +86,9 @@ async def pushing(served: Served, memory: StagingMemory) -> AsyncIterator[Handle
         context.destroy(linger=0)
 
 
-async def test_a_push_by_gloo_has_the_checksums_of_what_was_sent(directory: Path, models: list[Any], device: torch.device) -> None:
+async def test_a_push_by_gloo_has_the_checksums_of_what_was_sent(
+    directory: Path, models: list[Any], device: torch.device
+) -> None:
     (prompt,) = prompts(1)
     async with serving(directory, device=device.type) as served, joined(served, epoch=1) as push:
         for version, model in enumerate(models, start=1):

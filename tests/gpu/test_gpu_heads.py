@@ -1,4 +1,6 @@
-"""Norms and rotary positions of queries and keys by kernels: values and gradients against float64, the same bits twice, and time."""
+"""Norms and rotary positions of queries and keys by kernels: values and gradients against float64, the same bits twice,
+and time.
+"""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,14 +15,18 @@ from tests.skips import inapplicable
 pytestmark = pytest.mark.gpu
 
 SIZES = [(37, 4, 2, 16, 8), (5, 3, 1, 24, 6), (64, 6, 6, 40, 20)]
-"""Tokens, heads of queries and of keys, head size, rotated pairs: the numbers of heads and the sizes are no powers of two."""
+"""Tokens, heads of queries and of keys, head size, rotated pairs: the numbers of heads and the sizes are no powers of
+two.
+"""
 EPS = 1e-6
 Values = Callable[[Sequence[Tensor]], tuple[Tensor, ...]]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(on_gpu: bool) -> None:
-    """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a CPU."""
+    """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a
+    CPU.
+    """
     if not on_gpu and not os.environ.get("TRITON_INTERPRET"):
         inapplicable("kernels of Triton")
 
@@ -50,7 +56,8 @@ def compare(ours: Values, formula: Values, exact: Sequence[Tensor], device: torc
     rounded = [each.bfloat16().double() for each in exact]
     wanted = with_gradients(formula, rounded, torch.float64, torch.device("cpu"))
     for one, other in zip(with_gradients(ours, rounded, torch.bfloat16, device), wanted, strict=True):
-        # Rounded once, and the gradient of a product has rounded weights; the interpreter rounds to bfloat16 in its own way.
+        # Rounded once, and the gradient of a product has rounded weights; the interpreter rounds to bfloat16 in its own
+        # way.
         assert (one.cpu().double() - other).norm() <= (4e-3 if on_gpu else 8e-3) * other.norm()
 
 
@@ -69,7 +76,9 @@ def test_rotary_positions_are_exact(
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         from tidemill.learner.megatron.layers.fused_heads import rotated
 
-        return rotated(*parts(inputs[0]), angles_TF.cos().to(device), angles_TF.sin().to(device), interleaved=interleaved)
+        return rotated(
+            *parts(inputs[0]), angles_TF.cos().to(device), angles_TF.sin().to(device), interleaved=interleaved
+        )
 
     def formula(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
         cos_TF, sin_TF = angles_TF.cos(), angles_TF.sin()
@@ -79,7 +88,9 @@ def test_rotary_positions_are_exact(
 
 
 @pytest.mark.parametrize(("tokens", "heads", "groups", "size", "pairs"), [*SIZES, (3000, 2, 1, 16, 8)])
-def test_norms_of_heads_are_exact(device: torch.device, on_gpu: bool, tokens: int, heads: int, groups: int, size: int, pairs: int) -> None:
+def test_norms_of_heads_are_exact(
+    device: torch.device, on_gpu: bool, tokens: int, heads: int, groups: int, size: int, pairs: int
+) -> None:
     """The norm of keys, which are a view; the last case has more rows than one tile of each program."""
 
     def ours(inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -94,7 +105,9 @@ def test_norms_of_heads_are_exact(device: torch.device, on_gpu: bool, tokens: in
 
 
 def test_they_are_faster_than_the_separate_operations(cuda: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
-    """Norms and rotary positions of 8,192 tokens with 16 heads and 8 groups of 128, in bfloat16, forward and backward."""
+    """Norms and rotary positions of 8,192 tokens with 16 heads and 8 groups of 128, in bfloat16, forward and
+    backward.
+    """
     from tidemill.learner.megatron.layers import fused_heads
 
     joint = torch.randn(8192, 1, 32, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
@@ -117,5 +130,8 @@ def test_they_are_faster_than_the_separate_operations(cuda: torch.device, capsys
 
     fused, separate = milliseconds(fused_heads), milliseconds(heads_by_formula)
     with capsys.disabled():
-        print(f"\nnorms and rotary positions of a layer, both ways: fused {fused:.2f} ms, separate operations {separate:.2f} ms")
+        print(
+            f"\nnorms and rotary positions of a layer, both ways: fused {fused:.2f} ms, separate operations "
+            f"{separate:.2f} ms"
+        )
     assert fused < separate

@@ -18,7 +18,9 @@ PEAK = 0.25
 """The most memory, in sizes of the logits, of which only chunks exist."""
 
 
-def test_values_and_memory(device: torch.device, on_gpu: bool, peak: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_and_memory(
+    device: torch.device, on_gpu: bool, peak: Callable[[], int], capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens, vocab = (8192, 151_936) if on_gpu else (64, 997)
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(tokens, HIDDEN, generator=generator).to(device, torch.bfloat16).requires_grad_()
@@ -41,14 +43,19 @@ def test_values_and_memory(device: torch.device, on_gpu: bool, peak: Callable[[]
         size = tokens * vocab * 2
         fused, separate = (_milliseconds(hidden_TH, weight_VH, targets_T, fused=kind) for kind in (True, False))
         with capsys.disabled():
-            print(f"\nlog-probs [{tokens}, {vocab}] bfloat16, both ways: fused {fused:.1f} ms, separate operations {separate:.1f} ms")
+            print(
+                f"\nlog-probs [{tokens}, {vocab}] bfloat16, both ways: fused {fused:.1f} ms, separate "
+                f"operations {separate:.1f} ms"
+            )
             print(f"peak of the separate operations {most / size:.2f} of the logits")
         assert most < PEAK * size
 
 
 @pytest.fixture
 def kernels(on_gpu: bool) -> None:
-    """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a CPU."""
+    """Skips without Triton's kernels. Its interpreter (TRITON_INTERPRET=1, with the package triton) runs them on a
+    CPU.
+    """
     if not on_gpu and not os.environ.get("TRITON_INTERPRET"):
         inapplicable("kernels of Triton")
 
@@ -59,7 +66,13 @@ def kernels(on_gpu: bool) -> None:
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("listed", [0, 3])
 def test_the_fused_kernels_are_exact(
-    device: torch.device, on_gpu: bool, columns: int, with_entropy: bool, temperature: float, listed: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    on_gpu: bool,
+    columns: int,
+    with_entropy: bool,
+    temperature: float,
+    listed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In float32 within rounding of float64, and the same bits twice."""
     tokens, vocab = (33, 5001) if on_gpu else (4, 203)
@@ -67,7 +80,9 @@ def test_the_fused_kernels_are_exact(
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(size, 24, generator=generator).double() for size in (tokens, vocab)]
     targets_T = torch.randint(vocab, (tokens,), generator=generator)
-    listed_TK = torch.cat([targets_T[:, None], torch.randint(vocab, (tokens, 2), generator=generator)], dim=1)[:, :listed]
+    listed_TK = torch.cat([targets_T[:, None], torch.randint(vocab, (tokens, 2), generator=generator)], dim=1)[
+        :, :listed
+    ]
     weights = [torch.randn(shape, generator=generator).double() for shape in ((tokens,), (tokens,), (tokens, listed))]
 
     def values(inputs: list[Tensor], fused: bool) -> list[Tensor]:
@@ -91,7 +106,9 @@ def test_the_fused_kernels_are_exact(
 
 
 @pytest.mark.usefixtures("kernels")
-def test_the_fused_kernels_are_as_near_in_bfloat16_as_the_separate_operations(device: torch.device, on_gpu: bool) -> None:
+def test_the_fused_kernels_are_as_near_in_bfloat16_as_the_separate_operations(
+    device: torch.device, on_gpu: bool
+) -> None:
     """The interpreter rounds to bfloat16 in its own way."""
     generator = torch.Generator().manual_seed(0)
     exact = [torch.randn(size, 32, generator=generator).bfloat16() for size in (64 if on_gpu else 8, 700)]

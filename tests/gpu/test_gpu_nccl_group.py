@@ -1,4 +1,5 @@
-"""Process groups for pushes over NCCL: alone, without a peer, and of two processes on one GPU. On the CPU the same over gloo.
+"""Process groups for pushes over NCCL: alone, without a peer, and of two processes on one GPU. On the CPU the same over
+gloo.
 
 Every group is in a child: a call of NCCL that hangs is abandoned there, in a thread that would outlive the test.
 """
@@ -48,7 +49,9 @@ def pair(
     port_file = str(tmp_path / "port")
     with ThreadPoolExecutor(2) as threads:
         sends = threads.submit(child, "sender", backend, port_file, deadline_s, SIZES, apart, see_gpu=True, **variables)
-        receives = threads.submit(child, "receiver", backend, port_file, deadline_s, SIZES, die_after, see_gpu=True, **variables)
+        receives = threads.submit(
+            child, "receiver", backend, port_file, deadline_s, SIZES, die_after, see_gpu=True, **variables
+        )
         if die_after < 0:
             return sends.result(), receives.result()
         with pytest.raises(AssertionError, match="receiver ended with -9"):
@@ -82,7 +85,9 @@ def test_a_group_in_a_process_of_its_own_sends_alone(backend: str, child: Child,
 
 
 @apart
-def test_a_pair_gets_the_bytes(backend: str, apart: bool, shared_gpu: dict[str, str], child: Child, tmp_path: Path) -> None:
+def test_a_pair_gets_the_bytes(
+    backend: str, apart: bool, shared_gpu: dict[str, str], child: Child, tmp_path: Path
+) -> None:
     sender, receiver = pair(child, backend, tmp_path, shared_gpu, apart=apart)
     assert (sender["reason"], receiver["reason"]) == ("", "")
     assert receiver["equal"] == [True] * len(SIZES)

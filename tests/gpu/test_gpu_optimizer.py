@@ -19,7 +19,9 @@ from tidemill.learner.megatron.trainer import Trainer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
-SHARES = Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000)
+SHARES = Replicas(
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000
+)
 """One replica has all shares; collectives run on NCCL all the same."""
 WAYS: dict[str, tuple[Replicas | None, bool]] = {
     "plain": (None, False),
@@ -54,7 +56,9 @@ def test_offload_has_the_bits_of_the_device(dtype: str, rank: Parallel, model_di
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("way", ["distributed", "distributed, offload"])
-def test_shares_train_and_are_loaded_by_the_plain_optimizer(way: str, dtype: str, rank: Parallel, model_dir: Path, tmp_path: Path) -> None:
+def test_shares_train_and_are_loaded_by_the_plain_optimizer(
+    way: str, dtype: str, rank: Parallel, model_dir: Path, tmp_path: Path
+) -> None:
     trainer, policy, optimizer = learner(model_dir, rank, dtype, way)
     plain = learner(model_dir, rank, dtype, "plain")
     for step in (3, 4):

@@ -1,4 +1,6 @@
-"""Adapters, a critic and mixtures of experts for three steps on the device, with deterministic kernels, against the CPU."""
+"""Adapters, a critic and mixtures of experts for three steps on the device, with deterministic kernels, against the
+CPU.
+"""
 
 import math
 from collections.abc import Callable
@@ -58,7 +60,9 @@ def wanted(child: Child, model_dir: Path, directory: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_the_metrics_are_those_of_the_cpu(role: str, rank: Parallel, model_dir: Path, directory: Path, wanted: dict[str, Any]) -> None:
+def test_the_metrics_are_those_of_the_cpu(
+    role: str, rank: Parallel, model_dir: Path, directory: Path, wanted: dict[str, Any]
+) -> None:
     steps = trained(role, model_dir, directory, rank)
     assert len(steps) == len(wanted[role]) >= 2
     for step, other in zip(steps, wanted[role], strict=True):
@@ -66,7 +70,9 @@ def test_the_metrics_are_those_of_the_cpu(role: str, rank: Parallel, model_dir: 
         wrong = {}
         for name in step:
             tolerance = LOOSER.get(name, TOLERANCE)
-            if not name.endswith(TIMES) and not math.isclose(step[name], other[name], rel_tol=tolerance, abs_tol=tolerance):
+            if not name.endswith(TIMES) and not math.isclose(
+                step[name], other[name], rel_tol=tolerance, abs_tol=tolerance
+            ):
                 wrong[name] = step[name], other[name]
         assert not wrong, wrong
         assert step["train/grad_norm"] > 0

@@ -1,4 +1,6 @@
-"""The memory of a colocated learner: released between steps on the device, with the same bits as memory that is never released."""
+"""The memory of a colocated learner: released between steps on the device, with the same bits as memory that is never
+released.
+"""
 
 import gc
 import subprocess
@@ -24,12 +26,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
 
 FREED = 0.9
 """Share of the learner's state that other processes can use after a release."""
-WIDE: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "initializer_range": 0.02}
+WIDE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "initializer_range": 0.02,
+}
 """A model of about 100 million parameters, 1.9 GB with gradients and Adam: against it, cached blocks are small."""
 
 
 SHARES = Replicas(distributed_optimizer=True)
-"""The weights are in a buffer of Megatron's wrapper then, beside the gradients, and a release does not keep the content of these."""
+"""The weights are in a buffer of Megatron's wrapper then, beside the gradients, and a release does not keep the content
+of these.
+"""
 
 
 def learner(model_dir: Path, rank: Parallel, memory: Memory, replicas: Replicas | None = None) -> Trainer:
@@ -49,7 +58,9 @@ def steps(trainer: Trainer, memory: Memory) -> list[str]:
 
 
 @pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])
-def test_steps_with_releases_are_the_same_bits(rank: Parallel, model_dir: Path, device: torch.device, replicas: Replicas | None) -> None:
+def test_steps_with_releases_are_the_same_bits(
+    rank: Parallel, model_dir: Path, device: torch.device, replicas: Replicas | None
+) -> None:
     """Memory opened twice, as by tests in one process: the second is as good as the first."""
     wanted = steps(learner(model_dir, rank, plain := PlainMemory(), replicas), plain)
     assert len(set(wanted)) == 3
@@ -59,7 +70,9 @@ def test_steps_with_releases_are_the_same_bits(rank: Parallel, model_dir: Path, 
         assert steps(learner(model_dir, rank, memory, replicas), memory) == wanted
 
 
-def test_released_memory_is_free_for_others_and_cannot_be_used(rank: Parallel, cuda: torch.device, tmp_path: Path) -> None:
+def test_released_memory_is_free_for_others_and_cannot_be_used(
+    rank: Parallel, cuda: torch.device, tmp_path: Path
+) -> None:
     model_dir = write_tiny_model(tmp_path, vocab_size=VOCAB, **WIDE)
     gc.collect()
     torch.cuda.empty_cache()
@@ -100,5 +113,7 @@ if {freed}:
 
 @pytest.mark.parametrize("freed", [True, False])
 def test_a_process_with_such_memory_ends_well(cuda: torch.device, freed: bool) -> None:
-    ended = subprocess.run([sys.executable, "-W", "ignore", "-c", ENDS.format(freed=freed)], capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ENDS.format(freed=freed)], capture_output=True, text=True, timeout=100
+    )
     assert (ended.returncode, ended.stderr) == (0, "")

@@ -61,11 +61,15 @@ def test_a_push_beside_a_queue_of_kernels(cuda: torch.device, apart: tuple[str, 
     group.close()
     memory.close()
     assert queue_s > 4 * alone_s, "the queue is too short to show anything"
-    assert beside_s < max(2 * alone_s, queue_s / 4), f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"
+    assert beside_s < max(2 * alone_s, queue_s / 4), (
+        f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"
+    )
 
 
 def test_checksums_beside_a_queue_of_kernels(cuda: torch.device) -> None:
-    """The publisher compares weights while the trainer's kernels are queued on the stream that all threads have by default."""
+    """The publisher compares weights while the trainer's kernels are queued on the stream that all threads have by
+    default.
+    """
     tensors = {str(number): torch.randn(8_000_000, device=cuda) for number in range(8)}
     matrix = torch.randn(8192, 8192, dtype=torch.bfloat16, device=cuda)
     product = torch.empty_like(matrix)
@@ -85,4 +89,6 @@ def test_checksums_beside_a_queue_of_kernels(cuda: torch.device) -> None:
     torch.cuda.synchronize()
     queue_s = time.perf_counter() - began
     assert queue_s > 4 * alone_s, "the queue is too short to show anything"
-    assert beside_s < max(2 * alone_s, queue_s / 4), f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"
+    assert beside_s < max(2 * alone_s, queue_s / 4), (
+        f"alone {alone_s:.3f} s, beside {beside_s:.3f} s, the queue {queue_s:.3f} s"
+    )

@@ -1,4 +1,6 @@
-"""The learner on the device: log-probs of transformers, bfloat16 near float32, the same bits twice and after a restart."""
+"""The learner on the device: log-probs of transformers, bfloat16 near float32, the same bits twice and after a
+restart.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,12 @@ def learner(
 ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup]:
     policy = build_policy(model_dir, dtype=dtype, parallel=rank, kernels=kernels)
     optimizer, proximal = PolicyOptimizer(policy, OPTIMIZER, steps=10), WeightBackup(policy)
-    return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal)), policy, optimizer, proximal
+    return (
+        Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=proximal)),
+        policy,
+        optimizer,
+        proximal,
+    )
 
 
 def batch(step: int, max_tokens: int = 60, vocab: int = VOCAB) -> Any:
@@ -70,7 +77,9 @@ def test_bfloat16_is_near_float32(rank: Parallel, model_dir: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_same_bits_twice_and_after_a_restart(dtype: str, rank: Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """Two runs from the same weights, and a third from the checkpoint of the first, have equal digests after every step."""
+    """Two runs from the same weights, and a third from the checkpoint of the first, have equal digests after every
+    step.
+    """
     digests: list[list[str]] = []
     for attempt in range(2):
         trainer, policy, optimizer, proximal = learner(model_dir, rank, dtype)
@@ -107,17 +116,22 @@ def test_recomputation_changes_no_bit(recompute: str, dtype: str, rank: Parallel
 @pytest.mark.usefixtures("cuda")
 def test_the_fused_activation_is_near_the_separate_one(rank: Parallel, model_dir: Path) -> None:
     """Rows of several lengths, for which torch.compile makes several kernels."""
-    fused, separate = (learner(model_dir, rank, "bfloat16", Wanted(fused_activation=wanted))[0] for wanted in ("always", "never"))
+    fused, separate = (
+        learner(model_dir, rank, "bfloat16", Wanted(fused_activation=wanted))[0] for wanted in ("always", "never")
+    )
     for step in (3, 4):
         ours, wanted = fused.train(batch(step)), separate.train(batch(step))
         assert ours["train/loss"] == pytest.approx(wanted["train/loss"], abs=0.02)
         assert ours["train/grad_norm"] == pytest.approx(wanted["train/grad_norm"], rel=0.05)
 
 
-def test_grouped_experts_are_near_those_one_after_the_other_and_give_the_same_bits_twice(rank: Parallel, tmp_path: Path) -> None:
+def test_grouped_experts_are_near_those_one_after_the_other_and_give_the_same_bits_twice(
+    rank: Parallel, tmp_path: Path
+) -> None:
     directory = write_tiny_model(tmp_path, "qwen3_moe")
     first, again, sequential = (
-        learner(directory, rank, "bfloat16", Wanted(grouped_experts=wanted))[:2] for wanted in ("always", "always", "never")
+        learner(directory, rank, "bfloat16", Wanted(grouped_experts=wanted))[:2]
+        for wanted in ("always", "always", "never")
     )
     for step in (3, 4):
         ours, _, wanted = (trainer.train(batch(step, vocab=299)) for trainer, _ in (first, again, sequential))

@@ -1,4 +1,6 @@
-"""`tidemill up` on the device, as a user starts it: defaults, bfloat16, one GPU in turns, handles, and a killed engine."""
+"""`tidemill up` on the device, as a user starts it: defaults, bfloat16, one GPU in turns, handles, and a killed
+engine.
+"""
 
 import asyncio
 from pathlib import Path

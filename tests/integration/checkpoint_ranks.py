@@ -1,4 +1,6 @@
-"""Body of one rank of two, each on a "node" with a directory of its own: saves with TP2, or loads with TP2 and DP2. Run by the test."""
+"""Body of one rank of two, each on a "node" with a directory of its own: saves with TP2, or loads with TP2 and DP2. Run
+by the test.
+"""
 
 import json
 import os
@@ -62,7 +64,9 @@ def train(trainer: Trainer, here: parallel.Parallel, step: int) -> float:
 
 
 def save(model_dir: Path, roots: list[Path], store: str, out: Path) -> None:
-    """Save the state after a step in the background, and train on at once. Every node's directory is a root of its own."""
+    """Save the state after a step in the background, and train on at once. Every node's directory is a root of its
+    own.
+    """
     with joined(tensor_parallel_size=2) as here:
         found = _saved(model_dir, roots[here.rank], store, here)
     (out / f"rank-{here.rank}.json").write_text(json.dumps(found))
@@ -98,16 +102,22 @@ INSTANTS = {
 
 
 def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> None:
-    """Save the state after a step, and take the next one; then ``rank`` is killed -9 at an instant of the writing of its state."""
+    """Save the state after a step, and take the next one; then ``rank`` is killed -9 at an instant of the writing of
+    its state.
+    """
     with joined(tensor_parallel_size=2) as here:
         policy, optimizer, trainer = built(model_dir, here)
         reports, config = Reports(), CheckpointConfig()
-        saved = Checkpoints(places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=300)
+        saved = Checkpoints(
+            places(model_dir, root, 0), reports.checkpointed, policy, optimizer, None, config=config, timeout_s=300
+        )
         train(trainer, here, STEP)
         saved.begin(STEP, 1, b"data state", numbers={"kl_scale": 2.5})
         saved.collect(wait=True)
         grad_norm = train(trainer, here, STEP + 1)
-        (out / f"rank-{here.rank}.json").write_text(json.dumps({"grad_norm": grad_norm, "reported": reports.checkpoints}))
+        (out / f"rank-{here.rank}.json").write_text(
+            json.dumps({"grad_norm": grad_norm, "reported": reports.checkpoints})
+        )
         if here.rank == rank:
             where, nth = INSTANTS[instant]
             die_at(where, nth, "KILL", out / "died")
@@ -116,12 +126,16 @@ def killed(model_dir: Path, root: Path, rank: int, instant: str, out: Path) -> N
 
 
 def load(model_dir: Path, roots: list[Path], urls: list[str], layouts: list[int], out: Path) -> None:
-    """Load on each node from its own disk and the other's server, with each number of tensor-parallel ranks, and repeat the next step."""
+    """Load on each node from its own disk and the other's server, with each number of tensor-parallel ranks, and repeat
+    the next step.
+    """
     rank = int(os.environ["RANK"])
     found: dict[str, Any] = {}
     for tensor_parallel in layouts:
         with joined(tensor_parallel_size=tensor_parallel) as here:
-            found[f"tp{tensor_parallel}"] = _loaded(model_dir, roots[rank], [Peer(node=1 - rank, url=urls[1 - rank])], here)
+            found[f"tp{tensor_parallel}"] = _loaded(
+                model_dir, roots[rank], [Peer(node=1 - rank, url=urls[1 - rank])], here
+            )
     (out / f"rank-{rank}.json").write_text(json.dumps(found))
 
 

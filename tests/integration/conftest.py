@@ -1,4 +1,6 @@
-"""Fixtures of the tests that train in their own process. Their modules are imported on use: most tests here start children instead."""
+"""Fixtures of the tests that train in their own process. Their modules are imported on use: most tests here start
+children instead.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

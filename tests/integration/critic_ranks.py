@@ -1,4 +1,6 @@
-"""A learner with a critic, and the body of one rank of a world of two that trains it in several layouts. Run by the test."""
+"""A learner with a critic, and the body of one rank of a world of two that trains it in several layouts. Run by the
+test.
+"""
 
 import json
 import os
@@ -42,7 +44,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 DEEP = "pp2 vpp2"
 """The layout of a model of four layers."""
 VTRACE: dict[str, Any] = {"advantage": "vtrace", "correction": "tis", "vtrace_c": 0.9, "minibatches": 2}
-SHARES = Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000)
+SHARES = Replicas(
+    distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=9_000
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +63,14 @@ class Built:
     def beside(self) -> Beside:
         return Beside(reference=self.reference.saved, critic=self.critic)
 
-    def train(self, step: int, here: Parallel, *, max_tokens: int = 60, minibatches: int = 1, **changes: Any) -> dict[str, float]:
+    def train(
+        self, step: int, here: Parallel, *, max_tokens: int = 60, minibatches: int = 1, **changes: Any
+    ) -> dict[str, float]:
         """Train a step; ``changes`` of the batch."""
         samples = make_samples(vocab=VOCAB, step=step)
-        batches = make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches, pad_to=2)
+        batches = make_batches(
+            samples, step=step, data_parallel=here.dp_size, max_tokens=max_tokens, minibatches=minibatches, pad_to=2
+        )
         metrics = self.trainer.train(replace(batches[here.dp_rank], **changes))
         self.reference.follow(step)
         return metrics
@@ -90,8 +98,12 @@ def build(
     saves: str = "",
     **algorithm: Any,
 ) -> Built:
-    """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``. ``saves``: place of dumps."""
-    learner = learner or LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm)))
+    """Return a learner; without ``learner`` one with these settings of the algorithm over ``GAE``. ``saves``: place of
+    dumps.
+    """
+    learner = learner or LearnerConfig(
+        steps=10, optimizer=OPTIMIZER, critic=CRITIC, algorithm=AlgorithmConfig(**(GAE | algorithm))
+    )
     learner = replace(learner, offload_optimizer=offload, recompute=recompute)
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, kernels=Wanted.of(learner))
     optimizer = PolicyOptimizer(policy, learner.optimizer, steps=learner.steps, offload=learner.offload_optimizer)
@@ -104,7 +116,9 @@ def build(
     return Built(trainer=trainer, policy=policy, optimizer=optimizer, critic=critic, reference=reference)
 
 
-def trained(model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, minibatches: int = 1, **settings: Any) -> dict[str, object]:
+def trained(
+    model_dir: Path, here: Parallel, *, checkpoint: Path | None = None, minibatches: int = 1, **settings: Any
+) -> dict[str, object]:
     """Train ``OF_RANKS``, or those after the checkpoint. Returns metrics and the policy's digest."""
     built = build(model_dir, here, kl=MOVING, **settings)
     steps = OF_RANKS
@@ -120,7 +134,9 @@ def main(model_dir: Path, deep_dir: Path, experts_dir: Path, checkpoint: Path, e
         results = {
             "dp2": trained(model_dir, here),
             "dp2 distributed": trained(model_dir, here, replicas=SHARES),
-            "dp2 distributed, offload, resumed": trained(model_dir, here, replicas=SHARES, offload=True, checkpoint=checkpoint),
+            "dp2 distributed, offload, resumed": trained(
+                model_dir, here, replicas=SHARES, offload=True, checkpoint=checkpoint
+            ),
             "dp2 in minibatches": trained(model_dir, here, minibatches=2),
         }
     for name, sizes in LAYOUTS.items():

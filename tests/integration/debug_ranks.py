@@ -1,5 +1,5 @@
-"""Bodies of the ranks of a world of two: a recorded step in one layout after the other; dumps of modules at every layout, with faults
-planted in some of them. Run by the tests.
+"""Bodies of the ranks of a world of two: a recorded step in one layout after the other; dumps of modules at every
+layout, with faults planted in some of them. Run by the tests.
 """
 
 import json
@@ -43,7 +43,9 @@ STEP_LAYOUTS: dict[str, dict[str, Any]] = {
 def packed(file: Path, *, data_parallel: int, max_tokens: int, pad_to: int = 1) -> tuple[StepBatch, ...]:
     """Return the batches of a recorded step for a layout."""
     data = load_rollout(file)
-    plan = planned_again(data, data.plan.step, Packing(data_parallel=data_parallel, max_tokens=max_tokens, minibatches=1), chain=GENESIS)
+    plan = planned_again(
+        data, data.plan.step, Packing(data_parallel=data_parallel, max_tokens=max_tokens, minibatches=1), chain=GENESIS
+    )
     return build_batches(plan, data.samples, pad_to=pad_to, token_limits=data.token_limits)
 
 
@@ -63,8 +65,12 @@ def main(model_dir: Path, file: Path, out: Path) -> None:
 def _train(model_dir: Path, file: Path, out: Path, name: str, here: parallel.Parallel) -> None:
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     collector = Collector(f"{out}/{name}_{{step}}_{{rank}}.safetensors", here)
-    trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2, collector=collector)
-    trainer.train(packed(file, data_parallel=here.dp_size, max_tokens=80, pad_to=here.tp_size * here.cp_size)[here.dp_rank])
+    trainer = Trainer(
+        policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2, collector=collector
+    )
+    trainer.train(
+        packed(file, data_parallel=here.dp_size, max_tokens=80, pad_to=here.tp_size * here.cp_size)[here.dp_rank]
+    )
 
 
 # ---- dumps of modules
@@ -74,7 +80,12 @@ DENSE, EXPERTS, LATENT = "qwen3", "qwen3_moe", "deepseek_v3"
 MODULE_LAYOUTS: Mapping[str, Mapping[str, Any]] = {"TP2 without SP": {"tensor_parallel_size": 2}, **LAYOUTS}
 MODULE_LAYOUTS_OF_FOUR: Mapping[str, Mapping[str, Any]] = {
     **OF_FOUR,
-    "TP2 PP2 VP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "pipeline_parallel_size": 2, "virtual_pipeline_size": 2},
+    "TP2 PP2 VP2": {
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+        "pipeline_parallel_size": 2,
+        "virtual_pipeline_size": 2,
+    },
 }
 DUMPED = [
     *((DENSE, layout) for layout in ("TP2 without SP", "TP2", "PP2", "CP2")),
@@ -105,9 +116,11 @@ def stale_shard(part: str, policy: Policy, other: Path) -> None:
 Plant = Callable[[Policy, Path], None]
 
 
-def modules(model_dirs: Mapping[str, Path], dumps: list[tuple[str, str]], faults: list[tuple[str, str, Plant, Path]], out: Path) -> None:
-    """Write ``<model> <layout>.safetensors`` for each of ``dumps``, and ``<fault>.safetensors`` of the dense model with each of ``faults``:
-    (name, layout, function, a directory for it).
+def modules(
+    model_dirs: Mapping[str, Path], dumps: list[tuple[str, str]], faults: list[tuple[str, str, Plant, Path]], out: Path
+) -> None:
+    """Write ``<model> <layout>.safetensors`` for each of ``dumps``, and ``<fault>.safetensors`` of the dense model with
+    each of ``faults``: (name, layout, function, a directory for it).
     """
     for layout, sizes in (MODULE_LAYOUTS if os.environ["WORLD_SIZE"] == "2" else MODULE_LAYOUTS_OF_FOUR).items():
         if layout not in {of for _, of, *_ in (*dumps, *faults)}:

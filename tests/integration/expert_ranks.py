@@ -1,4 +1,5 @@
-"""Body of one rank of a world of two: trains a mixture of experts in several layouts, saves it in one and goes on in another.
+"""Body of one rank of a world of two: trains a mixture of experts in several layouts, saves it in one and goes on in
+another.
 
 Run by the test. The layouts take turns in the processes, because starting those is most of the cost.
 """
@@ -53,7 +54,9 @@ REPLAYED = Mixture(replay=True)
 WAYS = {
     "plain": Way(),
     "distributed": Way(replicas=Replicas(distributed_optimizer=True)),
-    "overlapped": Way(replicas=Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)),
+    "overlapped": Way(
+        replicas=Replicas(distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
+    ),
     "moved": Way(minibatches=3, lr=1e-2),
     "replayed": Way(mixture=REPLAYED, minibatches=3, lr=1e-2),
     "replayed, full": Way(mixture=REPLAYED, minibatches=3, lr=1e-2, recompute="full"),
@@ -62,9 +65,15 @@ WAYS = {
     "balanced": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1)),
     "balanced, full": Way(own_rows=True, mixture=Mixture(aux_loss_coef=0.1), recompute="full"),
     "biased": Way(own_rows=True, mixture=Mixture(bias_update_rate=0.01)),
-    "replayed and balanced": Way(own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1), minibatches=3, lr=1e-2),
-    "replayed and biased": Way(own_rows=True, mixture=Mixture(replay=True, bias_update_rate=0.01), minibatches=3, lr=1e-2),
-    "all of it": Way(own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1, bias_update_rate=0.01), minibatches=3, lr=1e-2),
+    "replayed and balanced": Way(
+        own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1), minibatches=3, lr=1e-2
+    ),
+    "replayed and biased": Way(
+        own_rows=True, mixture=Mixture(replay=True, bias_update_rate=0.01), minibatches=3, lr=1e-2
+    ),
+    "all of it": Way(
+        own_rows=True, mixture=Mixture(replay=True, aux_loss_coef=0.1, bias_update_rate=0.01), minibatches=3, lr=1e-2
+    ),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {
     "EP2": {"expert_parallel_size": 2},
@@ -82,7 +91,12 @@ OF_FOUR: dict[str, dict[str, Any]] = {
     "DP2 TP2 EP2": {"tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 2},
     "DP2 PP2 EP2": {"pipeline_parallel_size": 2, "expert_parallel_size": 2},
     "PP2 TP2": {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True},
-    "CP2 TP2 EP4": {"context_parallel_size": 2, "tensor_parallel_size": 2, "sequence_parallel": True, "expert_parallel_size": 4},
+    "CP2 TP2 EP4": {
+        "context_parallel_size": 2,
+        "tensor_parallel_size": 2,
+        "sequence_parallel": True,
+        "expert_parallel_size": 4,
+    },
 }
 """Layouts of four ranks."""
 DEEP = "qwen3_moe, deep"
@@ -120,12 +134,19 @@ RUNS = [
     ("glm4_moe", "TP2", "biased"),
     *(("glm4_moe", layout, "all of it") for layout in ("EP2", "CP2", "PP2")),
 ]
-"""(model, layout, way): every family, kind of optimizer and setting, and the pairs that meet in the code; in ``GRADIENTS`` every layout."""
+"""(model, layout, way): every family, kind of optimizer and setting, and the pairs that meet in the code; in
+``GRADIENTS`` every layout.
+"""
 RARE_RUNS = [
     *(("qwen3_moe", layout, "plain") for layout in ("CP2", "CP2 EP2")),
     *(("qwen3_moe", layout, "balanced") for layout in ("TP2", "CP2")),
     *((DEEP, "PP2 VP2", way) for way in ("balanced", "replayed")),
-    *((family, layout, "plain") for layout in ("DP2", "TP2", "PP2") for family in EXPERTS if (family, layout, "plain") not in RUNS),
+    *(
+        (family, layout, "plain")
+        for layout in ("DP2", "TP2", "PP2")
+        for family in EXPERTS
+        if (family, layout, "plain") not in RUNS
+    ),
     *(("qwen3_moe", "DP2", way) for way in ("distributed", "overlapped")),
     *(("qwen3_moe", layout, way) for layout, way in (("TP2", "replayed, full"), ("EP2", "replayed, selective"))),
     ("qwen3_moe", "PP2", "balanced"),
@@ -151,7 +172,9 @@ GRADIENTS = [
 """Steps of which the gradient of each weight is compared."""
 GRADIENTS_OF_FOUR = [("qwen3_moe", layout, "balanced") for layout in OF_FOUR]
 SKIPPING = "EP2"
-"""Layout in which one rank has a loss or a gradient that is not finite: there are two optimizers, and experts that one rank alone has."""
+"""Layout in which one rank has a loss or a gradient that is not finite: there are two optimizers, and experts that one
+rank alone has.
+"""
 
 
 def same_run(way: str) -> str:
@@ -182,13 +205,17 @@ class Learner:
 def learner(model_dir: Path, here: parallel.Parallel, way: Way, config: OptimizerConfig | None = None) -> Learner:
     """``config``: of the optimizer; None = that of the way."""
     kernels = Wanted(recompute=way.recompute)
-    policy = build_policy(model_dir, dtype="float32", parallel=here, replicas=way.replicas, kernels=kernels, mixture=way.mixture)
+    policy = build_policy(
+        model_dir, dtype="float32", parallel=here, replicas=way.replicas, kernels=kernels, mixture=way.mixture
+    )
     optimizer = PolicyOptimizer(policy, config or replace(OPTIMIZER, lr=way.lr), steps=10)
     proximal = WeightBackup(policy)
     return Learner(
         policy,
         optimizer,
-        Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)),
+        Trainer(
+            policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)
+        ),
         proximal,
     )
 
@@ -221,7 +248,10 @@ def unbroken(model_dir: Path, here: parallel.Parallel, directory: Path, way: str
     torch.distributed.barrier()
     if same_run(way) == "plain":  # the others are not resumed
         state.save(directory, step=SAVED, policy=made.policy, optimizer=made.optimizer, proximal=made.proximal)
-    return {"began": began, "metrics": metrics + take(made, tuple(step for step in STEPS if step > SAVED), here, WAYS[way])}
+    return {
+        "began": began,
+        "metrics": metrics + take(made, tuple(step for step in STEPS if step > SAVED), here, WAYS[way]),
+    }
 
 
 def resumed(model_dir: Path, here: parallel.Parallel, directory: Path, way: str) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""Body of one rank of a world of two: scores, exports, converts and trains models in layout after layout. Run by the test."""
+"""Body of one rank of a world of two: scores, exports, converts and trains models in layout after layout. Run by the
+test.
+"""
 
 import json
 import os
@@ -34,8 +36,9 @@ RUNS = [
     *(("qwen2", "TP2"), ("glm4", "TP2"), ("llama", "PP2"), ("mistral", "CP2")),
     *(("glm4_moe, deep", "PP2 VP2"), ("qwen2", "DP2, distributed")),
 ]
-"""(model, layout): pairs that meet different code. A bias that is split; norms behind sublayers, one tensor for gate and up; stages, and
-chunks of them, of a model with a dense layer before those with experts; shares of the optimizer's state.
+"""(model, layout): pairs that meet different code. A bias that is split; norms behind sublayers, one tensor for gate
+and up; stages, and chunks of them, of a model with a dense layer before those with experts; shares of the optimizer's
+state.
 """
 RARE_RUNS = [
     (name, layout)
@@ -66,11 +69,17 @@ def exported(policy: Any) -> dict[str, torch.Tensor]:
 def differing(found: dict[str, torch.Tensor], model_dir: Path) -> list[str]:
     """Return the names that are not bit for bit those of the files."""
     there = load_file(model_dir / "model.safetensors")
-    return sorted(name for name in found.keys() | there.keys() if name not in found or not torch.equal(found[name], there.get(name)))
+    return sorted(
+        name
+        for name in found.keys() | there.keys()
+        if name not in found or not torch.equal(found[name], there.get(name))
+    )
 
 
 def used(model_dir: Path, here: Parallel, way: Way, of_one: Path, out: Path) -> dict[str, Any]:
-    """Score, export and train a model, and save it; begin another from the checkpoint that one process has made of the files."""
+    """Score, export and train a model, and save it; begin another from the checkpoint that one process has made of the
+    files.
+    """
     made = learner(model_dir, here, way)
     found: dict[str, Any] = {"log_probs": scores(made, here), "exported": differing(exported(made.policy), model_dir)}
     found["sent"] = not_sent_once(made.policy)
@@ -96,5 +105,7 @@ def main(model_dirs: dict[str, Path], checkpoints: dict[str, Path], runs: list[t
         if names:
             with joined(**sizes) as here:
                 for name in names:
-                    results[f"{name} {layout}"] = used(model_dirs[name], here, way_of(layout), checkpoints[name], out / f"{name} {layout}")
+                    results[f"{name} {layout}"] = used(
+                        model_dirs[name], here, way_of(layout), checkpoints[name], out / f"{name} {layout}"
+                    )
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

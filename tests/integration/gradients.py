@@ -1,4 +1,6 @@
-"""Gradients of whole weights at any layout: the change that one step of Adam with a huge epsilon makes, as the export has it."""
+"""Gradients of whole weights at any layout: the change that one step of Adam with a huge epsilon makes, as the export
+has it.
+"""
 
 import json
 import os
@@ -12,8 +14,9 @@ from torch import Tensor
 from tidemill.learner.settings.config import OptimizerConfig
 
 PLAIN = OptimizerConfig(lr=1e9, eps=1e6, clip_grad=0.0)
-"""A step is lr / eps times the gradient: a thousand times, so that the rounding of a weight is small beside its change. (Megatron's
-distributed optimizer takes no SGD.)"""
+"""A step is lr / eps times the gradient: a thousand times, so that the rounding of a weight is small beside its change.
+(Megatron's distributed optimizer takes no SGD.)
+"""
 NO_PARAMETER = "e_score_correction_bias"
 """End of the names of the biases of routers, which have no gradient."""
 RELATIVE = 1e-5
@@ -21,7 +24,9 @@ RELATIVE = 1e-5
 Gradients = dict[str, Tensor]
 
 
-def taken(export: Callable[[], Iterator[tuple[str, Tensor]]], train: Callable[[], dict[str, float]]) -> tuple[Gradients, dict[str, float]]:
+def taken(
+    export: Callable[[], Iterator[tuple[str, Tensor]]], train: Callable[[], dict[str, float]]
+) -> tuple[Gradients, dict[str, float]]:
     """Return the gradient of each exported weight in a step with ``PLAIN``, and the step's metrics. Collective."""
     before = {name: tensor.clone() for name, tensor in export()}
     metrics = train()
@@ -41,7 +46,9 @@ def load(out: Path, name: str, rank: int) -> tuple[Gradients, dict[str, float]]:
 
 
 def differing(ours: Gradients, wanted: Gradients) -> dict[str, float]:
-    """Return the weights with gradients that differ by more than ``RELATIVE``, and by how much. Fails for one without a gradient."""
+    """Return the weights with gradients that differ by more than ``RELATIVE``, and by how much. Fails for one without a
+    gradient.
+    """
     assert ours.keys() == wanted.keys()
     assert [name for name, tensor in wanted.items() if not tensor.abs().max() > 0] == []
     gaps = {name: float((ours[name] - tensor).abs().max() / tensor.abs().max()) for name, tensor in wanted.items()}

@@ -1,4 +1,6 @@
-"""Body of one rank of a pipeline of two: whether outputs that were sent are freed, by ``deallocate_pipeline_outputs``."""
+"""Body of one rank of a pipeline of two: whether outputs that were sent are freed, by
+``deallocate_pipeline_outputs``.
+"""
 
 import json
 import os
@@ -30,7 +32,9 @@ def main(model_dir: Path, out: Path) -> None:
             sizes.clear()
             kernels = Wanted(megatron={"deallocate_pipeline_outputs": frees})
             policy = build_policy(model_dir, dtype="float32", parallel=here, kernels=kernels)
-            trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=3), AlgorithmConfig(), max_lag=2)
+            trainer = Trainer(
+                policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=3), AlgorithmConfig(), max_lag=2
+            )
             trainer.train(make_batches(make_samples(vocab=128), max_tokens=90)[0])
             results[str(frees)] = {"digest": policy.digest(), "sent": [size for size in sizes]}
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

@@ -95,14 +95,20 @@ class Layout:
 
 
 def train(model_dir: Path, here: parallel.Parallel, case: str, layout: Layout) -> dict[str, object]:
-    """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on CUDA."""
+    """Train two steps. Returns their metrics, the number of micro-batches, and the operations that would raise on
+    CUDA.
+    """
     config, minibatches = algorithm(case), CASES[case][1]
     replicas = parallel.Replicas(
-        distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
+        distributed_optimizer=layout.sharded,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap and layout.sharded,
     )
     kernels = Wanted(recompute=layout.recompute)
     policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=kernels)
-    reference = another(policy) if config.listed_by_reference else WeightBackup(policy) if config.needs_reference else None
+    reference = (
+        another(policy) if config.listed_by_reference else WeightBackup(policy) if config.needs_reference else None
+    )
     trainer = Trainer(
         policy,
         PolicyOptimizer(policy, OPTIMIZER, steps=10, offload=layout.offload),
@@ -139,8 +145,13 @@ def samples_of(case: str, step: int) -> list[Sample]:
     samples = make_samples(vocab=VOCAB, step=step, groups=6, temperature=temperature, top_k=top_k)
     if case in FRESH:
         versions = {0: step - 1, 1: 0}
-        samples = [_by_one_version(sample, versions[sample.index]) if sample.index in versions else sample for sample in samples]
-        samples = [replace(sample, reward=1.0, status=Status.TRUNCATED) if sample.task == 6 else sample for sample in samples]
+        samples = [
+            _by_one_version(sample, versions[sample.index]) if sample.index in versions else sample
+            for sample in samples
+        ]
+        samples = [
+            replace(sample, reward=1.0, status=Status.TRUNCATED) if sample.task == 6 else sample for sample in samples
+        ]
     return [_demonstration(sample) if sample.task <= shown else sample for sample in samples]
 
 
@@ -161,13 +172,23 @@ def gradients(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
     """Return the gradient of each weight of the whole model in one step, and the step's metrics."""
     replicas = parallel.Replicas(
-        distributed_optimizer=layout.sharded, overlap_grad_reduce=layout.overlap, overlap_param_gather=layout.overlap and layout.sharded
+        distributed_optimizer=layout.sharded,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap and layout.sharded,
     )
-    policy = build_policy(model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=Wanted(recompute=layout.recompute))
+    policy = build_policy(
+        model_dir, dtype=layout.dtype, parallel=here, replicas=replicas, kernels=Wanted(recompute=layout.recompute)
+    )
     trainer = Trainer(policy, PolicyOptimizer(policy, PLAIN, steps=10), WITH_GRADIENTS, max_lag=2)
-    samples = [sample for sample in samples_of(EVERY_TERM, STEPS[0]) if sample.task in (2, 3)]  # demonstrations, and a group of a policy
+    samples = [
+        sample for sample in samples_of(EVERY_TERM, STEPS[0]) if sample.task in (2, 3)
+    ]  # demonstrations, and a group of a policy
     batches = make_batches(
-        samples, step=STEPS[0], data_parallel=here.dp_size, max_tokens=max_tokens or layout.max_tokens, pad_to=here.tp_size * here.cp_size
+        samples,
+        step=STEPS[0],
+        data_parallel=here.dp_size,
+        max_tokens=max_tokens or layout.max_tokens,
+        pad_to=here.tp_size * here.cp_size,
     )
     return taken(policy.export, lambda: trainer.train(batches[here.dp_rank]))
 

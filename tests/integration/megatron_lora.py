@@ -70,12 +70,19 @@ def learner(
     """Return a rank's parts. ``whole``: the reference is a copy of all weights. ``config``: of the optimizer."""
     tuning = Tuning(lora=lora, seed=5)
     policy = build_policy(
-        model_dir, dtype=dtype, parallel=here, replicas=way.replicas, kernels=Wanted(recompute=way.recompute), tuning=tuning
+        model_dir,
+        dtype=dtype,
+        parallel=here,
+        replicas=way.replicas,
+        kernels=Wanted(recompute=way.recompute),
+        tuning=tuning,
     )
     optimizer = PolicyOptimizer(policy, config, steps=10, offload=way.offload)
     reference = WeightBackup(policy, whole=True) if whole else initial_weights(policy)
     proximal = WeightBackup(policy)
-    trainer = Trainer(policy, optimizer, ALGORITHM, max_lag=2, others=OtherModels(proximal=proximal, reference=reference))
+    trainer = Trainer(
+        policy, optimizer, ALGORITHM, max_lag=2, others=OtherModels(proximal=proximal, reference=reference)
+    )
     return Learner(policy=policy, optimizer=optimizer, trainer=trainer, proximal=proximal)
 
 
@@ -91,11 +98,17 @@ def take(ours: Learner, step: int, here: Parallel, *, max_tokens: int = 60) -> d
     return ours.trainer.train(batches[here.dp_rank])
 
 
-def trained(model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None = None, *, lora: LoraConfig = LORA) -> dict[str, object]:
-    """Train all steps, or those behind the checkpoint. Returns metrics, and norms of the exported adapters and weights."""
+def trained(
+    model_dir: Path, here: Parallel, way: Way, checkpoint: Path | None = None, *, lora: LoraConfig = LORA
+) -> dict[str, object]:
+    """Train all steps, or those behind the checkpoint. Returns metrics, and norms of the exported adapters and
+    weights.
+    """
     ours, steps = learner(model_dir, here, way, lora=lora), STEPS
     if checkpoint is not None:
-        assert state.load(checkpoint, policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)[0] == STEPS[0]
+        assert (
+            state.load(checkpoint, policy=ours.policy, optimizer=ours.optimizer, proximal=ours.proximal)[0] == STEPS[0]
+        )
         steps = STEPS[1:]
     metrics = [take(ours, step, here) for step in steps]
     assert ours.policy.adapters is not None
@@ -166,7 +179,10 @@ def main(model_dir: Path, checkpoint: Path, filled: LoraConfig, out: Path) -> No
         results: dict[str, object] = {f"dp2 {name}": trained(model_dir, here, WAYS[name]) for name in shared}
         for name in IN_REPLICAS:
             save(out, f"dp2 {name}", *gradients(model_dir, here, WAYS[name], filled))
-        results |= {f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint) for name in ("plain", "distributed, offload")}
+        results |= {
+            f"dp2 {name}, resumed": trained(model_dir, here, WAYS[name], checkpoint)
+            for name in ("plain", "distributed, offload")
+        }
     for layout, (sizes, ways) in DIVIDED.items():
         with joined(**sizes) as here:
             for name in ways:

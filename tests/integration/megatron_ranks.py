@@ -1,4 +1,6 @@
-"""Body of one rank of a world of two: trains the same steps with data parallelism, then with tensor parallelism. Run by the test."""
+"""Body of one rank of a world of two: trains the same steps with data parallelism, then with tensor parallelism. Run by
+the test.
+"""
 
 import json
 import math
@@ -31,19 +33,25 @@ MARK = 7.0
 """Reward, and so the advantage, of a step that is invalidated on rank 1."""
 
 
-def train(model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoint: Path | None = None) -> dict[str, object]:
+def train(
+    model_dir: Path, here: parallel.Parallel, *, max_tokens: int, checkpoint: Path | None = None
+) -> dict[str, object]:
     """Train ``STEPS`` and return the results; with ``checkpoint``, load it first and train only the last step."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     proximal = WeightBackup(policy)
-    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal))
+    trainer = Trainer(
+        policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=proximal)
+    )
     steps = STEPS
     if checkpoint is not None:
         assert state.load(checkpoint, policy=policy, optimizer=optimizer, proximal=proximal)[0] == STEPS[0]
         steps = STEPS[1:]
     metrics = []
     for step in steps:
-        batches = make_batches(make_samples(vocab=VOCAB, step=step), step=step, data_parallel=here.dp_size, max_tokens=max_tokens)
+        batches = make_batches(
+            make_samples(vocab=VOCAB, step=step), step=step, data_parallel=here.dp_size, max_tokens=max_tokens
+        )
         metrics.append(trainer.train(batches[here.dp_rank]))
     return {"metrics": metrics, "digest": policy.digest()}
 
@@ -58,12 +66,16 @@ def spoilt(log_probs_T: Tensor, anchor_T: Tensor, tokens: Tokens, config: Algori
 def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas | None = None) -> dict[str, object]:
     """Train a good step, one with a NaN loss on rank 1, and a good one; then a step with an infinite gradient there.
 
-    That one is in the last buffer of the last chunk, that of its experts where it has some: no other rank has their gradients.
+    That one is in the last buffer of the last chunk, that of its experts where it has some: no other rank has their
+    gradients.
     """
     algorithm = AlgorithmConfig(loss=f"{__name__}:spoilt", weight="none", anchor="rollout", advantage="reinforce")
     batches = []
     for step in (3, 4, 5):
-        samples = [replace(sample, reward=MARK if step == 4 else sample.reward) for sample in make_samples(vocab=VOCAB, step=step)]
+        samples = [
+            replace(sample, reward=MARK if step == 4 else sample.reward)
+            for sample in make_samples(vocab=VOCAB, step=step)
+        ]
         batches.append(make_batches(samples, step=step, data_parallel=here.dp_size, pad_to=here.cp_size)[here.dp_rank])
 
     def trained(chosen: list[StepBatch]) -> tuple[list[float], list[str], PolicyOptimizer, Policy]:
@@ -86,7 +98,13 @@ def skips(model_dir: Path, here: parallel.Parallel, replicas: parallel.Replicas 
     with megatron_device():
         norm, _ = optimizer.step(6, loss=0.0)
     moved = policy.digest() != digests[-1]
-    return {"skipped": skipped, "digests": digests, "undisturbed": undisturbed, "norm_of_spoilt_gradient": norm, "moved_by_it": moved}
+    return {
+        "skipped": skipped,
+        "digests": digests,
+        "undisturbed": undisturbed,
+        "norm_of_spoilt_gradient": norm,
+        "moved_by_it": moved,
+    }
 
 
 def main(model_dir: Path, checkpoint: Path, out: Path) -> None:

@@ -1,4 +1,6 @@
-"""Body of one rank of two: saves a checkpoint in every layout, loads each of them in others, and takes the next step. Run by the test."""
+"""Body of one rank of two: saves a checkpoint in every layout, loads each of them in others, and takes the next step.
+Run by the test.
+"""
 
 import json
 import os
@@ -51,7 +53,11 @@ class Learner:
         self.optimizer = PolicyOptimizer(self.policy, OPTIMIZER, steps=10, offload=layout.offload)
         self.proximal = WeightBackup(self.policy)
         self.trainer = Trainer(
-            self.policy, self.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=self.proximal)
+            self.policy,
+            self.optimizer,
+            AlgorithmConfig(entropy_coef=0.01),
+            max_lag=2,
+            others=OtherModels(proximal=self.proximal),
         )
 
     def take(self, step: int) -> dict[str, float]:
@@ -81,7 +87,9 @@ class Learner:
 
     def resume(self, directory: Path) -> dict[str, Any]:
         """Load the checkpoint, and take the second step."""
-        assert state.load(directory, policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)[0] == STEPS[0]
+        assert (
+            state.load(directory, policy=self.policy, optimizer=self.optimizer, proximal=self.proximal)[0] == STEPS[0]
+        )
         digest = self.policy.digest()
         return {"digest": digest, "metrics": self.take(STEPS[1])}
 
@@ -92,11 +100,19 @@ def saved(learner: Learner, directory: Path) -> dict[str, Any]:
     learner.save(directory)
     digest, log_probs = learner.policy.digest(), learner.log_probs(STEPS[0])
     layers = sum(len(chunk.decoder.layers) for chunk in learner.policy.chunks)
-    return {"metrics": [first], "digest": digest, "log_probs": log_probs, "second": learner.take(STEPS[1]), "layers": layers}
+    return {
+        "metrics": [first],
+        "digest": digest,
+        "log_probs": log_probs,
+        "second": learner.take(STEPS[1]),
+        "layers": layers,
+    }
 
 
 def main(model_dir: Path, of_one: Path, every: bool, out: Path) -> None:
-    """``of_one``: checkpoint of one rank. ``every``: each layout loads those of all; else its own and that of the one before it."""
+    """``of_one``: checkpoint of one rank. ``every``: each layout loads those of all; else its own and that of the one
+    before it.
+    """
     results: dict[str, dict[str, Any]] = {}
     for name, layout in LAYOUTS.items():
         with joined(**layout.sizes) as here:

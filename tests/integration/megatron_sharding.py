@@ -1,4 +1,6 @@
-"""Body of one rank of a world of two: trains the same steps with every way of keeping the optimizer's state. Run by the test."""
+"""Body of one rank of a world of two: trains the same steps with every way of keeping the optimizer's state. Run by the
+test.
+"""
 
 import json
 import os
@@ -35,7 +37,9 @@ class Way:
 
 
 CHUNK = 9_000
-"""Logits in memory at once of a way with chunks: of 30 tokens. Of shorter rows all are kept, and the gradient comes through autograd."""
+"""Logits in memory at once of a way with chunks: of 30 tokens. Of shorter rows all are kept, and the gradient comes
+through autograd.
+"""
 BUCKET = 9_000
 """Elements of a bucket, so that the tiny model has several."""
 SHARES = Replicas(distributed_optimizer=True)
@@ -49,15 +53,20 @@ WAYS = {
         replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET),
     ),
     "distributed, overlap, chunks": Way(
-        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET), chunk=CHUNK
+        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET),
+        chunk=CHUNK,
     ),
     "offload": Way(offload=True),
     "distributed, offload": Way(replicas=SHARES, offload=True),
     "distributed, overlap, offload": Way(
-        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET), offload=True
+        replicas=replace(SHARES, overlap_grad_reduce=True, overlap_param_gather=True, bucket_elements=BUCKET),
+        offload=True,
     ),
 }
-ALWAYS = {"float32": [*WAYS], "bfloat16": ["plain", "distributed", "distributed, offload", "distributed, overlap, offload"]}
+ALWAYS = {
+    "float32": [*WAYS],
+    "bfloat16": ["plain", "distributed", "distributed, offload", "distributed, overlap, offload"],
+}
 """Ways by dtype. The other ones in bfloat16 are compared by ``make test-all``, where nothing is clipped."""
 CASES = [(dtype, way) for dtype, ways in ALWAYS.items() for way in ways]
 RARE = [(dtype, way) for dtype in ALWAYS for way in WAYS if (dtype, way) not in CASES]
@@ -81,7 +90,9 @@ def resumes(dtype: str) -> list[tuple[str, str]]:
     return [(one, other) for one, other in RESUMES if {one, other} <= {*ALWAYS[dtype]}]
 
 
-def learner(model_dir: Path, here: Parallel, dtype: str, way: Way, settings: OptimizerConfig) -> tuple[Trainer, Policy, PolicyOptimizer]:
+def learner(
+    model_dir: Path, here: Parallel, dtype: str, way: Way, settings: OptimizerConfig
+) -> tuple[Trainer, Policy, PolicyOptimizer]:
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=way.replicas)
     optimizer = PolicyOptimizer(policy, settings, steps=10, offload=way.offload)
     return Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2), policy, optimizer
@@ -89,10 +100,14 @@ def learner(model_dir: Path, here: Parallel, dtype: str, way: Way, settings: Opt
 
 def take(trainer: Trainer, step: int, here: Parallel) -> dict[str, float]:
     samples = make_samples(vocab=VOCAB, step=step)
-    return trainer.train(make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=50, minibatches=2)[here.dp_rank])
+    return trainer.train(
+        make_batches(samples, step=step, data_parallel=here.dp_size, max_tokens=50, minibatches=2)[here.dp_rank]
+    )
 
 
-def trained(model_dir: Path, here: Parallel, case: tuple[str, str], settings: OptimizerConfig, out: Path | None) -> dict[str, object]:
+def trained(
+    model_dir: Path, here: Parallel, case: tuple[str, str], settings: OptimizerConfig, out: Path | None
+) -> dict[str, object]:
     """Train ``STEPS``; with ``out``, save a checkpoint after the first. Returns metrics and digests of each step."""
     way = WAYS[case[1]]
     trainer, policy, optimizer = learner(model_dir, here, case[0], way, settings)
@@ -104,7 +119,11 @@ def trained(model_dir: Path, here: Parallel, case: tuple[str, str], settings: Op
         if out is not None and step == STEPS[0]:
             saved(out / f"{case[0]} {case[1]}", policy, optimizer)
     logprobs.CHUNK_ELEMENTS = before
-    return {"metrics": metrics, "digests": digests, "buckets": sum(len(buffer.buckets) for buffer in policy.ddp.buffers)}
+    return {
+        "metrics": metrics,
+        "digests": digests,
+        "buckets": sum(len(buffer.buckets) for buffer in policy.ddp.buffers),
+    }
 
 
 def saved(directory: Path, policy: Policy, optimizer: PolicyOptimizer) -> Path:
@@ -131,7 +150,9 @@ def passed_on(model_dir: Path, here: Parallel, dtype: str, way: Way, checkpoint:
 def rare(model_dir: Path, out: Path) -> None:
     """Train the rare ways, and the plain one of their dtype."""
     with joined() as here:
-        results = {" ".join(case): trained(model_dir, here, case, UNCLIPPED, None) for case in (*RARE, ("bfloat16", "plain"))}
+        results = {
+            " ".join(case): trained(model_dir, here, case, UNCLIPPED, None) for case in (*RARE, ("bfloat16", "plain"))
+        }
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))
 
 
@@ -139,14 +160,23 @@ def main(model_dir: Path, of_one: Path, out: Path) -> None:
     """``of_one``: directory with a checkpoint of one rank for each dtype."""
     with joined() as here:
         results: dict[str, object] = {" ".join(case): trained(model_dir, here, case, UNCLIPPED, out) for case in CASES}
-        results |= {f"clipped {' '.join(case)}": trained(model_dir, here, case, CLIPPED, None) for case in CLIPPED_CASES}
+        results |= {
+            f"clipped {' '.join(case)}": trained(model_dir, here, case, CLIPPED, None) for case in CLIPPED_CASES
+        }
         for dtype in ("float32", "bfloat16"):
-            results |= {f"{dtype} {one} > {other}": resumed(model_dir, here, dtype, (one, other), out) for one, other in resumes(dtype)}
+            results |= {
+                f"{dtype} {one} > {other}": resumed(model_dir, here, dtype, (one, other), out)
+                for one, other in resumes(dtype)
+            }
             for name in ("distributed", "distributed, overlap, offload"):
                 passed_on(model_dir, here, dtype, WAYS[name], of_one / dtype, out / f"of one, {dtype} {name}")
         results["skips"] = skips(model_dir, here, SHARES)
     with joined(tensor_parallel_size=2) as here:
         for dtype in ("float32", "bfloat16"):
-            passed_on(model_dir, here, dtype, WAYS["plain"], out / f"{dtype} distributed", out / f"split, {dtype} plain")
-            passed_on(model_dir, here, dtype, WAYS["offload"], out / f"{dtype} distributed", out / f"split, {dtype} offload")
+            passed_on(
+                model_dir, here, dtype, WAYS["plain"], out / f"{dtype} distributed", out / f"split, {dtype} plain"
+            )
+            passed_on(
+                model_dir, here, dtype, WAYS["offload"], out / f"{dtype} distributed", out / f"split, {dtype} offload"
+            )
     (out / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(results))

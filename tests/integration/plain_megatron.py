@@ -1,6 +1,8 @@
-"""Checkpoints as Megatron's own training writes them: plain megatron-core models, Adam with its state shared out, in a world of two ranks.
+"""Checkpoints as Megatron's own training writes them: plain megatron-core models, Adam with its state shared out, in a
+world of two ranks.
 
-The models are built and filled without Tidemill's bridges, from the safetensors of a Hugging Face directory, by rules of this file.
+The models are built and filled without Tidemill's bridges, from the safetensors of a Hugging Face directory, by rules
+of this file.
 """
 
 import json
@@ -41,10 +43,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 _EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight")
 
 
-def save(directory: Path, weights: dict[str, Tensor], config: dict[str, Any], here: Parallel, *, dtype: str, **metadata: bool) -> None:
-    """Write one iteration, number 10. ``config``: of the model's directory. ``metadata``: versions of the sharded state.
+def save(
+    directory: Path, weights: dict[str, Tensor], config: dict[str, Any], here: Parallel, *, dtype: str, **metadata: bool
+) -> None:
+    """Write one iteration, number 10. ``config``: of the model's directory. ``metadata``: versions of the sharded
+    state.
 
-    The optimizer has taken a step with a learning rate of 0, so its moments are no zeros, and the weights are the given ones.
+    The optimizer has taken a step with a learning rate of 0, so its moments are no zeros, and the weights are the given
+    ones.
     """
     settings = _settings(config, here, getattr(torch, dtype))
     with megatron_device():
@@ -54,23 +60,38 @@ def save(directory: Path, weights: dict[str, Tensor], config: dict[str, Any], he
         inner = [Float16Module(settings, one) if dtype == "bfloat16" else one for one in modules]
         replicas = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
         ddps = [DistributedDataParallel(settings, replicas, one) for one in inner]
-        adam = OptimizerConfig(optimizer="adam", lr=0.0, weight_decay=0.0, bf16=dtype == "bfloat16", use_distributed_optimizer=True)
+        adam = OptimizerConfig(
+            optimizer="adam", lr=0.0, weight_decay=0.0, bf16=dtype == "bfloat16", use_distributed_optimizer=True
+        )
         optimizer = get_megatron_optimizer(adam, ddps)
         for ddp in ddps:
             for buffer in [*ddp.buffers, *ddp.expert_parallel_buffers]:
                 buffer.grad_data.normal_()
         optimizer.step()
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        versions = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True, **metadata, "dp_cp_group": group}
+        versions = {
+            "distrib_optim_sharding_type": "dp_reshardable",
+            "chained_optim_avoid_prefix": True,
+            **metadata,
+            "dp_cp_group": group,
+        }
         content = {
-            ("model" if len(modules) == 1 else f"model{at}"): one.sharded_state_dict(metadata=versions) for at, one in enumerate(modules)
+            ("model" if len(modules) == 1 else f"model{at}"): one.sharded_state_dict(metadata=versions)
+            for at, one in enumerate(modules)
         }
         content["optimizer"] = optimizer.sharded_state_dict(content, metadata=versions)
-        content |= {"args": Namespace(lr=0.0), "iteration": 10, "checkpoint_version": 3.0, "num_floating_point_operations_so_far": 0}
+        content |= {
+            "args": Namespace(lr=0.0),
+            "iteration": 10,
+            "checkpoint_version": 3.0,
+            "num_floating_point_operations_so_far": 0,
+        }
         if here.rank == 0:
             directory.mkdir(parents=True)
         torch.distributed.barrier()
-        dist_checkpointing.save(content, str(directory), content_metadata={"chained_optim_avoid_prefix": True, **metadata})
+        dist_checkpointing.save(
+            content, str(directory), content_metadata={"chained_optim_avoid_prefix": True, **metadata}
+        )
     assert any(name.startswith("optimizer") or "exp_avg" in name for name in torch_dist.read_index(directory).shapes)
 
 
@@ -113,7 +134,9 @@ def _module(settings: TransformerConfig, config: dict[str, Any], here: Parallel,
     stage = number if here.vp_size > 1 else None
     module = GPTModel(
         config=settings,
-        transformer_layer_spec=get_gpt_decoder_block_spec(settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage),
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            settings, use_transformer_engine=False, normalization="RMSNorm", vp_stage=stage
+        ),
         vocab_size=PADDED,
         max_sequence_length=config["max_position_embeddings"],
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -156,7 +179,11 @@ _OUTSIDE = {
 def _in_layer(name: str, weights: dict[str, Tensor], layer: str, settings: TransformerConfig) -> Sequence[Tensor]:
     """Return the whole of a layer's tensor; of a gated layer both halves, each of which is split over ranks."""
     if found := _EXPERT.fullmatch(name):
-        first = parallel_state.get_expert_model_parallel_rank() * (settings.num_moe_experts or 0) // settings.expert_model_parallel_size
+        first = (
+            parallel_state.get_expert_model_parallel_rank()
+            * (settings.num_moe_experts or 0)
+            // settings.expert_model_parallel_size
+        )
         of, name = f"{layer}mlp.experts.{first + int(found[1])}.", f"mlp.{found[2]}.weight"
     else:
         of = f"{layer}mlp."
@@ -192,7 +219,8 @@ def given(model_dir: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def main(dense: Path, experts: Path, base: Path, base_experts: Path, out: Path) -> None:
-    """Write checkpoints of ``dense`` and ``experts`` at several layouts, and load each into the other model at other layouts.
+    """Write checkpoints of ``dense`` and ``experts`` at several layouts, and load each into the other model at other
+    layouts.
 
     ``base``, ``base_experts``: directories of the same models with other weights. The results are digests.
     """

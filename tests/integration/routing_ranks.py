@@ -1,4 +1,5 @@
-"""Body of one rank of a world of two: trains mixtures of experts with the experts that samples have, and looks at every router.
+"""Body of one rank of a world of two: trains mixtures of experts with the experts that samples have, and looks at every
+router.
 
 Run by the test. The layouts take turns in the processes, because starting those is most of the cost.
 """
@@ -62,7 +63,9 @@ class RouterCalls:
     def __init__(self, policy: Policy, shape: RoutedShape) -> None:
         self._here, self._shape = policy.parallel, shape
         self._calls: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Layer -> the experts of each pass, and those that the router alone would choose by its logits, [T, K] in order of the ids."""
+        """Layer -> the experts of each pass, and those that the router alone would choose by its logits, [T, K] in
+        order of the ids.
+        """
         for chunk in policy.chunks:
             for layer in chunk.decoder.layers:
                 if hasattr(layer.mlp, "router"):
@@ -74,24 +77,41 @@ class RouterCalls:
         self._calls.setdefault(layer, []).append((chosen_TK, own_TK))
 
     def found(self, batch: StepBatch) -> list[dict[str, int]]:
-        """Return for each of this rank's layers and rows: passes with exactly the given experts, its known tokens, and of the other tokens
-        in these passes those with the router's own experts, and all of them."""
+        """Return for each of this rank's layers and rows: passes with exactly the given experts, its known tokens, and
+        of the other tokens in these passes those with the router's own experts, and all of them.
+        """
         found = []
         for layer, calls in sorted(self._calls.items()):
             for row in batch.micro_batches:
-                given_TK = torch.from_numpy(row.experts).view(-1, *batch.routing)[:, self._shape.layers.index(layer)].long()
-                given_TK = given_TK.chunk(self._here.cp_size)[self._here.cp_rank].chunk(self._here.tp_size)[self._here.tp_rank]
+                given_TK = (
+                    torch.from_numpy(row.experts).view(-1, *batch.routing)[:, self._shape.layers.index(layer)].long()
+                )
+                given_TK = given_TK.chunk(self._here.cp_size)[self._here.cp_rank].chunk(self._here.tp_size)[
+                    self._here.tp_rank
+                ]
                 known_T = given_TK[:, 0] >= 0
                 wanted_TK = given_TK.sort(-1).values
-                same = [call for call in calls if len(call[0]) == len(wanted_TK) and bool((call[0] == wanted_TK)[known_T].all())]
+                same = [
+                    call
+                    for call in calls
+                    if len(call[0]) == len(wanted_TK) and bool((call[0] == wanted_TK)[known_T].all())
+                ]
                 own = sum(int((chosen_TK == own_TK)[~known_T].all(1).sum()) for chosen_TK, own_TK in same)
-                found.append({"passes": len(same), "known": int(known_T.sum()), "own": own, "others": len(same) * int((~known_T).sum())})
+                found.append(
+                    {
+                        "passes": len(same),
+                        "known": int(known_T.sum()),
+                        "own": own,
+                        "others": len(same) * int((~known_T).sum()),
+                    }
+                )
         return found
 
 
 def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
-    """Train one step. Returns its metrics, ``rows`` of ``RouterCalls``, the movement of each router's bias of the first expert less that of
-    the last, and whether every router's weight has moved."""
+    """Train one step. Returns its metrics, ``rows`` of ``RouterCalls``, the movement of each router's bias of the first
+    expert less that of the last, and whether every router's weight has moved.
+    """
     shape = RoutedShape.of(json.loads((model_dir / "config.json").read_text()))
     assert shape is not None
     made, chosen = learner(model_dir, here, WAYS[way]), WAYS[way]
@@ -115,13 +135,17 @@ def train(model_dir: Path, here: parallel.Parallel, way: str) -> dict[str, Any]:
     )
     assert here.pp_size == 1 or not chosen.own_rows or len(batches[here.dp_rank].micro_batches) % 2 == 1
     routers = [parameter for name, parameter in made.policy.named_weights() if name.endswith("router.weight")]
-    biases, before = [bias.clone() for bias in made.policy.router_biases()], [router.detach().clone() for router in routers]
+    biases, before = (
+        [bias.clone() for bias in made.policy.router_biases()],
+        [router.detach().clone() for router in routers],
+    )
     metrics = made.trainer.train(batches[here.dp_rank])
     return {
         "metrics": metrics,
         "rows": calls.found(batches[here.dp_rank]) if chosen.mixture.given else [],
         "biases_moved": [
-            float((now - was)[0]) - float((now - was)[-1]) for now, was in zip(made.policy.router_biases(), biases, strict=True)
+            float((now - was)[0]) - float((now - was)[-1])
+            for now, was in zip(made.policy.router_biases(), biases, strict=True)
         ],
         "routers_moved": all(not torch.equal(now.detach(), was) for now, was in zip(routers, before, strict=True)),
     }
@@ -150,7 +174,14 @@ def dumped(model_dir: Path, here: parallel.Parallel, way: str, path: str) -> Ste
     chosen = WAYS.get(way) or EXPERT_WAYS[way]
     made = learner(model_dir, here, chosen)
     collector = Collector(path, here)
-    trainer = Trainer(made.policy, made.optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(), collector=collector)
+    trainer = Trainer(
+        made.policy,
+        made.optimizer,
+        AlgorithmConfig(entropy_coef=0.01),
+        max_lag=2,
+        others=OtherModels(),
+        collector=collector,
+    )
     samples = with_random_experts(make_samples(vocab=VOCAB, step=STEP, groups=6), shape, unknown_share=0.2)
     batches = make_batches(
         samples,

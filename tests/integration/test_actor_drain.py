@@ -1,4 +1,6 @@
-"""An actor is drained in the middle of long responses: the next one continues from there, and no token is made twice."""
+"""An actor is drained in the middle of long responses: the next one continues from there, and no token is made
+twice.
+"""
 
 import asyncio
 from collections import Counter
@@ -60,7 +62,9 @@ async def undisturbed(built: BuiltinEngine, sampling: Sampling) -> list[Generati
 
 
 async def one_ends_early(built: BuiltinEngine) -> Sampling:
-    """Sampling under which exactly one response of the group stops within 20 tokens, and the others go on for 60 or more."""
+    """Sampling under which exactly one response of the group stops within 20 tokens, and the others go on for 60 or
+    more.
+    """
     whole = await undisturbed(built, Sampling(max_new_tokens=LONG))
     for first in whole:
         others = [other.tokens[:60].tolist() for other in whole if other is not first]
@@ -115,7 +119,9 @@ async def test_the_next_actor_continues_and_no_token_is_generated_twice(
         await pause(built)
         first = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "first"))
         async with half_done(built):
-            second = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second"))
+            second = asyncio.create_task(
+                run_actor(nats_server.url, bus.run, config, bus.config, second_draining, "second")
+            )
             await row_until(bus.rows("live"), "actor.second", lambda row: "a task" in row["waits_for"])
             draining.set()
             await first
@@ -137,7 +143,11 @@ async def test_the_next_actor_continues_and_no_token_is_generated_twice(
         assert {s.actor: s.index for s in found}["first"] == done[0].index
         assert_undisturbed(found, whole)
         assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
-        assert (row["load"]["samples_found"], row["load"]["partials_continued"], row["load"]["samples_published"]) == (1, 3, 3)
+        assert (row["load"]["samples_found"], row["load"]["partials_continued"], row["load"]["samples_published"]) == (
+            1,
+            3,
+            3,
+        )
 
 
 async def test_a_response_may_be_continued_by_several_actors(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
@@ -155,7 +165,9 @@ async def test_a_response_may_be_continued_by_several_actors(open_bus: BusOpener
                 async with half_done(built, unfinished, each=10):
                     actor.terminate()
                     assert await actor.exit_code() == 0
-            lengths = [len(partial.tokens) for partial in (await bus.partials.of(tasks[0])).values() if not partial.sample_seq]
+            lengths = [
+                len(partial.tokens) for partial in (await bus.partials.of(tasks[0])).values() if not partial.sample_seq
+            ]
             assert min(lengths) > had, "everyone went on"
             unfinished, had = len(lengths), max(lengths)
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="last"):
@@ -165,15 +177,22 @@ async def test_a_response_may_be_continued_by_several_actors(open_bus: BusOpener
         assert built.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
 
 
-async def test_an_actor_killed_while_it_continues_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """kill -9 leaves no partials of the second actor; those of the first are still there, and the third continues from them."""
+async def test_an_actor_killed_while_it_continues_loses_nothing(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """kill -9 leaves no partials of the second actor; those of the first are still there, and the third continues from
+    them.
+    """
     async with open_bus(lease_s=LEASE_S) as bus, engine(bus) as built:
         sampling = await one_ends_early(built)
         whole = await undisturbed(built, sampling)
         tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=sampling)
         config = ActorConfig(reward="digits", drain_finish_s=0.0)
         await pause(built)
-        async with actor_process(nats_server.url, bus.run, config, id="drained", lease_s=LEASE_S) as drained, half_done(built):
+        async with (
+            actor_process(nats_server.url, bus.run, config, id="drained", lease_s=LEASE_S) as drained,
+            half_done(built),
+        ):
             drained.terminate()
             assert await drained.exit_code() == 0
         left = await bus.partials.of(tasks[0])
@@ -183,7 +202,9 @@ async def test_an_actor_killed_while_it_continues_loses_nothing(open_bus: BusOpe
                 killed.kill()
                 await killed.exit_code()
         await at_work(built, 0)
-        assert {index: each.attempt for index, each in (await bus.partials.of(tasks[0])).items()} == dict.fromkeys(left, left[0].attempt)
+        assert {index: each.attempt for index, each in (await bus.partials.of(tasks[0])).items()} == dict.fromkeys(
+            left, left[0].attempt
+        )
         before = built.scheduler.counters.tokens_generated
         async with actor_process(nats_server.url, bus.run, config, id="last", lease_s=LEASE_S):
             await samples_until(bus, complete(tasks, GROUP))
@@ -191,11 +212,15 @@ async def test_an_actor_killed_while_it_continues_loses_nothing(open_bus: BusOpe
         found = await all_samples(bus)
         assert Counter(sample.actor for sample in found) == {"drained": 1, "last": GROUP - 1}
         assert_undisturbed(found, whole)
-        missing = sum(len(each.tokens) - len(left[index].tokens) for index, each in enumerate(whole) if not left[index].sample_seq)
+        missing = sum(
+            len(each.tokens) - len(left[index].tokens) for index, each in enumerate(whole) if not left[index].sample_seq
+        )
         assert built.scheduler.counters.tokens_generated - before == missing
 
 
-async def test_a_response_broken_off_is_continued_at_another_engine(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_response_broken_off_is_continued_at_another_engine(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus, id="second", phase="joining") as second:
         sampling = Sampling(max_new_tokens=LONG, seed=SEED)
         second.phase = "serving"
@@ -220,9 +245,13 @@ async def test_a_response_broken_off_is_continued_at_another_engine(open_bus: Bu
         assert made + second.scheduler.counters.tokens_generated - before == sum(len(each.tokens) for each in whole)
 
 
-async def test_an_actor_without_partials_finishes_every_response(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_without_partials_finishes_every_response(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus) as built:
-        tasks = await issue(bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED))
+        tasks = await issue(
+            bus, await take_over(bus), group_size=GROUP, sampling=Sampling(max_new_tokens=LONG, seed=SEED)
+        )
         config, draining = ActorConfig(reward="digits", partials=False, drain_finish_s=0.0), asyncio.Event()
         await pause(built)
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a1"))

@@ -1,4 +1,6 @@
-"""A machine with the actor's packages alone: ``pip install .[actor]`` into an environment of its own, and a group of samples made by it."""
+"""A machine with the actor's packages alone: ``pip install .[actor]`` into an environment of its own, and a group of
+samples made by it.
+"""
 
 import asyncio
 import os
@@ -10,7 +12,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, samples_until, settled, take_over
+from tests.actor_kit import (
+    all_samples,
+    complete,
+    engine,
+    issue,
+    model_dir,
+    prompt_tokens,
+    samples_until,
+    settled,
+    take_over,
+)
 from tests.bus_fixtures import BusOpener
 from tidemill.bus import exit_codes
 from tidemill.bus.server.nats_server import EmbeddedServer
@@ -21,7 +33,17 @@ PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 pytestmark = pytest.mark.slow
 """Installation takes a minute or two."""
-HEAVY = {"torch", "megatron-core", "mbridge", "transformers", "tokenizers", "matplotlib", "pyarrow", "pyzmq", "safetensors"}
+HEAVY = {
+    "torch",
+    "megatron-core",
+    "mbridge",
+    "transformers",
+    "tokenizers",
+    "matplotlib",
+    "pyarrow",
+    "pyzmq",
+    "safetensors",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -33,7 +55,9 @@ def _model() -> None:
 
 @pytest.fixture(scope="module")
 def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its source."""
+    """Return the ``bin`` of an environment with ``tidemill[actor]``, built from a copy: a build writes into its
+    source.
+    """
     directory = tmp_path_factory.mktemp("actor")
     source = directory / "source"
     for package in PACKAGES:
@@ -42,7 +66,17 @@ def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copy(ROOT / file, source / file)
     subprocess.run([sys.executable, "-m", "venv", directory / "venv"], check=True)
     bin = directory / "venv" / "bin"
-    install = [bin / "python", "-m", "pip", "install", "--quiet", "--no-compile", "-c", ROOT / "constraints.txt", f"{source}[actor]"]
+    install = [
+        bin / "python",
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-compile",
+        "-c",
+        ROOT / "constraints.txt",
+        f"{source}[actor]",
+    ]
     done = subprocess.run(install, env=_environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return bin
@@ -50,7 +84,9 @@ def actor_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_an_actor_install_has_none_of_the_heavy_packages(actor_environment: Path) -> None:
     code = "import importlib.metadata as m; print(*(d.metadata['Name'].lower() for d in m.distributions()))"
-    done = subprocess.run([actor_environment / "python", "-c", code], env=_environment(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [actor_environment / "python", "-c", code], env=_environment(), capture_output=True, text=True, check=True
+    )
     installed = set(done.stdout.split())
     assert {"tidemill", "nats-py", "numpy"} <= installed
     assert not installed & HEAVY
@@ -59,7 +95,9 @@ def test_an_actor_install_has_none_of_the_heavy_packages(actor_environment: Path
 async def test_an_actor_install_leases_a_task_and_publishes_its_samples(
     actor_environment: Path, open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
 ) -> None:
-    """The user's command runs against a real bus and a real engine; then ``tail`` of the same environment shows the samples."""
+    """The user's command runs against a real bus and a real engine; then ``tail`` of the same environment shows the
+    samples.
+    """
     async with open_bus() as bus, engine(bus):
         await bus.rows("run").put("config", {"actor": {"reward": "digits"}, "bus": {}})
         tasks = await issue(bus, await take_over(bus))
@@ -79,7 +117,12 @@ async def test_an_actor_install_leases_a_task_and_publishes_its_samples(
         samples = await all_samples(bus)
         assert [sample.actor for sample in samples] == ["installed"] * 4
         tail = await asyncio.create_subprocess_exec(
-            actor_environment / "tidemill", "tail", *on_bus, cwd=tmp_path, env=_environment(), stdout=asyncio.subprocess.PIPE
+            actor_environment / "tidemill",
+            "tail",
+            *on_bus,
+            cwd=tmp_path,
+            env=_environment(),
+            stdout=asyncio.subprocess.PIPE,
         )
         shown, _ = await tail.communicate()
         assert tail.returncode == exit_codes.DONE
@@ -101,9 +144,13 @@ async def _made_by(actor: asyncio.subprocess.Process, bus: Bus, tasks: list[int]
 
 def test_a_learner_without_its_packages_names_the_extra_to_install(actor_environment: Path, tmp_path: Path) -> None:
     words = ["learner", "--config", ROOT / "launch/configs/digits.yaml", "--bus", "nats://127.0.0.1:1"]
-    done = subprocess.run([actor_environment / "tidemill", *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True)
+    done = subprocess.run(
+        [actor_environment / "tidemill", *words], cwd=tmp_path, env=_environment(), capture_output=True, text=True
+    )
     assert done.returncode == exit_codes.CONFIG
-    assert done.stderr.startswith("tidemill learner: want the packages of tidemill[learner], got none of the name torch, megatron,")
+    assert done.stderr.startswith(
+        "tidemill learner: want the packages of tidemill[learner], got none of the name torch, megatron,"
+    )
     assert "pip install 'tidemill[learner]'" in done.stderr
 
 

@@ -69,7 +69,9 @@ async def test_tasks_become_samples_with_everything_in_them(open_bus: BusOpener,
         async with acting(bus, nats_server):
             found = await samples_until(bus, complete([*tasks, evaluation]))
             await settled(bus)
-        assert Counter((s.task, s.index) for s in found) == {(task, index): 1 for task in [*tasks, evaluation] for index in range(4)}
+        assert Counter((s.task, s.index) for s in found) == {
+            (task, index): 1 for task in [*tasks, evaluation] for index in range(4)
+        }
         for sample in found:
             assert sample.kind == (Kind.EVAL if sample.task == evaluation else Kind.TRAIN)
             assert tuple(sample.tokens[: -sample.response_length]) == prompt_tokens()
@@ -88,7 +90,9 @@ async def test_tasks_become_samples_with_everything_in_them(open_bus: BusOpener,
             assert sample.tokens.tolist() == by_index[sample.index], "seed + index decides"
 
 
-async def test_the_live_row_has_the_counters_and_is_removed_at_the_end(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_the_live_row_has_the_counters_and_is_removed_at_the_end(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus):
         rows = bus.rows("live")
         async with acting(bus, nats_server):
@@ -111,7 +115,9 @@ async def test_a_new_task_is_worked_on_at_once(open_bus: BusOpener, nats_server:
         writer = await take_over(bus)
         tasks: list[int] = []
         taken_s: list[float] = []
-        while len(taken_s) < 30 and (not taken_s or min(taken_s) >= 0.9):  # a busy machine may delay all but one of them
+        while len(taken_s) < 30 and (
+            not taken_s or min(taken_s) >= 0.9
+        ):  # a busy machine may delay all but one of them
             begin = time.monotonic()
             tasks += await issue(bus, writer)
             await samples_until(bus, complete(tasks))
@@ -133,7 +139,9 @@ async def test_no_more_is_leased_than_can_be_in_flight(open_bus: BusOpener, nats
             await settled(bus)
 
 
-async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_engine_that_does_not_serve_is_waited_for_and_named(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, acting(bus, nats_server):
         tasks = await issue(bus, await take_over(bus))
         rows = bus.rows("live")
@@ -148,7 +156,9 @@ async def test_an_engine_that_does_not_serve_is_waited_for_and_named(open_bus: B
         assert {s.status for s in await all_samples(bus)} <= {Status.COMPLETED, Status.TRUNCATED}
 
 
-async def test_an_engine_that_answers_503_is_quarantined_and_tried_again(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_engine_that_answers_503_is_quarantined_and_tried_again(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     """The engine's row has the phase serving, but its answer is 503: as between an eviction and the next heartbeat."""
     async with open_bus() as bus, engine(bus) as built:
         built.phase = "stale"
@@ -165,14 +175,18 @@ async def test_a_minimum_version_is_waited_for(open_bus: BusOpener, nats_server:
     async with open_bus() as bus, engine(version=1) as old, engine(version=2) as new, acting(bus, nats_server):
         async with HeartbeatPublisher(bus, engine_row(old.url, id="old", version=1), every_s=0.2):
             tasks = await issue(bus, await take_over(bus), min_version=2)
-            await row_until(bus.rows("live"), "actor.a1", lambda row: "version 2 or newer (old: version 1)" in row["waits_for"])
+            await row_until(
+                bus.rows("live"), "actor.a1", lambda row: "version 2 or newer (old: version 1)" in row["waits_for"]
+            )
             async with HeartbeatPublisher(bus, engine_row(new.url, id="new", version=2), every_s=0.2):
                 found = await samples_until(bus, complete(tasks))
                 await settled(bus)
         assert {(s.engine, s.min_version) for s in found} == {("new", 2)}
 
 
-async def test_an_engine_that_dies_in_the_middle_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_engine_that_dies_in_the_middle_loses_nothing(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus, id="second") as second, AsyncExitStack() as first_life:
         first = await first_life.enter_async_context(engine())
         await first_life.enter_async_context(HeartbeatPublisher(bus, engine_row(first.url, id="first"), every_s=0.2))
@@ -209,7 +223,12 @@ async def test_a_task_without_a_usable_reward_becomes_dead_and_the_run_goes_on(
 ) -> None:
     async with open_bus(max_attempts=2) as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus), group_size=2)
-        async with acting(bus, nats_server, reward=f"tests.child_rewards:{reward}", reward_timeout_s=0.1 if reward == "hangs" else 60.0):
+        async with acting(
+            bus,
+            nats_server,
+            reward=f"tests.child_rewards:{reward}",
+            reward_timeout_s=0.1 if reward == "hangs" else 60.0,
+        ):
             row = await row_until(bus.rows("live"), "actor.a1", lambda row: row["load"].get("failures") == 4)
             await settled(bus)
         said = row["trouble"].removeprefix(f"4 of 4 samples failed, the last: reward 'tests.child_rewards:{reward}': ")
@@ -254,9 +273,13 @@ async def test_failures_of_one_queue_and_of_few_prompts_do_not_stop_the_others(
         }
         async with acting(bus, nats_server, reward="", reward_parts=parts, max_samples_in_flight=2):
             await row_until(bus.rows("live"), "actor.a1", lambda row: "tasks failed" in row["waits_for"])
-            few = await issue(bus, epoch, loop.FAILURES_IN_A_ROW - 1, group_size=1, **away)  # each of them is tried four times
+            few = await issue(
+                bus, epoch, loop.FAILURES_IN_A_ROW - 1, group_size=1, **away
+            )  # each of them is tried four times
             good = await issue(bus, epoch, 2, group_size=1, label=1.0, **there)
-            found = await samples_until(bus, lambda found: {s.task for s in found if s.status is not Status.FAILED} >= set(good))
+            found = await samples_until(
+                bus, lambda found: {s.task for s in found if s.status is not Status.FAILED} >= set(good)
+            )
         assert {s.task for s in found if s.status is Status.FAILED} >= set(few)
 
 
@@ -322,7 +345,9 @@ async def test_leased_tasks_are_returned_at_the_deadline(open_bus: BusOpener, na
         client = HttpEngine(built.url)
         await client.pause()
         await issue(bus, await take_over(bus))
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a1"))
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a1")
+        )
         await at_work(built, 4)
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -338,7 +363,11 @@ async def test_an_actor_needs_only_the_url_of_the_bus(open_bus: BusOpener, nats_
     async with open_bus() as bus, engine(bus):
         draining = asyncio.Event()
         work = asyncio.create_task(run_actor(nats_server.url, bus.run, None, None, draining))
-        told = {"actor": {"reward": "exact", "engines": []}, "bus": {"lease_s": bus.config.lease_s}, "learner": {"steps": 3}}
+        told = {
+            "actor": {"reward": "exact", "engines": []},
+            "bus": {"lease_s": bus.config.lease_s},
+            "learner": {"steps": 3},
+        }
         await bus.rows("run").put("config", told)
         tasks = await issue(bus, await take_over(bus))
         found = await samples_until(bus, complete(tasks))
@@ -350,7 +379,9 @@ async def test_an_actor_needs_only_the_url_of_the_bus(open_bus: BusOpener, nats_
 
 async def test_an_actor_that_waits_for_the_bus_can_be_drained(tmp_path: Any) -> None:
     draining = asyncio.Event()
-    work = asyncio.create_task(run_actor("nats://127.0.0.1:9", "r", ActorConfig(reward="digits"), BusConfig(), draining, "a1"))
+    work = asyncio.create_task(
+        run_actor("nats://127.0.0.1:9", "r", ActorConfig(reward="digits"), BusConfig(), draining, "a1")
+    )
     await asyncio.sleep(0)
     draining.set()
     await work

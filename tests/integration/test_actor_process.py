@@ -36,7 +36,9 @@ def _model() -> None:
 
 
 async def test_an_actor_killed_within_a_group_loses_nothing(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """Two of four samples are stored when it dies; after the lease another actor makes all four, and the stored two count once."""
+    """Two of four samples are stored when it dies; after the lease another actor makes all four, and the stored two
+    count once.
+    """
     half = ActorConfig(reward="tests.actor_child:answers_twice", reward_timeout_s=60)
     async with open_bus(lease_s=6.5) as bus, engine(bus):  # the actors renew their leases much earlier
         tasks = await issue(bus, await take_over(bus))
@@ -54,11 +56,15 @@ async def test_an_actor_killed_within_a_group_loses_nothing(open_bus: BusOpener,
         assert len({s.message_id for s in found}) == len(found) == 6
         assert len({s.attempt for s in found}) == 2, "one attempt a lease"
         for index, sample in by_actor["first"].items():
-            assert sample.tokens.tolist() == by_actor["second"][index].tokens.tolist(), "the same seed: the same response"
+            assert sample.tokens.tolist() == by_actor["second"][index].tokens.tolist(), (
+                "the same seed: the same response"
+            )
         assert [letter async for letter in bus.dead.scan()] == []
 
 
-async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built) as client:
         tasks = await issue(bus, await take_over(bus), 5, sampling=Sampling(max_new_tokens=100, seed=7))
         config = ActorConfig(reward="digits", max_samples_in_flight=8, drain_finish_s=60.0)
@@ -70,14 +76,18 @@ async def test_a_drained_actor_finishes_its_tasks_takes_no_more_and_exits_0(open
             await client.resume()
             assert await actor.exit_code() == 0
         found = await all_samples(bus)
-        assert Counter((s.task, s.index) for s in found) == {(task, index): 1 for task in tasks[:2] for index in range(4)}
+        assert Counter((s.task, s.index) for s in found) == {
+            (task, index): 1 for task in tasks[:2] for index in range(4)
+        }
         assert {s.status for s in found} <= {Status.COMPLETED, Status.TRUNCATED}
         others = [await bus.tasks.lease(60) for _ in range(3)]
         assert {lease.task.id for lease in others if lease is not None} == set(tasks[2:])
         assert await bus.rows("live").get("actor.a1") is None
 
 
-async def test_an_actor_not_drained_in_time_returns_its_tasks_and_exits_75(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_not_drained_in_time_returns_its_tasks_and_exits_75(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus) as built, paused(built):
         (task,) = await issue(bus, await take_over(bus))
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1", drain_s=0.2) as actor:
@@ -97,16 +107,23 @@ async def test_a_wrong_reward_ends_the_actor_for_good(open_bus: BusOpener, nats_
             assert await actor.exit_code() == exit_codes.CONFIG
 
 
-async def test_an_actor_refused_by_the_learner_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_refused_by_the_learner_ends_with_the_reason(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     """A refusal from before its start was for another process of the same name."""
     async with open_bus() as bus, engine(bus):
         refused = bus.rows("run")
         await refused.put("refused.a1", {"actor": "a1", "invalid": 64, "reason": "spans: of yesterday"})
         async with actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1") as actor:
-            await row_until(bus.rows("live"), "actor.a1", lambda row: row["phase"] == "waiting" and "a task" in row["waits_for"])
+            await row_until(
+                bus.rows("live"), "actor.a1", lambda row: row["phase"] == "waiting" and "a task" in row["waits_for"]
+            )
             (task,) = await issue(bus, await take_over(bus))
             await samples_until(bus, complete([task]))
             await settled(bus)
             await refused.put("refused.a1", {"actor": "a1", "invalid": 128, "reason": "spans: of today"})
             assert await actor.exit_code() == 1
-            assert "actor a1: refused by the learner: 128 invalid samples in a row, the last one: spans: of today" in actor.log
+            assert (
+                "actor a1: refused by the learner: 128 invalid samples in a row, the last one: spans: of today"
+                in actor.log
+            )

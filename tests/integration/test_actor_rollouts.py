@@ -1,4 +1,6 @@
-"""An actor with a rollout: its tasks, its children, its drain, and programs that fail, on a real queue, engine and child processes."""
+"""An actor with a rollout: its tasks, its children, its drain, and programs that fail, on a real queue, engine and
+child processes.
+"""
 
 import asyncio
 import os
@@ -11,7 +13,18 @@ from typing import Any
 
 import pytest
 
-from tests.actor_kit import all_samples, complete, engine, issue, model_dir, prompt_tokens, row_until, samples_until, settled, take_over
+from tests.actor_kit import (
+    all_samples,
+    complete,
+    engine,
+    issue,
+    model_dir,
+    prompt_tokens,
+    row_until,
+    samples_until,
+    settled,
+    take_over,
+)
 from tests.bus_fixtures import BusOpener
 from tidemill.actors.actor.process import run_actor
 from tidemill.actors.config import ActorConfig, GatewayConfig
@@ -43,7 +56,9 @@ TRIES = {"use": "agent:tests.rollout_programs:Tries"}
 SCRIPT = {"use": "agent:tests.rollout_programs:Script", "processes": 1}
 
 
-async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus(rollouts=("tries",)) as bus, engine(bus):
         epoch = await take_over(bus)
         (plain,) = await issue(bus, epoch)
@@ -51,33 +66,60 @@ async def test_tasks_of_a_rollout_are_made_by_its_program_and_others_as_before(o
         (held,) = await issue(bus, epoch, kind=Kind.EVAL, rollout="tries", budget=Budget(turns=8))
         draining = asyncio.Event()
         work = asyncio.create_task(
-            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=programs(tries=TRIES))
+            run_actor(
+                nats_server.url,
+                bus.run,
+                ActorConfig(reward="digits"),
+                bus.config,
+                draining,
+                "a",
+                rollouts=programs(tries=TRIES),
+            )
         )
         found = await samples_until(bus, complete([plain, episodes, held]))
         await settled(bus)
         draining.set()
         await work
-        assert Counter((sample.task, sample.index) for sample in found) == {(t, i): 1 for t in (plain, episodes, held) for i in range(4)}
+        assert Counter((sample.task, sample.index) for sample in found) == {
+            (t, i): 1 for t in (plain, episodes, held) for i in range(4)
+        }
         for sample in found:
             assert len(sample.sizes) == (1 if sample.task == plain else 2)
             assert sample.rollout == ("" if sample.task == plain else "tries")
             assert sample.kind is (Kind.EVAL if sample.task == held else Kind.TRAIN)
-        assert children_of({os.getpid()}) == set() or all("child_program" not in command(pid) for pid in children_of({os.getpid()}))
+        assert children_of({os.getpid()}) == set() or all(
+            "child_program" not in command(pid) for pid in children_of({os.getpid()})
+        )
 
 
-async def test_a_reward_sees_what_the_model_sampled_apart_from_what_it_was_told(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_reward_sees_what_the_model_sampled_apart_from_what_it_was_told(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus(rollouts=("script",)) as bus, engine(bus):
         (task,) = await issue(
-            bus, await take_over(bus), rollout="script", metadata={"do": "observes"}, group_size=1, budget=Budget(turns=2)
+            bus,
+            await take_over(bus),
+            rollout="script",
+            metadata={"do": "observes"},
+            group_size=1,
+            budget=Budget(turns=2),
         )
         draining = asyncio.Event()
         config = ActorConfig(reward="tests.child_rewards:of_episode")
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT)))
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT))
+        )
         for sample in await samples_until(bus, complete([task], 1)):
             assert isinstance(sample.reward, dict) and len(sample.sizes) == 1, sample
             sampled = int(sample.loss_mask.sum())
             assert sampled < sample.response_length
-            assert sample.reward == {"score": 1.0, "all": sample.response_length, "sampled": sampled, "turns": 2, "messages": 2}
+            assert sample.reward == {
+                "score": 1.0,
+                "all": sample.response_length,
+                "sampled": sampled,
+                "turns": 2,
+                "messages": 2,
+            }
         await settled(bus)
         draining.set()
         await work
@@ -99,13 +141,17 @@ async def test_a_drain_hands_back_a_task_whose_program_waits_in_a_tool(
         await issue(bus, await take_over(bus), **changes)
         draining = asyncio.Event()
         config = ActorConfig(reward="digits", drain_finish_s=0.0)
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT)))
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=programs(script=SCRIPT))
+        )
         while not (tmp_path / "up").exists():  # noqa: ASYNC110 - the program makes it
             await asyncio.sleep(0.01)
         draining.set()
         await work
         again = await bus.tasks.lease(30, rollout="script")
-        assert again is not None and again.deliveries >= 2, "the draining actor may have been given it again, and handed it back at once"
+        assert again is not None and again.deliveries >= 2, (
+            "the draining actor may have been given it again, and handed it back at once"
+        )
         assert await all_samples(bus) == []
 
 
@@ -130,10 +176,14 @@ async def test_a_drain_gives_episodes_the_time_of_their_rollout(
     async with open_bus(rollouts=("script",)) as bus, engine(bus):
         file, goes_on = tmp_path / "up", tmp_path / "on"
         metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}
-        await issue(bus, await take_over(bus), rollout="script", metadata=metadata, group_size=2, budget=Budget(turns=4))
+        await issue(
+            bus, await take_over(bus), rollout="script", metadata=metadata, group_size=2, budget=Budget(turns=4)
+        )
         draining, config = asyncio.Event(), ActorConfig(reward="digits", drain_finish_s=0.0)
         rollouts = programs(script=SCRIPT | rollout)
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts)
+        )
         while sum((tmp_path / f"up.{index}").exists() for index in range(2)) < 2:  # noqa: ASYNC110 - the program makes them
             await asyncio.sleep(0.01)
         draining.set()
@@ -153,9 +203,19 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
         (task,) = await issue(bus, await take_over(bus), **changes)
         draining = asyncio.Event()
         work = asyncio.create_task(
-            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=programs(script=SCRIPT))
+            run_actor(
+                nats_server.url,
+                bus.run,
+                ActorConfig(reward="digits"),
+                bus.config,
+                draining,
+                "a",
+                rollouts=programs(script=SCRIPT),
+            )
         )
-        while (dead := await bus.dead.of(task)) is None:  # twice, or more often if a child is killed before its second episode begins
+        while (
+            dead := await bus.dead.of(task)
+        ) is None:  # twice, or more often if a child is killed before its second episode begins
             if not (tmp_path / "up").exists():
                 await asyncio.sleep(0.01)
                 continue
@@ -176,19 +236,29 @@ async def test_a_child_that_is_killed_fails_its_episodes_and_the_task_is_tried_a
 
 
 async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
-    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    open_bus: BusOpener,
+    nats_server: EmbeddedServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An ack or nak by it would be one for the lease of the other actor. The task is delivered again when the lease has run out."""
+    """An ack or nak by it would be one for the lease of the other actor. The task is delivered again when the lease has
+    run out.
+    """
     caplog.set_level("INFO")
     monkeypatch.setattr(episode_turns, "STORE_S", 60.0)  # without a log it would not learn of the other one
     async with open_bus(rollouts=("script",), lease_s=2) as bus, engine(bus):
         file, goes_on = tmp_path / "up", tmp_path / "on"
         metadata = {"do": "asks", "file": str(file), "goes_on": str(goes_on)}
-        (task,) = await issue(bus, await take_over(bus), rollout="script", metadata=metadata, group_size=1, budget=Budget(turns=4))
+        (task,) = await issue(
+            bus, await take_over(bus), rollout="script", metadata=metadata, group_size=1, budget=Budget(turns=4)
+        )
         draining = asyncio.Event()
         rollouts = programs(script=SCRIPT | {"again": "replay"})
         work = asyncio.create_task(
-            run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=rollouts)
+            run_actor(
+                nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, draining, "a", rollouts=rollouts
+            )
         )
         while not file.exists():  # noqa: ASYNC110 - the program makes it
             await asyncio.sleep(0.01)
@@ -199,16 +269,27 @@ async def test_an_actor_that_is_superseded_says_nothing_of_the_task(
         draining.set()
         await work
         assert f"task left to another actor task={task}" in caplog.text
-        assert (sample.status, sample.reward) == (Status.COMPLETED, 1.0) and sample.turns is not None and len(sample.turns.at) == 2
+        assert (
+            (sample.status, sample.reward) == (Status.COMPLETED, 1.0)
+            and sample.turns is not None
+            and len(sample.turns.at) == 2
+        )
         assert await bus.dead.of(task) is None and "task failed" not in caplog.text
         records = [str(record.kind) for record in (await bus.turns.take(task, 0, "reader", first=False))[0]]
         # Neighbours as one: a lease that runs out while the machine is busy is one more take.
-        assert [kind for kind, _ in groupby(records)] == ["take", "turn", "take", "turn", "end"] and records.count("take") >= 3
+        assert [kind for kind, _ in groupby(records)] == ["take", "turn", "take", "turn", "end"] and records.count(
+            "take"
+        ) >= 3
 
 
-async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus(rollouts=("a",)) as bus:
-        for use, reason in (("agent:tests.nowhere:f", "tests.nowhere"), ("agent:tests.rollout_programs:Refuses", "no licence")):
+        for use, reason in (
+            ("agent:tests.nowhere:f", "tests.nowhere"),
+            ("agent:tests.rollout_programs:Refuses", "no licence"),
+        ):
             with pytest.raises(BadRow, match=reason):
                 await run_actor(
                     nats_server.url,
@@ -221,13 +302,19 @@ async def test_an_actor_whose_program_cannot_be_loaded_ends_with_the_reason(open
                 )
         wrong = RolloutPrograms(rollouts=programs(a=TRIES).rollouts, model="/nowhere")
         with pytest.raises(BadRow, match=r"model\.path"):
-            await run_actor(nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong)
+            await run_actor(
+                nats_server.url, bus.run, ActorConfig(reward="digits"), bus.config, asyncio.Event(), "a", rollouts=wrong
+            )
         config = ActorConfig(reward="digits", gateway=GatewayConfig(renderer="no-such"))
         with pytest.raises(BadRow, match=r"actor\.gateway\.renderer: want "):
-            await run_actor(nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES))
+            await run_actor(
+                nats_server.url, bus.run, config, bus.config, asyncio.Event(), "a", rollouts=programs(a=TRIES)
+            )
 
 
-async def test_an_actor_serves_the_rollouts_that_it_names_alone(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_an_actor_serves_the_rollouts_that_it_names_alone(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     """It loads no other program: one that cannot be loaded ends only the actors that serve it."""
     async with open_bus(rollouts=("broken", "tries")) as bus, engine(bus):
         epoch = await take_over(bus)
@@ -239,10 +326,15 @@ async def test_an_actor_serves_the_rollouts_that_it_names_alone(open_bus: BusOpe
 
         def actor(id: str, *names: str) -> asyncio.Task[None]:
             config = ActorConfig(reward="digits", rollouts=names)
-            return asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, id, rollouts=both))
+            return asyncio.create_task(
+                run_actor(nats_server.url, bus.run, config, bus.config, draining, id, rollouts=both)
+            )
 
         work = actor("a", "tries")
-        await first_of(row_until(bus.rows("live"), "actor.a", lambda row: bool(row["load"].get("tasks_done"))), asyncio.shield(work))
+        await first_of(
+            row_until(bus.rows("live"), "actor.a", lambda row: bool(row["load"].get("tasks_done"))),
+            asyncio.shield(work),
+        )
         (row,) = await LiveView(bus).alive("actor")
         assert row.rollouts == ("tries",)
         assert await bus.tasks.waiting() == {"": 1, "broken": 1}, "left to other actors"
@@ -258,7 +350,10 @@ async def test_an_actor_serves_the_rollouts_that_it_names_alone(open_bus: BusOpe
             await actor("d", "trys")
         draining.set()
         await asyncio.gather(work, plainly)
-        assert {sample.task for sample in await all_samples(bus)} == {plain, episodes} and others not in (plain, episodes)
+        assert {sample.task for sample in await all_samples(bus)} == {plain, episodes} and others not in (
+            plain,
+            episodes,
+        )
 
 
 async def test_a_config_on_the_bus_names_the_rollouts(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:

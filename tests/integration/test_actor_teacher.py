@@ -1,4 +1,6 @@
-"""The actor with a teacher, against the real bus and the real built-in engine: scores in its samples, and failures that end nothing."""
+"""The actor with a teacher, against the real bus and the real built-in engine: scores in its samples, and failures that
+end nothing.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -41,7 +43,9 @@ async def acting(bus: Bus, server: EmbeddedServer, **settings: Any) -> AsyncIter
     await work
 
 
-async def test_training_samples_have_scores_and_evaluations_none(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_training_samples_have_scores_and_evaluations_none(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     """The teacher is the engine itself, so that its scores are the log-probs of the samples."""
     async with open_bus() as bus, engine(bus) as built:
         epoch = await take_over(bus)
@@ -73,7 +77,9 @@ async def test_a_broken_teacher_makes_failed_samples_with_the_reason_and_ends_no
             found = await samples_until(bus, complete(later))
     first = [sample for sample in found if sample.status is Status.FAILED]
     assert len(first) >= 4
-    assert all("teacher 'big': " in sample.metadata["error"] and "HTTP 500" in sample.metadata["error"] for sample in first)
+    assert all(
+        "teacher 'big': " in sample.metadata["error"] and "HTTP 500" in sample.metadata["error"] for sample in first
+    )
     assert all(sample.response_length and sample.teacher_log_probs is None for sample in first), "their tokens stay"
     assert "samples failed, the last: teacher 'big'" in row["trouble"]
 
@@ -85,7 +91,10 @@ async def teacher_of(engine_url: str, broken: asyncio.Event) -> AsyncIterator[st
     async def answer(request: web.Request) -> web.Response:
         if broken.is_set():
             return web.json_response({"error": {"message": "broken"}}, status=500)
-        async with aiohttp.ClientSession() as session, session.post(f"{engine_url}/generate", json=await request.json()) as passed:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{engine_url}/generate", json=await request.json()) as passed,
+        ):
             return web.json_response(await passed.json(), status=passed.status)
 
     application = web.Application()

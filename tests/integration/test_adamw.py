@@ -1,4 +1,6 @@
-"""Twenty steps of the learner are those of transformers with torch's AdamW: losses and norms of gradients, dense and with experts."""
+"""Twenty steps of the learner are those of transformers with torch's AdamW: losses and norms of gradients, dense and
+with experts.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,9 @@ def log_probs_of(model: Any, sample: Sample) -> torch.Tensor:
 
 
 def loss_of(model: Any, samples: list[Sample]) -> torch.Tensor:
-    """Return the mean over all response tokens of GRPO's loss with truncated importance weights, a sequence at a time."""
+    """Return the mean over all response tokens of GRPO's loss with truncated importance weights, a sequence at a
+    time.
+    """
     total = torch.zeros(())
     for sample, advantage in zip(samples, advantages_of(samples), strict=True):
         log_probs = log_probs_of(model, sample)
@@ -86,7 +90,10 @@ def test_twenty_steps_are_those_of_transformers(tmp_path: Path, family: str) -> 
 def aggregated(losses: list[torch.Tensor], tasks: list[int], mode: str) -> torch.Tensor:
     """Return the number of a minibatch, from the losses of the tokens of each of its responses."""
     sums, means = torch.stack([one.sum() for one in losses]), torch.stack([one.mean() for one in losses])
-    by_prompt = [torch.cat([one for one, own in zip(losses, tasks, strict=True) if own == task]).mean() for task in sorted(set(tasks))]
+    by_prompt = [
+        torch.cat([one for one, own in zip(losses, tasks, strict=True) if own == task]).mean()
+        for task in sorted(set(tasks))
+    ]
     match mode:
         case "token_mean":
             return torch.cat(losses).mean()
@@ -103,7 +110,9 @@ def aggregated(losses: list[torch.Tensor], tasks: list[int], mode: str) -> torch
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_two_unequal_minibatches_are_those_of_a_plain_loop(tmp_path: Path, mode: str) -> None:
-    """Loss and weights after two steps of SGD, the second with clipped ratios: each is divided by the size of its own minibatch."""
+    """Loss and weights after two steps of SGD, the second with clipped ratios: each is divided by the size of its own
+    minibatch.
+    """
     model_dir = write_tiny_model(tmp_path / "model", "qwen3", vocab_size=VOCAB)
     samples = make_samples(vocab=VOCAB, groups=3)
     (batch,) = make_batches(samples, minibatches=2, max_tokens=90)
@@ -113,7 +122,9 @@ def test_two_unequal_minibatches_are_those_of_a_plain_loop(tmp_path: Path, mode:
     optimizer = OptimizerConfig(name="sgd", lr=rate, momentum=0.0, clip_grad=0.0)
     with one_rank() as here:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
-        trainer = Trainer(policy, PolicyOptimizer(policy, optimizer, steps=3), AlgorithmConfig(aggregation=mode), max_lag=2)
+        trainer = Trainer(
+            policy, PolicyOptimizer(policy, optimizer, steps=3), AlgorithmConfig(aggregation=mode), max_lag=2
+        )
         metrics = trainer.train(batch)
         weights = {name: tensor.clone() for name, tensor in policy.export()}
 

@@ -1,4 +1,6 @@
-"""`tidemill archive`, a real process on a real stream: every sample once, through kills of all processes; trimming waits for it."""
+"""`tidemill archive`, a real process on a real stream: every sample once, through kills of all processes; trimming
+waits for it.
+"""
 
 import argparse
 import asyncio
@@ -56,7 +58,9 @@ async def place(bus: Bus, floor: int) -> None:
         await asyncio.sleep(0.02)
 
 
-async def test_every_sample_is_archived_once_despite_kills(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_every_sample_is_archived_once_despite_kills(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus:
         await publish(bus, 1, 40)
@@ -101,7 +105,9 @@ async def test_a_bus_that_delivers_late_does_not_end_an_archive_early(
     monkeypatch.setattr(archive, "SYNC_EVERY_S", 0.0)
     async with open_bus() as bus:
         await publish(bus, 1, 10)
-        words = argparse.Namespace(name="archive", out=str(tmp_path), rotate=1.0, policy=WAIT, until_end=True, ended=False)
+        words = argparse.Namespace(
+            name="archive", out=str(tmp_path), rotate=1.0, policy=WAIT, until_end=True, ended=False
+        )
         await archive.archive(nats_server.url, bus.run, words, asyncio.Event())
         assert [seq for seq, _ in archived(tmp_path)] == list(range(1, 11))
 
@@ -125,7 +131,9 @@ async def test_an_archive_that_was_given_up_reports_it_and_continues_only_with_p
         assert [seq for seq, _ in archived(out)] == [*range(1, 11), *range(21, 31)]
 
 
-async def test_an_archive_directory_of_another_stream_is_refused(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_an_archive_directory_of_another_stream_is_refused(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
     out = tmp_path / "archive"
     async with open_bus() as bus, open_bus(run=f"{bus.run}-b") as other:
         await publish(bus, 1, 3)

@@ -1,4 +1,6 @@
-"""Bad rows and changed prompt files through a real bus: a feeder skips rows, is killed, and goes on with a file that was mended."""
+"""Bad rows and changed prompt files through a real bus: a feeder skips rows, is killed, and goes on with a file that
+was mended.
+"""
 
 import asyncio
 import json
@@ -56,14 +58,18 @@ async def test_bad_rows_of_any_cause_are_skipped_and_shown(open_world: OpenWorld
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             # Without actors the first tasks stay open: they are those of the places behind the bad ones.
-            shown = await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: row["load"].get("bad_rows") == len(BAD))
+            shown = await row_until(
+                world.bus.rows("live"), "feeder.feeder", lambda row: row["load"].get("bad_rows") == len(BAD)
+            )
             assert "4 of 40 rows left out so far (data.bad_rows), the first: " in shown["trouble"]
             async with world.actors():
                 await training
                 await feeding
         await check_history(world)
         assert not BAD.keys() & set(await offsets(world))
-        assert [record.metrics["data/bad_rows"] for record in await world.records() if isinstance(record, Done)] == [4.0] * 5
+        assert [record.metrics["data/bad_rows"] for record in await world.records() if isinstance(record, Done)] == [
+            4.0
+        ] * 5
 
 
 @pytest.mark.parametrize("stop", [("batch", 1), ("publish", 3)], ids=["no checkpoint", "a checkpoint"])
@@ -80,7 +86,9 @@ async def test_a_mended_file_goes_on_where_the_planned_rows_are_equal(
             await finish(world)
         await check_history(world)
         after = await offsets(world)
-        assert after[: len(before)] == before and sorted(after[len(before) :]) == list(range(max(before) + 1, max(after) + 1))
+        assert after[: len(before)] == before and sorted(after[len(before) :]) == list(
+            range(max(before) + 1, max(after) + 1)
+        )
         if stop[0] == "publish":
             assert "5 of 40 rows differ" in caplog.text and "no planned row differs" in caplog.text
 
@@ -96,7 +104,9 @@ async def test_a_planned_row_that_has_changed_is_named(open_world: OpenWorld, st
             async with world.feeder() as (_, feeding):
                 with pytest.raises(ConfigRefused) as refused:
                     await feeding
-            assert f"data.path: want the row {path}:{order[place] + 1} as it was when the run planned it" in str(refused.value)
+            assert f"data.path: want the row {path}:{order[place] + 1} as it was when the run planned it" in str(
+                refused.value
+            )
         write(world, {last + 1: {"prompt": "other", "label": 0}})
         async with world.actors():
             await finish(world)
@@ -109,9 +119,15 @@ async def test_a_row_larger_than_a_message_is_a_bad_row(open_world: OpenWorld, t
         held = tmp_path / "held.jsonl"
         held.write_text(json.dumps({"prompt": "h", "label": 1}) + "\n" + json.dumps(large) + "\n")
         prompts = PromptFile(held, tokenize=lambda prompt: [1] * len(prompt), max_tokens=8, shuffle=False)
-        tested = EvalPrompts(name="held", prompts=prompts, sampling=Sampling(max_new_tokens=8), samples=1, passes_at=1.0)
+        tested = EvalPrompts(
+            name="held", prompts=prompts, sampling=Sampling(max_new_tokens=8), samples=1, passes_at=1.0
+        )
         evaluation = EvalPlan(sets=[tested], every=100, at_end=False, last_step=5)
-        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
+        async with (
+            world.actors(),
+            world.actors(respond, kind=Kind.EVAL),
+            world.feeder(evaluation=evaluation) as (url, feeding),
+        ):
             await world.train(url)
             await feeding
         await check_history(world)
@@ -126,7 +142,9 @@ async def test_no_row_that_can_be_used_ends_a_run_with_the_reason(open_world: Op
         path, _ = write(world, dict.fromkeys(range(40), BAD[1]))
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
-            with pytest.raises(PromptError, match=rf"{path}:\d+: want a prompt .*TypeError.*; none of the 40 rows of") as ended:
+            with pytest.raises(
+                PromptError, match=rf"{path}:\d+: want a prompt .*TypeError.*; none of the 40 rows of"
+            ) as ended:
                 await feeding
             await asyncio.gather(training, return_exceptions=True)
         assert ended.value.exit_code == 78

@@ -1,4 +1,6 @@
-"""Runs that begin with a checkpoint of Megatron's own training, written by plain megatron-core: in ranks, and by ``tidemill convert``."""
+"""Runs that begin with a checkpoint of Megatron's own training, written by plain megatron-core: in ranks, and by
+``tidemill convert``.
+"""
 
 import hashlib
 import json
@@ -66,7 +68,14 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Written:
     one, other = run_ranks(plain_megatron.main, tuple(models), world=2, out=root / "out")
     print("seconds of processor time:", one.pop("cpu_s"), other.pop("cpu_s"))
     assert one == other
-    return Written(checkpoints=root / "out", dense=models[0], experts=models[1], base=models[2], base_experts=models[3], digests=one)
+    return Written(
+        checkpoints=root / "out",
+        dense=models[0],
+        experts=models[1],
+        base=models[2],
+        base_experts=models[3],
+        digests=one,
+    )
 
 
 def weights(directory: Path, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -99,7 +108,9 @@ def test_ranks_of_any_layout_begin_with_the_weights(written: Written) -> None:
         pytest.param("ep2 apart/iter_0000010", torch.float32, marks=pytest.mark.slow),
     ],
 )
-def test_they_are_converted(written: Written, tmp_path: Path, name: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]) -> None:
+def test_they_are_converted(
+    written: Written, tmp_path: Path, name: str, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, base = (written.experts, written.base_experts) if "ep2" in name else (written.dense, written.base)
     assert main(["convert", str(written.checkpoints / name), str(tmp_path / "out"), "--model", str(base)]) == 0
     assert "the model of step 10" in capsys.readouterr().out
@@ -109,17 +120,25 @@ def test_they_are_converted(written: Written, tmp_path: Path, name: str, dtype: 
 
 
 def test_other_weights_in_between_leave_the_initial_ones(written: Written) -> None:
-    """A reference with weights of its own passes through the model. Weights in bfloat16 are the same ones in float32."""
+    """A reference with weights of its own passes through the model. Weights in bfloat16 are the same ones in
+    float32.
+    """
     with one_rank() as here:
-        policy = build_policy(written.base, dtype="float32", parallel=here, megatron_checkpoint=written.checkpoints / "pp2")
+        policy = build_policy(
+            written.base, dtype="float32", parallel=here, megatron_checkpoint=written.checkpoints / "pp2"
+        )
         wanted = digest({name: tensor.float() for name, tensor in weights(written.dense, torch.bfloat16).items()})
         assert policy.digest() == wanted
         reference = reference_weights(policy, written.base, written.base)
         assert policy.digest() == wanted
-        assert torch.equal(reference.tensors["decoder.final_layernorm.weight"], weights(written.base)["model.norm.weight"])
+        assert torch.equal(
+            reference.tensors["decoder.final_layernorm.weight"], weights(written.base)["model.norm.weight"]
+        )
         tp2 = written.checkpoints / "tp2"
         critic = build_policy(written.base, dtype="float32", parallel=here, value_head=True, megatron_checkpoint=tp2)
-        assert torch.equal(critic.module.embedding.word_embeddings.weight, weights(written.dense)["model.embed_tokens.weight"])
+        assert torch.equal(
+            critic.module.embedding.word_embeddings.weight, weights(written.dense)["model.embed_tokens.weight"]
+        )
 
 
 # ---- refusals
@@ -128,7 +147,12 @@ def test_other_weights_in_between_leave_the_initial_ones(written: Written) -> No
 def checked(model: Path, checkpoint: Path) -> Report:
     config = load([], (f"model.path={model}", f"model.megatron_checkpoint={checkpoint}")).config
     report = Report()
-    check_megatron(report, config, tensors_in(model), num_layers=json.loads((model / "config.json").read_text())["num_hidden_layers"])
+    check_megatron(
+        report,
+        config,
+        tensors_in(model),
+        num_layers=json.loads((model / "config.json").read_text())["num_hidden_layers"],
+    )
     return report
 
 
@@ -161,10 +185,18 @@ def refused_by_ranks(model: Path, checkpoint: Path) -> str:
             {"family": "llama", "head_dim": 16},
             "want no tensor that the model in model.path does not have, got decoder.layers.0.self",
         ),
-        ("tp2", {"intermediate_size": 96}, "mlp.linear_fc2.weight of (32, 96), as the model in model.path has it, got one of (32, 64) in "),
+        (
+            "tp2",
+            {"intermediate_size": 96},
+            "mlp.linear_fc2.weight of (32, 96), as the model in model.path has it, got one of (32, 64) in ",
+        ),
         ("tp2", {"num_hidden_layers": 5}, "want a tensor decoder.layers.4."),
         ("pp2", {"num_hidden_layers": 5}, "want a tensor decoder.layers.4."),
-        ("pp2", {"num_hidden_layers": 3}, "want no tensor that the model in model.path does not have, got decoder.layers.3."),
+        (
+            "pp2",
+            {"num_hidden_layers": 3},
+            "want no tensor that the model in model.path does not have, got decoder.layers.3.",
+        ),
         ("tp2", {"vocab_size": 400}, "of (400, 32), as the model in model.path has it, got one of (384, 32) in "),
         (
             "ep2/iter_0000010",
@@ -191,17 +223,28 @@ def _shorten(file: Path) -> None:
     ("damage", "text"),
     [
         (shutil.rmtree, "no such directory"),
-        (lambda root: (root / torch_dist.TRACKER).unlink(), "no latest_checkpointed_iteration.txt beside release; name one of these"),
+        (
+            lambda root: (root / torch_dist.TRACKER).unlink(),
+            "no latest_checkpointed_iteration.txt beside release; name one of these",
+        ),
         (lambda root: (root / torch_dist.TRACKER).write_text("20"), "want iter_0000020, the last iteration by "),
-        (lambda root: (root / torch_dist.TRACKER).write_text("soon"), "want the number of an iteration, or release, got "),
+        (
+            lambda root: (root / torch_dist.TRACKER).write_text("soon"),
+            "want the number of an iteration, or release, got ",
+        ),
         (lambda root: (root / "release" / "common.pt").unlink(), "no common.pt: it was not written completely"),
         (lambda root: _shorten(root / "release" / ".metadata"), "with a readable index"),
         (lambda root: _shorten(root / "release" / "__1_0.distcp"), "bytes: it was not written completely"),
         (lambda root: (root / "release" / "__0_0.distcp").unlink(), "no such file"),
-        (lambda root: (root / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'), "the format zarr"),
+        (
+            lambda root: (root / "release" / "metadata.json").write_text('{"sharded_backend": "zarr"}'),
+            "the format zarr",
+        ),
     ],
 )
-def test_what_is_not_complete_is_refused(written: Written, tmp_path: Path, damage: Callable[[Path], object], text: str) -> None:
+def test_what_is_not_complete_is_refused(
+    written: Written, tmp_path: Path, damage: Callable[[Path], object], text: str
+) -> None:
     root = shutil.copytree(written.checkpoints / "tp2", tmp_path / "damaged")
     damage(root)
     assert text in (error := refused(written.base, root)), error
@@ -228,21 +271,28 @@ def test_the_check_runs_no_code_of_an_index(written: Written, tmp_path: Path) ->
 
 def test_a_missing_tensor_is_refused(written: Written, tmp_path: Path) -> None:
     """One that is two for Megatron: the halves of a gated layer."""
-    root, name = shutil.copytree(written.checkpoints / "tp2", tmp_path / "damaged"), "decoder.layers.mlp.linear_fc1.weight"
+    root, name = (
+        shutil.copytree(written.checkpoints / "tp2", tmp_path / "damaged"),
+        "decoder.layers.mlp.linear_fc1.weight",
+    )
     index = root / "release" / ".metadata"
     found = pickle.loads(index.read_bytes())
     del found.state_dict_metadata[name]
     index.write_bytes(pickle.dumps(found))
-    assert "want a tensor decoder.layers.0.mlp.linear_fc1.weight of (128, 32), as the model" in (error := refused(written.base, root)), (
-        error
-    )
+    assert "want a tensor decoder.layers.0.mlp.linear_fc1.weight of (128, 32), as the model" in (
+        error := refused(written.base, root)
+    ), error
     assert f"{name} is missing in " in refused_by_ranks(written.base, root)
 
 
 def test_each_missing_tensor_is_named(written: Written) -> None:
     for name, model in (("pp2", written.base), ("ep2", written.base_experts)):
         shapes, tensors = torch_dist.read_index(written.checkpoints / name / "iter_0000010").shapes, tensors_in(model)
-        own = [one for one in shapes if one.startswith(("decoder", "embedding", "output_layer")) and "_extra_state" not in one]
+        own = [
+            one
+            for one in shapes
+            if one.startswith(("decoder", "embedding", "output_layer")) and "_extra_state" not in one
+        ]
         assert differing(shapes, tensors) is None
         for missing in own:
             found = differing({one: shape for one, shape in shapes.items() if one != missing}, tensors)

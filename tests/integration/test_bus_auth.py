@@ -170,7 +170,9 @@ FORBIDDEN: dict[str, tuple[str, Callable[[Bus], Awaitable[object]]]] = {
 }
 
 
-@pytest.mark.parametrize("user", ["learner", "actor-0", "engine-0", "scorer-0", "host-0", "router", "viewer", "operator"])
+@pytest.mark.parametrize(
+    "user", ["learner", "actor-0", "engine-0", "scorer-0", "host-0", "router", "viewer", "operator"]
+)
 async def test_every_role_gets_the_reason_for_which_nothing_is_stored(as_user: As, user: str) -> None:
     async with as_user("learner") as keeper, as_user(user) as bus:
         for reason in ("no room", "no room still"):
@@ -219,7 +221,9 @@ async def test_a_refused_publish_is_not_tried_again(as_user: As) -> None:
     tries: list[str] = []
     async with as_user("learner"), as_user("actor-0") as bus:
         with pytest.raises(Forbidden):
-            await bus.jet.outbox.store("tm.r.plan.plan", b"", {"Nats-Msg-Id": "x"}, on_retry=lambda why, full: tries.append(why))
+            await bus.jet.outbox.store(
+                "tm.r.plan.plan", b"", {"Nats-Msg-Id": "x"}, on_retry=lambda why, full: tries.append(why)
+            )
     assert not tries
 
 
@@ -286,7 +290,15 @@ HEADERS = (
 async def test_headers_of_a_message_affect_no_other_message(as_user: As, user: str, subject: str) -> None:
     """A rollup on one's own row would empty the bucket: the registry of versions, or every live row."""
     async with as_user("learner") as learner, as_user(user) as bus:
-        streams = ["KV_TM_r_weights", "KV_TM_r_live", "KV_TM_r_wanted", "KV_TM_r_run", "TM_r_SAMPLES", "TM_r_PARTIALS", "TM_r_DEAD"]
+        streams = [
+            "KV_TM_r_weights",
+            "KV_TM_r_live",
+            "KV_TM_r_wanted",
+            "KV_TM_r_run",
+            "TM_r_SAMPLES",
+            "TM_r_PARTIALS",
+            "TM_r_DEAD",
+        ]
         for bucket in subjects.BUCKETS:
             await learner.rows(bucket).put("another.s", {"version": 571})
         await bus.nc.request(subject, b"{}", timeout=60)
@@ -306,7 +318,9 @@ async def test_a_run_made_without_users_is_not_restarted_with_users(tmp_path: Pa
         EmbeddedBus(tmp_path / "bus", RUN, CONFIG, auth_dir).start()
 
 
-@pytest.mark.parametrize(("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")])
+@pytest.mark.parametrize(
+    ("user", "password", "reason"), [("actor-0", "wrong", "wrong name or password"), ("", "", "no user given")]
+)
 async def test_a_wrong_login_is_refused_at_once(guarded: EmbeddedBus, user: str, password: str, reason: str) -> None:
     line = dataclasses.replace(parse(guarded.url), user=user, password=password).line()
     with pytest.raises(Denied, match=rf"{reason}; cure: TIDEMILL_BUS_CREDENTIALS") as denied:
@@ -315,10 +329,19 @@ async def test_a_wrong_login_is_refused_at_once(guarded: EmbeddedBus, user: str,
     assert "wrong@" not in str(denied.value) and ":wrong" not in str(denied.value)
 
 
-async def test_passwords_are_in_their_files_alone(tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus) -> None:
-    passwords = {user: read_credentials(credentials_file(auth_dir, user))[1] for user in ("learner", "viewer", "actor-0", "host-1")}
+async def test_passwords_are_in_their_files_alone(
+    tmp_path: Path, auth_dir: Path, as_user: As, guarded: EmbeddedBus
+) -> None:
+    passwords = {
+        user: read_credentials(credentials_file(auth_dir, user))[1]
+        for user in ("learner", "viewer", "actor-0", "host-1")
+    }
     assert len(set(passwords.values())) == 4
-    async with as_user("learner") as learner, as_user("actor-0") as actor, HeartbeatPublisher(actor, row("actor", "actor-0")):
+    async with (
+        as_user("learner") as learner,
+        as_user("actor-0") as actor,
+        HeartbeatPublisher(actor, row("actor", "actor-0")),
+    ):
         await learner.rows("run").put("config", dataclasses.asdict(CONFIG))
     check_files(tmp_path, auth_dir, passwords)
 
@@ -336,7 +359,9 @@ async def test_users_keep_their_passwords_over_restarts_and_may_become_more(
 ) -> None:
     again = EmbeddedBus(tmp_path / "bus", RUN, dataclasses.replace(CONFIG, auth_users=3), auth_dir)
     with contextlib.ExitStack() as stack:
-        stack.callback(again.stop)  # behind the connections: one that reconnects while it is closed may leave a task of the library
+        stack.callback(
+            again.stop
+        )  # behind the connections: one that reconnects while it is closed may leave a task of the library
         async with as_user("learner") as learner, as_user("actor-0") as actor:
             await actor.samples.publish(make_sample(RUN, actor="actor-0"))
             guarded.stop()
@@ -375,7 +400,9 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("certificates")
     key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
     for name in ("ca", "stranger"):
-        openssl(directory, "req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
+        openssl(
+            directory, "req", "-x509", *key, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}"
+        )
     openssl(directory, "req", *key[:-2], "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=bus")
     (directory / "names").write_text("subjectAltName=IP:127.0.0.1\n")
     signed = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "names")
@@ -445,7 +472,18 @@ async def test_the_learner_receives_the_acks_of_an_actor_and_another_actor_does_
 async def test_a_host_gives_each_process_a_user_of_its_own_and_has_no_more_of_them_than_users(
     as_user: As, guarded: EmbeddedBus, auth_dir: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-m", "tidemill", "host", "--bus", guarded.url, "--run", RUN, "--dir", str(tmp_path / "host")]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "host",
+        "--bus",
+        guarded.url,
+        "--run",
+        RUN,
+        "--dir",
+        str(tmp_path / "host"),
+    ]
     environment = {**os.environ, "TIDEMILL_BUS_CREDENTIALS": str(credentials_file(auth_dir, "host-1"))}
     async with as_user("learner") as learner:
         await learner.rows("run").put("config", {"actor": {"reward": "digits"}})

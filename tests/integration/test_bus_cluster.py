@@ -20,9 +20,15 @@ from tidemill.bus.wire.messages import Done
 RUN = "r"
 
 
-@pytest.mark.parametrize("stream", ["SAMPLES", pytest.param("TASKS", marks=pytest.mark.slow), pytest.param("PLAN", marks=pytest.mark.slow)])
-async def test_nothing_is_lost_or_doubled_when_a_leader_is_killed(tmp_path: Path, stream: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The killed server comes back and has all messages; the load's block ends with a check of its accounting (``check_books``)."""
+@pytest.mark.parametrize(
+    "stream", ["SAMPLES", pytest.param("TASKS", marks=pytest.mark.slow), pytest.param("PLAN", marks=pytest.mark.slow)]
+)
+async def test_nothing_is_lost_or_doubled_when_a_leader_is_killed(
+    tmp_path: Path, stream: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The killed server comes back and has all messages; the load's block ends with a check of its accounting
+    (``check_books``).
+    """
     async with cluster_under_load(tmp_path) as (servers, load, activities):
         before = len(load.published)
         pauses = await fail_over(servers, load, activities.buses["feeder"], stream)
@@ -52,9 +58,13 @@ def test_ports_of_routes_are_reserved_until_the_bus_stops(tmp_path: Path) -> Non
 
 
 async def test_an_append_whose_answer_was_lost_is_recognised_on_a_replicated_stream(tmp_path: Path) -> None:
-    """A single server answers the second try with "wrong last sequence", a replicated stream with "duplicate" (or, once the id is
-    forgotten, like the single one): either way it is stored once, and a newer learner is still detected."""
-    servers, config = EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3)), BusConfig(cluster=3, duplicate_window_s=0.1)
+    """A single server answers the second try with "wrong last sequence", a replicated stream with "duplicate" (or, once
+    the id is forgotten, like the single one): either way it is stored once, and a newer learner is still detected.
+    """
+    servers, config = (
+        EmbeddedBus(tmp_path / "bus", RUN, BusConfig(cluster=3)),
+        BusConfig(cluster=3, duplicate_window_s=0.1),
+    )
     url = await asyncio.to_thread(servers.start)
     try:
         async with connect(url, RUN, config, name="looker") as looker, Proxy(url.split(",")[0]) as proxy:

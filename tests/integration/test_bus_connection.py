@@ -24,7 +24,10 @@ from tidemill.bus.streams.bus import SeveralRuns, connect, find_run
 async def test_a_server_that_is_not_there_is_named_after_the_wait() -> None:
     with KeptPort() as free:
         url = f"nats://127.0.0.1:{free.number}"
-        with pytest.raises(BusUnavailable, match=rf"connecting actor-1 to {url}: bus unavailable: waited \d+\.\d s: .*Connect call failed"):
+        with pytest.raises(
+            BusUnavailable,
+            match=rf"connecting actor-1 to {url}: bus unavailable: waited \d+\.\d s: .*Connect call failed",
+        ):
             async with connect(url, "r", name="actor-1", wait_s=2):
                 pass
 
@@ -60,8 +63,12 @@ async def test_a_lost_connection_comes_back(nats_server: EmbeddedServer, open_bu
         assert (await bus.samples.info()).messages == 0
 
 
-async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The library fails at an answer whose request was given up: it stops reading, and the close leaves tasks behind."""
+async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library fails at an answer whose request was given up: it stops reading, and the close leaves tasks
+    behind.
+    """
     monkeypatch.setattr("tidemill.bus.client.connection._FLUSH_S", 0.1)
     monkeypatch.setattr("tidemill.bus.client.connection._CLOSE_S", 60.0)
     with EmbeddedServer(tmp_path, BusConfig()) as server:
@@ -85,7 +92,9 @@ async def test_a_late_answer_to_the_flush_of_a_close_is_no_error(tmp_path: Path,
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 8])
 async def test_a_cancelled_close_still_closes(nats_server: EmbeddedServer, steps: int) -> None:
-    """The cancellation comes in the flush, whose answer would then end the library's reading, or in the library's close."""
+    """The cancellation comes in the flush, whose answer would then end the library's reading, or in the library's
+    close.
+    """
     connection = Connection()
     await connection.open(nats_server.url, "cancelled", 10)
     await connection.nc.subscribe("any", cb=_ignored)
@@ -143,7 +152,9 @@ async def test_a_publish_that_waits_for_a_full_socket_is_cancelled(
 async def _ignored(message: Msg) -> None: ...
 
 
-async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_a_call_is_repeated_over_an_outage_until_the_connection_is_closed(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     async with open_bus() as bus:
         failed = asyncio.Event()
 
@@ -212,7 +223,9 @@ async def test_a_bad_run_id_is_refused_before_anything_else() -> None:
             pass
 
 
-async def test_a_process_that_knows_only_the_url_finds_the_run(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_a_process_that_knows_only_the_url_finds_the_run(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     with pytest.raises(BusUnavailable, match=r"none there within 2 s"):
         await find_run(nats_server.url, name="early", wait_s=2.0)
     finding = asyncio.create_task(find_run(nats_server.url, name="early", wait_s=20))
@@ -247,7 +260,9 @@ async def test_a_connection_lost_twice_in_a_moment_notifies_every_listener(open_
             assert (len(heard), connection._up_or_closed.is_set()) == (2, True), turns
 
 
-async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_library_that_swallows_a_cancellation_does_not_connect_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The flush of nats-py does so: a refused TLS handshake at that moment was retried for ever."""
     cancelled: list[int] = []
 

@@ -38,7 +38,9 @@ async def test_a_reader_continues_at_its_position_and_only_the_last_of_a_name_mo
         with pytest.raises(CursorTaken):
             await first.leave()
         await second.advance(4)
-        assert {name: (place.floor, place.policy) for name, place in (await Cursors(bus).all()).items()} == {"archive": (4, WAIT)}
+        assert {name: (place.floor, place.policy) for name, place in (await Cursors(bus).all()).items()} == {
+            "archive": (4, WAIT)
+        }
         await second.leave()
         assert await Cursors(bus).all() == {}
         with pytest.raises(NotFound):

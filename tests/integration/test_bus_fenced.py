@@ -33,7 +33,9 @@ async def raw(bus: Bus, record: PlanRecord) -> None:
 async def test_epochs_count_up_also_when_two_start_at_once(open_bus: BusOpener) -> None:
     async with open_bus() as one, open_bus() as two:
         assert await current_epoch(one) == 0
-        assert sorted(await asyncio.gather(*[raise_epoch(bus) for bus in (one, two) for _ in range(5)])) == list(range(1, 11))
+        assert sorted(await asyncio.gather(*[raise_epoch(bus) for bus in (one, two) for _ in range(5)])) == list(
+            range(1, 11)
+        )
         assert await current_epoch(two) == 10
 
 
@@ -98,7 +100,9 @@ async def test_no_fence_is_raised_below_a_newer_one(open_bus: BusOpener, epoch: 
 async def test_a_new_fence_goes_behind_what_the_old_writer_just_wrote(open_bus: BusOpener) -> None:
     async with open_bus() as old, open_bus() as new:
         await old.plans.fence(1)
-        results = await asyncio.gather(*[old.plans.append(done(step)) for step in range(1, 20)], new.plans.fence(2), return_exceptions=True)
+        results = await asyncio.gather(
+            *[old.plans.append(done(step)) for step in range(1, 20)], new.plans.fence(2), return_exceptions=True
+        )
         stored = [result for result in results[:-1] if isinstance(result, int)]
         assert all(isinstance(result, Fenced) for result in results[len(stored) : -1])
         assert await steps(new) == list(range(1, len(stored) + 1))
@@ -119,8 +123,10 @@ async def test_records_after_a_newer_fence_are_void(open_bus: BusOpener) -> None
 
 
 async def test_an_append_whose_answer_was_lost_is_recognised(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    """The server answers the second try with "wrong last sequence", because its own message is stored there. Message ids alone would not
-    suffice: they are forgotten after the duplicate window."""
+    """The server answers the second try with "wrong last sequence", because its own message is stored there. Message
+    ids alone would not
+    suffice: they are forgotten after the duplicate window.
+    """
     async with (
         open_bus(duplicate_window_s=0.1) as looker,
         Proxy(nats_server.url) as proxy,
@@ -143,7 +149,11 @@ async def test_an_append_whose_answer_was_lost_is_recognised(nats_server: Embedd
 async def test_an_append_that_was_cancelled_after_it_was_stored_does_not_block_the_next(
     nats_server: EmbeddedServer, open_bus: BusOpener
 ) -> None:
-    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="learner") as bus:
+    async with (
+        open_bus() as looker,
+        Proxy(nats_server.url) as proxy,
+        connect(proxy.url, looker.run, name="learner") as bus,
+    ):
         await bus.plans.fence(1)
         proxy.deaf = True
         appending = asyncio.create_task(bus.plans.append(done(1)))
@@ -160,7 +170,9 @@ async def test_an_append_that_was_cancelled_after_it_was_stored_does_not_block_t
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_appends_over_kills_of_the_server_are_each_stored_once(nats_server: EmbeddedServer, open_bus: BusOpener, seed: int) -> None:
+async def test_appends_over_kills_of_the_server_are_each_stored_once(
+    nats_server: EmbeddedServer, open_bus: BusOpener, seed: int
+) -> None:
     async with open_bus() as bus:
         await bus.plans.fence(1)
         kills = set(random.Random(seed).sample(range(1, 40), 3))
@@ -192,11 +204,18 @@ async def test_trimmed_records_are_gone_and_fences_stay(open_bus: BusOpener) -> 
 
 
 async def test_a_message_of_no_learner_is_no_fence(open_bus: BusOpener) -> None:
-    """Invalid bytes behind a fence are ignored, with any epoch in their header: the writer appends behind them, and readers skip them."""
+    """Invalid bytes behind a fence are ignored, with any epoch in their header: the writer appends behind them, and
+    readers skip them.
+    """
     async with open_bus() as bus, open_bus() as actor:
         await bus.plans.fence(3)
         await bus.tasks.fence(3)
-        for subject in (f"tm.{bus.run}.plan.done", f"tm.{bus.run}.plan.fence", f"tm.{bus.run}.task.train", f"tm.{bus.run}.task.fence"):
+        for subject in (
+            f"tm.{bus.run}.plan.done",
+            f"tm.{bus.run}.plan.fence",
+            f"tm.{bus.run}.task.train",
+            f"tm.{bus.run}.task.fence",
+        ):
             for data in (b"junk", encode_record(done(99, epoch=5)), encode_record(Fence(epoch=5))[:-1]):
                 for epoch in ("3", "999", "9" * 5000, "\u00b2"):
                     await bus.js.publish(subject, data, headers={"Tm-Epoch": epoch})

@@ -1,4 +1,6 @@
-"""A disk of the bus that is really full: every process gets the reason, all waits, and all that was published is stored once."""
+"""A disk of the bus that is really full: every process gets the reason, all waits, and all that was published is stored
+once.
+"""
 
 import argparse
 import asyncio
@@ -72,7 +74,9 @@ async def test_a_killed_server_is_started_again_and_named(tmp_path: Path) -> Non
                 await asyncio.sleep(0.05)
             ((value, _),) = rows.values()
             os.kill(value["pid"], signal.SIGKILL)
-            while not any(f"nats-server (process {value['pid']}) ended and is started again" in text for text in watch.events):  # noqa: ASYNC110
+            while not any(  # noqa: ASYNC110
+                f"nats-server (process {value['pid']}) ended and is started again" in text for text in watch.events
+            ):
                 await asyncio.sleep(0.05)
 
 
@@ -114,7 +118,9 @@ async def test_a_full_disk_is_named_and_waited_for_and_nothing_is_lost(
             assert got.startswith("no room: ") and str(disk.root) in got
             with pytest.raises(BusFull, match=f"the bus stores nothing: no room: .*{reason}"):
                 await refused(bus)
-            writing = asyncio.gather(*[bus.rows("run").put(f"row.{number}", {"x": "x" * 900_000}) for number in range(3)])
+            writing = asyncio.gather(
+                *[bus.rows("run").put(f"row.{number}", {"x": "x" * 900_000}) for number in range(3)]
+            )
             assert not publishing.done()
             shown = await status_of(bus, capsys)
             assert shown.startswith("the bus stores nothing, the run waits: no room: ") and reason in shown, shown
@@ -133,7 +139,11 @@ async def test_a_server_that_ends_on_a_full_disk_is_started_again_when_there_is_
     with small_disk(tmp_path / "disk", size_bytes=100 * MB) as disk:
         config = config_in(disk)
         room = partial(lacking, config.root / "bus", needed_bytes(config.bus))
-        async with running(config) as bus, asyncio.timeout(LONG_S), beside((watch := RunWatch(bus, steps=1, room=room)).run()):
+        async with (
+            running(config) as bus,
+            asyncio.timeout(LONG_S),
+            beside((watch := RunWatch(bus, steps=1, room=room)).run()),
+        ):
             disk.fill(leaving=0)
             (server,) = [child for child in psutil.Process().children() if child.name() == "nats-server"]
             server.kill()
@@ -159,7 +169,9 @@ async def refused(bus: Bus) -> None:
         await bus.jet.outbox.attempt(subjects.samples_of(RUN, "x"), bytes(MB), {subjects.MESSAGE_ID: f"x.{number}"})
 
 
-async def test_a_bus_that_is_started_on_a_full_disk_waits_and_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bus_that_is_started_on_a_full_disk_waits_and_names_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with small_disk(tmp_path / "disk", size_bytes=100 * MB) as disk:
         disk.fill(leaving=MB)
         opening = running(config_in(disk))
@@ -180,7 +192,9 @@ async def test_the_limit_that_a_server_takes_at_its_start_grows_with_the_room(tm
         async with running(config_in(disk, "bus.samples_max_bytes=1000000")) as bus, asyncio.timeout(LONG_S):
             disk.clear()
             subject = subjects.partial(RUN, 1, 0)
-            storing = [bus.jet.outbox.store(subject, bytes(MB), {subjects.MESSAGE_ID: f"p.{number}"}) for number in range(60)]
+            storing = [
+                bus.jet.outbox.store(subject, bytes(MB), {subjects.MESSAGE_ID: f"p.{number}"}) for number in range(60)
+            ]
             assert sorted(ack.seq for ack in await asyncio.gather(*storing)) == [*range(1, 61)]
 
 

@@ -27,7 +27,10 @@ async def test_the_stream_by_which_runs_are_found_is_created_last(open_bus: BusO
     async def note(message: Msg) -> None:
         created.append(message.subject.rsplit(".", 1)[1])
 
-    async with open_bus(layout=False, name="onlooker") as onlooker, onlooker.jet.connection.subscribed("$JS.API.STREAM.CREATE.*", note):
+    async with (
+        open_bus(layout=False, name="onlooker") as onlooker,
+        onlooker.jet.connection.subscribed("$JS.API.STREAM.CREATE.*", note),
+    ):
         await onlooker.jet.connection.nc.flush()
         async with open_bus() as bus:
             pass
@@ -44,7 +47,9 @@ async def test_the_stream_by_which_runs_are_found_is_created_last(open_bus: BusO
         ("lease_s", 7.0, "TASKS.rollout.ack_wait"),
     ],
 )
-async def test_another_setting_than_the_servers_is_named(open_bus: BusOpener, setting: str, value: Any, field: str) -> None:
+async def test_another_setting_than_the_servers_is_named(
+    open_bus: BusOpener, setting: str, value: Any, field: str
+) -> None:
     async with open_bus() as bus:
         run = bus.run
     async with open_bus(layout=False, **{setting: value}) as other:
@@ -62,7 +67,10 @@ async def test_a_stream_larger_than_the_disk_is_refused_with_the_remedy(open_bus
 async def test_a_setting_dropped_by_the_server_is_an_error(open_bus: BusOpener) -> None:
     """An old server drops settings that it does not know: the stream exists, the field does not."""
     async with open_bus(layout=False) as bus:
-        await bus.jet.call(f"STREAM.CREATE.TM_{bus.run}_SAMPLES", {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]})
+        await bus.jet.call(
+            f"STREAM.CREATE.TM_{bus.run}_SAMPLES",
+            {"name": f"TM_{bus.run}_SAMPLES", "subjects": [f"tm.{bus.run}.sample.>"]},
+        )
         with pytest.raises(ConfigMismatch, match=r"SAMPLES\.subjects: want"):
             await bus.create_layout()
 

@@ -1,4 +1,6 @@
-"""The stream PARTIALS on a real server: the newest of each index is found, broken ones are skipped, those of settled tasks are deleted."""
+"""The stream PARTIALS on a real server: the newest of each index is found, broken ones are skipped, those of settled
+tasks are deleted.
+"""
 
 import numpy as np
 import pytest
@@ -47,7 +49,11 @@ async def test_a_partial_too_large_is_not_stored(open_bus: BusOpener) -> None:
         many = 1_500_000
         spans = (Span(version=0, num_tokens=many),)
         huge = make_partial(
-            bus.run, tokens=np.zeros(many, np.int32), rollout_log_probs=np.zeros(many, np.float32), spans=spans, position=many + 1
+            bus.run,
+            tokens=np.zeros(many, np.int32),
+            rollout_log_probs=np.zeros(many, np.float32),
+            spans=spans,
+            position=many + 1,
         )
         assert not await bus.partials.store(huge)
         assert await bus.partials.of(1) == {}

@@ -43,7 +43,9 @@ async def test_rows_are_listed(open_bus: BusOpener) -> None:
             await rows.put(f"m.{version}", {"version": version})
         await rows.delete("m.7")
         assert len(await rows.keys()) == 39
-        assert {key: value["version"] for key, (value, _) in (await rows.all()).items()} == {f"m.{n}": n for n in range(40) if n != 7}
+        assert {key: value["version"] for key, (value, _) in (await rows.all()).items()} == {
+            f"m.{n}": n for n in range(40) if n != 7
+        }
         assert await bus.rows("run").keys() == [], "buckets are apart"
 
 
@@ -58,7 +60,11 @@ async def test_rows_are_there_after_a_kill_of_the_server(nats_server: EmbeddedSe
 
 
 async def test_a_write_whose_answer_was_lost_is_recognised(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="writer") as bus:
+    async with (
+        open_bus() as looker,
+        Proxy(nats_server.url) as proxy,
+        connect(proxy.url, looker.run, name="writer") as bus,
+    ):
         revision = await bus.rows("run").create("epoch", {"epoch": 1})
         watching = looker.rows("run").watch("epoch")
         await anext(watching)
@@ -115,12 +121,20 @@ def row(id: str, role: str = "actor") -> LiveRow:
 async def test_a_process_is_alive_while_its_row_changes(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         view = LiveView(bus)
-        async with HeartbeatPublisher(bus, row("a1")) as heartbeat, HeartbeatPublisher(bus, row("e1", "engine")) as engine:
+        async with (
+            HeartbeatPublisher(bus, row("a1")) as heartbeat,
+            HeartbeatPublisher(bus, row("e1", "engine")) as engine,
+        ):
             await until(lambda: heartbeat.written_s > 0)
             await until(lambda: engine.written_s > 0)
             assert await view.alive("actor") == [row("a1")]
             stated = Capabilities(
-                ranks=2, peer_snapshots=True, colocated=True, devices=("GPU-a",), visible_devices=("GPU-a", "GPU-b"), nccl="2.29.7"
+                ranks=2,
+                peer_snapshots=True,
+                colocated=True,
+                devices=("GPU-a",),
+                visible_devices=("GPU-a", "GPU-b"),
+                nccl="2.29.7",
             )
             heartbeat.update(phase="draining", load={"in_flight": 3.0}, capabilities=stated, taking_memory=True)
             await heartbeat.stored()
@@ -155,7 +169,9 @@ async def test_a_heartbeat_outlives_an_outage(nats_server: EmbeddedServer, open_
 
 
 async def test_rows_do_not_age_while_the_bus_is_full(open_bus: BusOpener) -> None:
-    """No heartbeat is stored then, and no process is dead for that: learner and engines on one accelerator rely on it."""
+    """No heartbeat is stored then, and no process is dead for that: learner and engines on one accelerator rely on
+    it.
+    """
     async with open_bus() as bus, open_bus(run=bus.run, layout=False) as other, asyncio.timeout(60):
         await bus.rows("live").put("actor.a1", dataclasses.asdict(row("a1")))
         view = LiveView(other, dead_after_s=0.1)
@@ -189,7 +205,11 @@ async def test_a_row_that_cannot_be_read_hides_no_other(open_bus: BusOpener) -> 
     """Any process may write its own live row: invalid bytes there must not hide the rows of others."""
     async with open_bus() as bus:
         view = LiveView(bus)
-        for id, data in (("a", b"junk"), ("b", b"[" * 9999), ("c", b'{"role": "actor", "id": "c", "host": "h", "pid": 1, "phase": [1]}')):
+        for id, data in (
+            ("a", b"junk"),
+            ("b", b"[" * 9999),
+            ("c", b'{"role": "actor", "id": "c", "host": "h", "pid": 1, "phase": [1]}'),
+        ):
             await bus.js.publish(f"$KV.TM_{bus.run}_live.actor.{id}", data)
         await bus.rows("live").put("actor.d", dataclasses.asdict(row("e")))  # a row of another process's id
         async with HeartbeatPublisher(bus, row("e"), every_s=0.1):
@@ -207,7 +227,8 @@ async def test_an_unreadable_row_is_replaced_passed_over_or_refused(open_bus: Bu
         revision = (await bus.js.publish(f"$KV.TM_{bus.run}_run.task_floor", b"{}")).seq
         assert await rows.read("task_floor") == (None, revision)
         with pytest.raises(
-            UnreadableRow, match=rf"row run.task_floor, revision {revision}: want floor: an integer >= 0, got 'nothing'; cure: "
+            UnreadableRow,
+            match=rf"row run.task_floor, revision {revision}: want floor: an integer >= 0, got 'nothing'; cure: ",
         ):
             await rows.get("task_floor")
         await bus.tasks.raise_floor(5)
@@ -236,7 +257,9 @@ async def test_changes_at_the_same_time_are_all_made(open_bus: BusOpener) -> Non
 
         changes = [one.rows("weights").change("mine", one_more) for one in (bus, other) for _ in range(5)]
         found = await asyncio.gather(*changes)
-        assert sorted(changed.after["count"] for changed in found) == list(range(10)), "each is made once, on top of another"
+        assert sorted(changed.after["count"] for changed in found) == list(range(10)), (
+            "each is made once, on top of another"
+        )
         assert all((changed.before or {"count": -1})["count"] == changed.after["count"] - 1 for changed in found)
         assert calls > 10, "those that met another were made again"
         assert (await bus.rows("weights").get("mine") or ({}, 0))[0] == {"count": 9}

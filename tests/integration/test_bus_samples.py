@@ -83,14 +83,20 @@ async def test_a_publish_whose_answer_was_lost_is_not_stored_twice(
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_a_reader_goes_on_over_kills_of_the_server(nats_server: EmbeddedServer, open_bus: BusOpener, seed: int) -> None:
+async def test_a_reader_goes_on_over_kills_of_the_server(
+    nats_server: EmbeddedServer, open_bus: BusOpener, seed: int
+) -> None:
     """Publishers retry, the reader reopens: every sample is there once, in the order of the stream."""
     async with open_bus() as bus, open_bus(name="reader") as reader:
         stream = reader.samples.read(None)
-        publishing = [asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(1, 31)]
+        publishing = [
+            asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(1, 31)
+        ]
         found = await take(stream, 5 + 7 * seed)
         nats_server.kill()
-        publishing += [asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(31, 61)]
+        publishing += [
+            asyncio.create_task(bus.samples.publish(make_sample(bus.run, task=task))) for task in range(31, 61)
+        ]
         nats_server.start()
         found += await take(stream, 60 - len(found))
         seqs = await asyncio.gather(*publishing)
@@ -103,7 +109,9 @@ async def test_a_reader_goes_on_over_kills_of_the_server(nats_server: EmbeddedSe
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_deliveries_lost_on_the_way_are_noticed_and_read_again(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_deliveries_lost_on_the_way_are_noticed_and_read_again(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     async with open_bus() as bus, Proxy(nats_server.url) as proxy, connect(proxy.url, bus.run, name="reader") as reader:
         stream = reader.samples.read(None)
         await publish(bus, 1, 2)
@@ -118,7 +126,9 @@ async def test_deliveries_lost_on_the_way_are_noticed_and_read_again(nats_server
         await stream.aclose()  # type: ignore[attr-defined]
 
 
-async def test_a_consumer_whose_creation_was_answered_too_late_is_removed(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_consumer_whose_creation_was_answered_too_late_is_removed(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_bus() as bus:
         await publish(bus, 1)
         call, late = bus.jet.call, list[str]()
@@ -310,7 +320,11 @@ async def test_parts_are_joined_and_read_in_place(open_bus: BusOpener) -> None:
         one, two = large(bus.run, 1), large(bus.run, 2)
         await asyncio.gather(*[bus.samples.publish(sample) for sample in (one, make_sample(bus.run, task=3), two)])
         found = await read_some(bus, 3)
-        assert {place(received)[0]: encode_sample(received.sample) for received in found if isinstance(received.sample, Sample)} == {
+        assert {
+            place(received)[0]: encode_sample(received.sample)
+            for received in found
+            if isinstance(received.sample, Sample)
+        } == {
             1: encode_sample(one),
             2: encode_sample(two),
             3: encode_sample(make_sample(bus.run, task=3)),
@@ -333,7 +347,9 @@ async def test_parts_published_again_are_stored_once(open_bus: BusOpener) -> Non
 
 async def test_parts_without_a_manifest_block_nothing(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
-        await bus.js.publish(subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"})
+        await bus.js.publish(
+            subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"}
+        )
         await publish(bus, 2)
         (received,) = await read_some(bus, 1)
         assert (received.seq, place(received)) == (2, (2, 0))
@@ -353,7 +369,9 @@ async def manifest_of(bus: Bus, data: bytes, *seqs: int, attempt: str = "a0") ->
 async def test_parts_without_a_manifest_do_not_keep_a_tail_from_its_end(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await publish(bus, 1)
-        await bus.js.publish(subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"})
+        await bus.js.publish(
+            subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"}
+        )
         async with asyncio.timeout(30):
             assert [received.seq async for received in bus.samples.tail(last=2, follow=False)] == [1]
             assert [received.seq async for received in bus.samples.tail(last=1, follow=False)] == []
@@ -366,10 +384,16 @@ async def test_parts_that_are_gone_or_wrong_are_named(open_bus: BusOpener) -> No
         await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", b"\x81", headers={"Tm-Parts": "1"})
         await bus.js.publish(subjects.part(bus.run, "train", 2), b"abc")
         await bus.jet.call(f"STREAM.MSG.DELETE.TM_{bus.run}_SAMPLES", {"seq": 4})
-        await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(b"abc", [4]), headers={"Tm-Parts": "1"})
+        await bus.js.publish(
+            f"tm.{bus.run}.sample.train.3.a1.parts", parts.describe(b"abc", [4]), headers={"Tm-Parts": "1"}
+        )
         await publish(bus, 7)
         found = [received.sample for received in await read_some(bus, 4)]
-        assert [error.field for error in found if isinstance(error, WireError)] == ["parts.sha256", "message", "parts.seqs"]
+        assert [error.field for error in found if isinstance(error, WireError)] == [
+            "parts.sha256",
+            "message",
+            "parts.seqs",
+        ]
         assert isinstance(found[3], Sample)
 
 
@@ -410,7 +434,9 @@ async def test_parts_that_no_sample_has_are_not_fetched(open_bus: BusOpener) -> 
         await manifest_of(bus, b"x" * 3000, 9_000_000, attempt="d")  # not stored yet
         await manifest_of(bus, b"", *seqs, attempt="e")
         huge = msgpack.packb({"schema": 1, "type": "parts", "seqs": seqs, "length": 1 << 62, "sha256": "0" * 64})
-        await bus.js.publish(f"tm.{bus.run}.sample.train.3.a1.parts", huge, headers={"Nats-Msg-Id": "1.0.z", "Tm-Parts": "4"})
+        await bus.js.publish(
+            f"tm.{bus.run}.sample.train.3.a1.parts", huge, headers={"Nats-Msg-Id": "1.0.z", "Tm-Parts": "4"}
+        )
         await publish(bus, 7)
         async with fetches(bus) as asked:
             found = [received.sample for received in await read_some(bus, 6)]
@@ -433,7 +459,9 @@ async def test_parts_are_fetched_no_further_than_the_first_that_is_not_the_sampl
             found = [received async for received in bus.samples.tail(last=3, follow=False)]
         assert len(found) == 3
         assert all(isinstance(received.sample, WireError) for received in found)
-        assert [seq for seq, _ in groupby(asked)] == [*first, third[2], second[1], *third[:2]], "who answers late is asked again"
+        assert [seq for seq, _ in groupby(asked)] == [*first, third[2], second[1], *third[:2]], (
+            "who answers late is asked again"
+        )
 
 
 async def test_parts_named_by_a_manifest_that_is_refused_hold_up_no_trimming(open_bus: BusOpener) -> None:
@@ -449,18 +477,26 @@ async def test_parts_named_by_a_manifest_that_is_refused_hold_up_no_trimming(ope
 async def test_parts_of_more_than_a_sample_has_are_not_published(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         with pytest.raises(WireError, match="sample: want <= 67108864 bytes"):
-            await bus.samples.publish_bytes(bytes(parts.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"})
+            await bus.samples.publish_bytes(
+                bytes(parts.MAX_SAMPLE_BYTES + 1), f"tm.{bus.run}.sample.train.3.a1", {"Nats-Msg-Id": "1.0.a"}
+            )
         assert (await bus.samples.info()).last_seq == 0
 
 
-@pytest.mark.parametrize("headers", [b"NATS/1.0", b"\xff\xff", b"NATS/1.0 \xff\xff\xff\r\n\r\n", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n"])
-async def test_headers_that_cannot_be_parsed_block_nothing(nats_server: EmbeddedServer, open_bus: BusOpener, headers: bytes) -> None:
+@pytest.mark.parametrize(
+    "headers", [b"NATS/1.0", b"\xff\xff", b"NATS/1.0 \xff\xff\xff\r\n\r\n", b"NATS/1.0 100 Idle Heartbeat\r\n\r\n"]
+)
+async def test_headers_that_cannot_be_parsed_block_nothing(
+    nats_server: EmbeddedServer, open_bus: BusOpener, headers: bytes
+) -> None:
     """The client library would stop reading from the connection for good: the next sample would never arrive."""
     async with open_bus() as bus:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(nats_server.url.rsplit(":", 1)[1]))
         size = len(headers)
         writer.write(b'CONNECT {"verbose":false,"headers":true}\r\n')
-        writer.write(b"HPUB tm.%s.sample.train.0.x %d %d\r\n%bx\r\nPING\r\n" % (bus.run.encode(), size, size + 1, headers))
+        writer.write(
+            b"HPUB tm.%s.sample.train.0.x %d %d\r\n%bx\r\nPING\r\n" % (bus.run.encode(), size, size + 1, headers)
+        )
         async with asyncio.timeout(60):
             while await reader.readline() != b"PONG\r\n":  # behind INFO, and perhaps a PING of the server
                 pass

@@ -41,7 +41,8 @@ def test_it_keeps_its_port_over_kills(tmp_path: Path) -> None:
 
 def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys; from tidemill.bus.config import BusConfig; from tidemill.bus.server.nats_server import EmbeddedServer\n"
+        "import pathlib, sys; from tidemill.bus.config import BusConfig; from "
+        "tidemill.bus.server.nats_server import EmbeddedServer\n"
         f"server = EmbeddedServer(pathlib.Path({str(tmp_path)!r}), BusConfig()); server.start()\n"
         "print(server.pid, flush=True); sys.stdin.read()"
     )

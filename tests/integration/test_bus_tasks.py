@@ -83,7 +83,9 @@ async def test_a_task_that_comes_again_is_passed_over_as_soon_as_it_is_settled(
         assert not more
 
 
-async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_acks_are_received_and_the_floor_stops_at_a_leased_task(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Renewals and naks are no acks; neither is a forged ack on a similar subject."""
     monkeypatch.setattr(bus_tasks, "_CONFIRM_S", 60.0)  # an ack that is not confirmed in time is sent again
     heard: asyncio.Queue[int] = asyncio.Queue()
@@ -227,7 +229,9 @@ async def test_a_cancelled_wait_for_a_lease_loses_no_task(open_bus: BusOpener) -
             assert (await lease(other)).task.id == id
 
 
-async def test_an_actor_that_vanishes_gives_its_task_to_another(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_an_actor_that_vanishes_gives_its_task_to_another(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     async with open_bus(lease_s=0.5) as bus:
         (id,) = await issue(bus)
         async with Proxy(nats_server.url) as proxy, connect(proxy.url, bus.run, bus.config, name="dying") as dying:
@@ -246,7 +250,9 @@ async def test_a_wait_goes_on_over_a_kill_of_the_server(nats_server: EmbeddedSer
         assert (await waiting).task.id == id
 
 
-async def test_settled_tasks_delivered_again_are_acked_unworked(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
+async def test_settled_tasks_delivered_again_are_acked_unworked(
+    nats_server: EmbeddedServer, open_bus: BusOpener
+) -> None:
     """A killed server forgets acks that it had confirmed; tasks below the floor are not worked on again."""
     async with open_bus(lease_s=3) as bus:
         ids = await issue(bus, 6)
@@ -277,7 +283,13 @@ async def test_reports_of_failure_make_a_task_dead(open_bus: BusOpener) -> None:
         assert await bus.tasks.lease(0.05) is None
         await until_backlog(bus, 0, 0)
         ((_, dead),) = [item async for item in bus.dead.scan()]
-        assert (dead.task, dead.reason, dead.attempts, dead.actor, dead.prompt) == (id, "tool broke again", 3, "a3", "1+1=")
+        assert (dead.task, dead.reason, dead.attempts, dead.actor, dead.prompt) == (
+            id,
+            "tool broke again",
+            3,
+            "a3",
+            "1+1=",
+        )
 
 
 async def test_a_report_counts_once_and_a_death_is_logged_once(open_bus: BusOpener) -> None:
@@ -326,7 +338,9 @@ async def test_a_task_behind_a_newer_fence_is_void_for_actors_too(open_bus: BusO
         await issue(bus, epoch=1)
         await bus.tasks.fence(2)
         late = encode_task(make_task(bus.run, epoch=1, offset=9))
-        await bus.js.publish(f"tm.{bus.run}.task.train", late, headers={"Tm-Epoch": "1"})  # by a writer that ignores the fence
+        await bus.js.publish(
+            f"tm.{bus.run}.task.train", late, headers={"Tm-Epoch": "1"}
+        )  # by a writer that ignores the fence
         (valid,) = await issue(bus, epoch=2)
         assert [(await lease(bus)).task.id for _ in range(2)] == [2, valid]
         assert await bus.tasks.lease(0.05) is None
@@ -394,7 +408,11 @@ async def test_dead_letters_that_cannot_be_read_are_passed_over(open_bus: BusOpe
 
 
 async def test_a_decision_whose_answer_was_lost_is_ones_own(nats_server: EmbeddedServer, open_bus: BusOpener) -> None:
-    async with open_bus() as looker, Proxy(nats_server.url) as proxy, connect(proxy.url, looker.run, name="operator") as bus:
+    async with (
+        open_bus() as looker,
+        Proxy(nats_server.url) as proxy,
+        connect(proxy.url, looker.run, name="operator") as bus,
+    ):
         proxy.deaf = True
         deciding = asyncio.create_task(bus.dead.decide(DeadLetterDecision(task=1, word="drop")))
         while not await looker.dead.decisions():  # noqa: ASYNC110 - the stream is read again and again

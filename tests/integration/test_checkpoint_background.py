@@ -1,4 +1,6 @@
-"""Checkpoints that are written beside the training: their content is that of their step, and whatever fails leaves the one before."""
+"""Checkpoints that are written beside the training: their content is that of their step, and whatever fails leaves the
+one before.
+"""
 
 import threading
 from dataclasses import dataclass
@@ -137,7 +139,9 @@ INSTANTS = [
 def test_a_failure_at_any_instant_leaves_the_checkpoint_before(
     make: Any, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, background: bool
 ) -> None:
-    """The disk takes no more: the learner ends with the reason, at the next step, and the checkpoint before is as it was."""
+    """The disk takes no more: the learner ends with the reason, at the next step, and the checkpoint before is as it
+    was.
+    """
     learner = make(background=background)
     learner.save(1)
     learner.checkpoints.collect(wait=True)

@@ -1,4 +1,6 @@
-"""Copies of checkpoints between nodes: made, counted, replaced after the loss of a disk; and a learner on two nodes that loses one."""
+"""Copies of checkpoints between nodes: made, counted, replaced after the loss of a disk; and a learner on two nodes
+that loses one.
+"""
 
 import asyncio
 import shutil
@@ -36,7 +38,9 @@ def write(roots: list[Path], step: int, *, epoch: int = 1) -> None:
         for name in METADATA:
             (tmp / name).write_bytes(b"metadata of step %d" % step)
         files |= {name: entry.written_by([node]) for name, entry in disk.digest(tmp, [f"__{node}_0.distcp"]).items()}
-    files |= {name: entry.written_by(range(len(roots))) for name, entry in disk.digest(staged[0], sorted(METADATA)).items()}
+    files |= {
+        name: entry.written_by(range(len(roots))) for name, entry in disk.digest(staged[0], sorted(METADATA)).items()
+    }
     manifest = Manifest(files=files, extra={"step": step}).encode()
     for tmp in staged:
         disk.write_manifest(tmp, manifest)
@@ -75,10 +79,14 @@ async def test_a_checkpoint_counts_when_both_nodes_have_it(open_bus: BusOpener, 
         await asyncio.wait_for(waiting, 60)
         disk.verify(roots[0] / NEWEST)
         assert copies.waits_for == ""
-        assert (await holders(bus))[1].held[NEWEST] == sorted([*METADATA, "__0_0.distcp", "__1_0.distcp", "manifest.json"])
+        assert (await holders(bus))[1].held[NEWEST] == sorted(
+            [*METADATA, "__0_0.distcp", "__1_0.distcp", "manifest.json"]
+        )
 
 
-async def test_one_copy_is_none_at_all(open_bus: BusOpener, roots: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+async def test_one_copy_is_none_at_all(
+    open_bus: BusOpener, roots: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
     async with open_bus() as bus, keepers(bus, roots, copies=1) as both:
         write(roots, 4)
         for keeper in both * 2:
@@ -104,7 +112,9 @@ async def test_a_replaced_node_becomes_a_holder_again(open_bus: BusOpener, roots
                 await both[lost].look()
                 for step in (2, 4):
                     disk.verify(roots[lost] / f"step-{step}-epoch-1")
-                await asyncio.wait_for(Copies(bus, roots[0], num_nodes=2, copies=2).wait(lambda: [roots[0] / NEWEST]), 60)
+                await asyncio.wait_for(
+                    Copies(bus, roots[0], num_nodes=2, copies=2).wait(lambda: [roots[0] / NEWEST]), 60
+                )
 
 
 async def test_a_damaged_file_is_set_aside_and_copied_again(
@@ -124,7 +134,9 @@ async def test_a_damaged_file_is_set_aside_and_copied_again(
             disk.verify(roots[1] / NEWEST)
 
 
-async def test_the_newest_whole_one_is_chosen(open_bus: BusOpener, roots: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_newest_whole_one_is_chosen(
+    open_bus: BusOpener, roots: list[Path], caplog: pytest.LogCaptureFixture
+) -> None:
     """Node 1 is lost. It had copies of step 2, and the only one of its file of step 4."""
     async with open_bus() as bus:
         write(roots, 2)
@@ -137,7 +149,10 @@ async def test_the_newest_whole_one_is_chosen(open_bus: BusOpener, roots: list[P
             await stack.enter_async_context(Keeper(bus, roots[0], ring(0)).opened())
             found = await Copies(bus, roots[0], num_nodes=2, copies=2, ask_s=0.0).whole(ROW)
         assert found == roots[0] / "step-2-epoch-1"
-        assert "NOT WHOLE" in caplog.text and "step-4-epoch-1: no living node has __1_0.distcp (last seen on node 1)" in caplog.text
+        assert (
+            "NOT WHOLE" in caplog.text
+            and "step-4-epoch-1: no living node has __1_0.distcp (last seen on node 1)" in caplog.text
+        )
         shutil.rmtree(roots[0])
         async with Keeper(bus, roots[0], ring(0)).opened():
             with pytest.raises(NoCheckpoint, match="step-4-epoch-1: no living node has"):
@@ -190,7 +205,9 @@ def test_kept_are_those_that_pruning_keeps(tmp_path: Path) -> None:
 
 
 def test_those_of_a_newer_epoch_are_kept(tmp_path: Path) -> None:
-    """A start found the latest damaged and fell back to step 10: its checkpoints have lower steps, and none is the latest yet."""
+    """A start found the latest damaged and fell back to step 10: its checkpoints have lower steps, and none is the
+    latest yet.
+    """
     names = ["step-20-epoch-1", "step-10-epoch-1", "step-12-epoch-2", "step-15-epoch-2", "step-8-epoch-1"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -215,9 +232,11 @@ async def latest(learner: Learner, step: int) -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 async def test_a_learner_on_two_nodes_goes_on_after_the_loss_of_a_disk(open_learner: OpenLearner, lost: int) -> None:
-    """Tensor parallel over two directories, killed after step 5: one directory is gone, the steps behind the latest are repeated.
+    """Tensor parallel over two directories, killed after step 5: one directory is gone, the steps behind the latest are
+    repeated.
 
-    The keeper of the node with the empty disk has copied nothing yet when its rank begins, which gets its files from the other node.
+    The keeper of the node with the empty disk has copied nothing yet when its rank begins, which gets its files from
+    the other node.
     """
     checkpoint = CheckpointConfig(store="local", copies=2)
     async with open_learner(tensor_parallel=2, steps=8, checkpoint_every=2, checkpoint=checkpoint) as learner:
@@ -248,7 +267,9 @@ async def test_a_learner_on_two_nodes_goes_on_after_the_loss_of_a_disk(open_lear
                 await learner.feeding
         digests = await learner.digests()
         assert sorted(digests) == list(range(1, 9))
-        assert [step for step, same in sorted(digests.items()) if len(same) == 2] == behind, f"those behind the checkpoint: {digests}"
+        assert [step for step, same in sorted(digests.items()) if len(same) == 2] == behind, (
+            f"those behind the checkpoint: {digests}"
+        )
         assert all(len(set(same)) == 1 for same in digests.values()), digests
         found = await learner.world.bus.rows("run").get("checkpoint")
         assert found is not None

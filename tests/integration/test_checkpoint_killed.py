@@ -18,21 +18,28 @@ from tidemill.learner.checkpoints import disk
 from tidemill.learner.megatron import state
 
 IN_FILE = "in its file"
-PAIRS = [(rank, instant) for instant in INSTANTS for rank in (0, 1) if rank == 0 or instant in (IN_FILE, "behind its file")]
+PAIRS = [
+    (rank, instant) for instant in INSTANTS for rank in (0, 1) if rank == 0 or instant in (IN_FILE, "behind its file")
+]
 """Rank 0 writes the index, the manifest, and the name of the directory."""
 
 
 @pytest.mark.parametrize(
-    ("rank", "instant"), [pytest.param(*pair, marks=[] if pair == (1, IN_FILE) else [pytest.mark.slow]) for pair in PAIRS]
+    ("rank", "instant"),
+    [pytest.param(*pair, marks=[] if pair == (1, IN_FILE) else [pytest.mark.slow]) for pair in PAIRS],
 )
 def test_the_checkpoint_before_is_used(tmp_path: Path, rank: int, instant: str) -> None:
-    """Of two ranks one is killed: the checkpoint has no name, and the state of the one before takes the same next step."""
+    """Of two ranks one is killed: the checkpoint has no name, and the state of the one before takes the same next
+    step.
+    """
     model_dir, root = write_tiny_model(tmp_path / "model", vocab_size=VOCAB), tmp_path / "checkpoints"
     root.mkdir()
     with KeptPort() as port:
         arguments = (model_dir, root, rank, instant, tmp_path)
         children = [
-            Forked(checkpoint_ranks.killed, arguments, rank_environment(number, 2, port.number), tmp_path / f"{number}.log")
+            Forked(
+                checkpoint_ranks.killed, arguments, rank_environment(number, 2, port.number), tmp_path / f"{number}.log"
+            )
             for number in (0, 1)
         ]
         try:

@@ -59,7 +59,9 @@ async def load(saved: Any, roots: list[Path], tmp_path: Path, layouts: list[int]
     async with served(roots) as urls:
         out = tmp_path / "out"
         out.mkdir()
-        return await asyncio.to_thread(run_ranks, checkpoint_ranks.load, (saved[0], roots, urls, layouts), world=2, out=out)
+        return await asyncio.to_thread(
+            run_ranks, checkpoint_ranks.load, (saved[0], roots, urls, layouts), world=2, out=out
+        )
 
 
 def test_each_node_has_its_ranks_files_and_the_metadata(saved: Any) -> None:
@@ -86,7 +88,9 @@ async def test_loaded_in_both_layouts_from_both_nodes(saved: Any, roots: list[Pa
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-async def test_a_node_that_lost_its_disk_loads_from_the_copy(saved: Any, roots: list[Path], tmp_path: Path, lost: int) -> None:
+async def test_a_node_that_lost_its_disk_loads_from_the_copy(
+    saved: Any, roots: list[Path], tmp_path: Path, lost: int
+) -> None:
     """The other node has copied its files before; afterwards it has an empty disk."""
     kept = 1 - lost
     async with served(roots) as urls:

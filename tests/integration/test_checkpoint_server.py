@@ -1,4 +1,6 @@
-"""A node's checkpoint server against requests for files that it must not send, and the client against servers that send something else."""
+"""A node's checkpoint server against requests for files that it must not send, and the client against servers that send
+something else.
+"""
 
 import asyncio
 import os
@@ -36,7 +38,9 @@ def write(root: Path, step: int = 2) -> Path:
 
 @asynccontextmanager
 async def serving(tmp_path: Path) -> AsyncIterator[str]:
-    """Give the URL of a server that asks for a key, over a root with one checkpoint, one unfinished, and files beside them."""
+    """Give the URL of a server that asks for a key, over a root with one checkpoint, one unfinished, and files beside
+    them.
+    """
     root = tmp_path / "root"
     path = write(root)
     (path / "stray").write_text("not in the manifest")
@@ -166,7 +170,9 @@ async def test_a_node_that_sends_something_else_is_passed_over(answer: Answer, t
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         bad = Peer(node=0, url=f"http://127.0.0.1:{runner.addresses[0][1]}")
-        entry = manifests.read(tmp_path / "root" / NAME).files["__0_0.distcp"].written_by([0])  # the bad node is asked first
+        entry = (
+            manifests.read(tmp_path / "root" / NAME).files["__0_0.distcp"].written_by([0])
+        )  # the bad node is asked first
         client = PeerClient([Peer(node=1, url=url, key=KEYS.api), bad])
         files = CheckpointFiles(tmp_path / "empty" / NAME, {"__0_0.distcp": entry}, client)
         assert await asyncio.to_thread(files.block, "__0_0.distcp", 1) == CONTENT[BLOCK_BYTES:]
@@ -180,7 +186,9 @@ async def test_a_node_that_sends_something_else_is_passed_over(answer: Answer, t
 
 
 async def test_an_empty_node_gets_what_it_needs(tmp_path: Path) -> None:
-    """Metadata only, or all files; a manifest with another digest is refused, since Megatron's index in it is a pickle."""
+    """Metadata only, or all files; a manifest with another digest is refused, since Megatron's index in it is a
+    pickle.
+    """
     async with serving(tmp_path) as url:
         directory, client = tmp_path / "new" / NAME, PeerClient([Peer(node=1, url=url, key=KEYS.api)])
         with pytest.raises(CheckpointCorrupt, match="node 1 has another one"):

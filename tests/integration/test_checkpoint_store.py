@@ -1,4 +1,6 @@
-"""Checkpoints in an object store: uploaded beside the training, counted when they are there, fetched by nodes without them, removed."""
+"""Checkpoints in an object store: uploaded beside the training, counted when they are there, fetched by nodes without
+them, removed.
+"""
 
 import asyncio
 import logging
@@ -47,7 +49,13 @@ def row(root: Path, name: str = NEWEST) -> dict[str, Any]:
     """Return the row of the latest checkpoint, as the feeder writes it."""
     one = disk.named(root / name)
     digests = disk.digests_of(root, [other.path.name for other in disk.listed(root)])
-    return {"directory": f"/elsewhere/{name}", "step": one.step, "epoch": one.epoch, "manifest": digests[name], "manifests": digests}
+    return {
+        "directory": f"/elsewhere/{name}",
+        "step": one.step,
+        "epoch": one.epoch,
+        "manifest": digests[name],
+        "manifests": digests,
+    }
 
 
 def fail(flaky: type[FlakyFileSystem], *verbs: str) -> None:
@@ -56,7 +64,11 @@ def fail(flaky: type[FlakyFileSystem], *verbs: str) -> None:
 
 def uploaded_files(flaky: type[FlakyFileSystem]) -> list[str]:
     """Return the files of checkpoints in the order in which they were stored, or were asked to be."""
-    return [path.removeprefix(f"{RUN}/") for verb, path in flaky.done if verb in ("upload", "write") and not path.endswith(OWNER)]
+    return [
+        path.removeprefix(f"{RUN}/")
+        for verb, path in flaky.done
+        if verb in ("upload", "write") and not path.endswith(OWNER)
+    ]
 
 
 async def until(bus: Bus, key: str, found: Any) -> None:
@@ -67,7 +79,9 @@ async def until(bus: Bus, key: str, found: Any) -> None:
                 return
 
 
-async def test_the_manifest_comes_last_and_makes_it_the_latest(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+async def test_the_manifest_comes_last_and_makes_it_the_latest(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
     async with open_bus() as bus:
         write([tmp_path], 4)
         waiting = asyncio.create_task(copies(bus, tmp_path).wait(lambda: [tmp_path / NEWEST]))
@@ -80,7 +94,9 @@ async def test_the_manifest_comes_last_and_makes_it_the_latest(open_bus: BusOpen
         assert await copies(bus, tmp_path).lacks(tmp_path / NEWEST) == ""
 
 
-async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+async def test_node_0_completes_what_all_nodes_have_uploaded(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
     roots = [tmp_path / "node-0", tmp_path / "node-1"]
     async with open_bus() as bus:
         write(roots, 4)
@@ -93,11 +109,17 @@ async def test_node_0_completes_what_all_nodes_have_uploaded(open_bus: BusOpener
         assert (await uploaded(bus))[0].whole.keys() == {NEWEST}
         assert uploaded_files(flaky).count(f"{NEWEST}/common.pt") == 1, "node 0 alone uploads the metadata"
         await second.look()
-        assert len(uploaded_files(flaky)) == len(manifests.read(roots[0] / NEWEST).files) + 1, "nothing is uploaded twice"
+        assert len(uploaded_files(flaky)) == len(manifests.read(roots[0] / NEWEST).files) + 1, (
+            "nothing is uploaded twice"
+        )
 
 
-async def test_files_without_their_manifest_do_not_count(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """The upload has stopped before the manifest; the next process stores the files again, and completes the checkpoint."""
+async def test_files_without_their_manifest_do_not_count(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """The upload has stopped before the manifest; the next process stores the files again, and completes the
+    checkpoint.
+    """
     async with open_bus() as bus:
         write([tmp_path], 4)
         flaky.fails = staticmethod(lambda verb, path: verb == "write" and path.endswith(MANIFEST))
@@ -123,7 +145,8 @@ async def test_an_outage_ends_nothing_and_is_reported(
             await until(bus, "stored.0", lambda found: found["trouble"])
             lacks = await copies(bus, tmp_path).lacks(tmp_path / NEWEST)
             assert lacks.endswith(
-                "files are there; node 0: flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
+                "files are there; node 0: flaky://bucket/path/digits: RuntimeError: 503 for "
+                "https://store.example/bucket/object?***"
             )
             assert not waiting.done()
             fail(flaky)
@@ -148,8 +171,12 @@ async def test_a_damaged_file_is_not_uploaded_and_holds_up_no_other(
         assert [name for name, one in survey(ObjectStore(URL, RUN))[0].items() if one.is_whole] == [NEWEST]
 
 
-async def test_a_file_that_was_stored_in_part_is_stored_again(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """The store has taken the file, and lists another size: the checkpoint is not complete, whatever the upload has returned."""
+async def test_a_file_that_was_stored_in_part_is_stored_again(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """The store has taken the file, and lists another size: the checkpoint is not complete, whatever the upload has
+    returned.
+    """
     store = ObjectStore(URL, RUN)
     (tmp_path / "cut").write_bytes(b"cut")
     async with open_bus() as bus:
@@ -165,7 +192,9 @@ async def test_a_file_that_was_stored_in_part_is_stored_again(open_bus: BusOpene
         assert survey(store)[0][NEWEST].is_whole and not (await uploaded(bus))[0].trouble
 
 
-async def test_each_node_sees_what_the_store_has_of_its_files(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+async def test_each_node_sees_what_the_store_has_of_its_files(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
     """The store takes a file of node 1 and does not have it: node 1 does not count it, and stores it again."""
     roots = [tmp_path / "node-0", tmp_path / "node-1"]
     async with open_bus() as bus:
@@ -184,7 +213,9 @@ async def test_each_node_sees_what_the_store_has_of_its_files(open_bus: BusOpene
 async def test_a_file_of_another_node_that_the_store_loses_is_uploaded_again(
     open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
 ) -> None:
-    """Node 1 believes that it is there; node 0 does not find it, says so in its row, and completes another checkpoint meanwhile."""
+    """Node 1 believes that it is there; node 0 does not find it, says so in its row, and completes another checkpoint
+    meanwhile.
+    """
     roots = [tmp_path / "node-0", tmp_path / "node-1"]
     async with open_bus() as bus:
         for step in (2, 4):
@@ -229,8 +260,12 @@ async def test_an_upload_that_waits_for_another_node_is_not_removed(
         assert uploaded_files(flaky).count(f"{OLDER}/common.pt") == 1
 
 
-async def test_another_checkpoint_of_the_same_name_is_uploaded(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """With a bus from a backup epochs are used again: a name alone does not count, and the pickle of one without a row is not fetched."""
+async def test_another_checkpoint_of_the_same_name_is_uploaded(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """With a bus from a backup epochs are used again: a name alone does not count, and the pickle of one without a row
+    is not fetched.
+    """
     old, new = tmp_path / "old", tmp_path / "new"
     async with open_bus() as bus:
         for step in (2, 4):
@@ -254,8 +289,12 @@ async def test_another_checkpoint_of_the_same_name_is_uploaded(open_bus: BusOpen
         assert not (new / OLDER).exists(), "the row does not name it"
 
 
-async def test_the_store_keeps_what_the_run_keeps(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """Also the ones spared for their score; those that were never completed go; a newer one, which is being uploaded, stays."""
+async def test_the_store_keeps_what_the_run_keeps(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """Also the ones spared for their score; those that were never completed go; a newer one, which is being uploaded,
+    stays.
+    """
     store = ObjectStore(URL, RUN)
     async with open_bus() as bus:
         for step in (1, 2, 3, 4, 5):
@@ -268,10 +307,19 @@ async def test_the_store_keeps_what_the_run_keeps(open_bus: BusOpener, flaky: ty
         store.upload("step-6-epoch-1", "common.pt", tmp_path / "left")
         store.upload("notes", "todo.txt", tmp_path / "left")
         await uploads(bus, tmp_path).look()
-        assert sorted(store.listing()) == ["notes", "step-1-epoch-1", "step-3-epoch-1", NEWEST, "step-5-epoch-1", "step-6-epoch-1"]
+        assert sorted(store.listing()) == [
+            "notes",
+            "step-1-epoch-1",
+            "step-3-epoch-1",
+            NEWEST,
+            "step-5-epoch-1",
+            "step-6-epoch-1",
+        ]
 
 
-async def test_a_node_without_its_disk_goes_on_from_the_store(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+async def test_a_node_without_its_disk_goes_on_from_the_store(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
     root, empty = tmp_path / "root", tmp_path / "empty"
     async with open_bus() as bus:
         write([root], 2)
@@ -285,7 +333,9 @@ async def test_a_node_without_its_disk_goes_on_from_the_store(open_bus: BusOpene
         assert not (await uploaded(bus))[0].trouble, "what came back from the store is not uploaded again"
         await bus.rows("run").put("checkpoint", saved)
         await uploads(bus, tmp_path / "third").look()
-        assert disk.held(tmp_path / "third" / OLDER).keys() == METADATA, "the feeder trims the streams by the oldest one's state"
+        assert disk.held(tmp_path / "third" / OLDER).keys() == METADATA, (
+            "the feeder trims the streams by the oldest one's state"
+        )
 
 
 async def test_a_truncated_checkpoint_is_passed_over(
@@ -308,7 +358,9 @@ async def test_a_truncated_checkpoint_is_passed_over(
 async def test_a_checkpoint_that_the_row_does_not_name_is_not_used(
     open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One under the name of the latest with another manifest, and one with a name that the row lacks: the files may be anyone's."""
+    """One under the name of the latest with another manifest, and one with a name that the row lacks: the files may be
+    anyone's.
+    """
     root, foreign = tmp_path / "root", tmp_path / "foreign"
     async with open_bus() as bus:
         write([root], 4)
@@ -325,8 +377,12 @@ async def test_a_checkpoint_that_the_row_does_not_name_is_not_used(
         assert f"checkpoint {URL}/{RUN}/step-3-epoch-1 is not used: the run's row does not name it" in caplog.text
 
 
-async def test_a_store_that_does_not_answer_is_not_lost(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """With the latest checkpoint on the disk the run goes on without it; without one no older checkpoint is taken instead."""
+async def test_a_store_that_does_not_answer_is_not_lost(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """With the latest checkpoint on the disk the run goes on without it; without one no older checkpoint is taken
+    instead.
+    """
     root = tmp_path / "root"
     async with open_bus() as bus:
         write([root], 4)
@@ -340,8 +396,12 @@ async def test_a_store_that_does_not_answer_is_not_lost(open_bus: BusOpener, fla
             await copies(bus, root).claim(is_new=True)
 
 
-async def test_a_store_that_hangs_is_reported(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
-    """As a directory of NFS whose server is away: uploads wait with a row, a start goes on with the disk, or fails behind its deadline."""
+async def test_a_store_that_hangs_is_reported(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
+    """As a directory of NFS whose server is away: uploads wait with a row, a start goes on with the disk, or fails
+    behind its deadline.
+    """
     hangs = threading.Event()
     async with open_bus() as bus:
         write([tmp_path], 4)
@@ -364,13 +424,17 @@ async def test_a_store_that_hangs_is_reported(open_bus: BusOpener, flaky: type[F
             hangs.set()
 
 
-async def test_the_store_of_another_run_is_refused(open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
+async def test_the_store_of_another_run_is_refused(
+    open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
+) -> None:
     """Another bus with a run of the same name, as after --fresh: nothing in the store is touched."""
     store = ObjectStore(URL, RUN)
     async with open_bus() as bus:
         write([tmp_path], 4)
         store.claim("another")
-        with pytest.raises(ConfigRefused, match=r"learner.checkpoint.store: want .*, got .*give another URL, or remove them there"):
+        with pytest.raises(
+            ConfigRefused, match=r"learner.checkpoint.store: want .*, got .*give another URL, or remove them there"
+        ):
             await copies(bus, tmp_path).claim(is_new=True)
         await uploads(bus, tmp_path).look()
         assert "give another URL" in (await uploaded(bus))[0].trouble and store.listing() == {}
@@ -382,7 +446,9 @@ async def test_the_store_of_another_run_is_refused(open_bus: BusOpener, flaky: t
 async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
     open_bus: BusOpener, flaky: type[FlakyFileSystem], tmp_path: Path
 ) -> None:
-    """The directory that is there when it is not mounted: no process takes it for an empty one, and it is found again when it is back."""
+    """The directory that is there when it is not mounted: no process takes it for an empty one, and it is found again
+    when it is back.
+    """
     root = tmp_path / "root"
     async with open_bus() as bus:
         write([root], 2)
@@ -391,7 +457,9 @@ async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
         saved, there = row(root), dict(flaky.store)
         flaky.store.clear()
         shutil.rmtree(root / NEWEST)
-        with pytest.raises(StoreFailed, match=r"has lost its owner.json: the row stored.0 names checkpoints in it; is it mounted\?"):
+        with pytest.raises(
+            StoreFailed, match=r"has lost its owner.json: the row stored.0 names checkpoints in it; is it mounted\?"
+        ):
             await copies(bus, root).claim(is_new=True)
         with pytest.raises(StoreFailed, match=r"has no owner\.json"):
             await copies(bus, root).whole(saved)
@@ -411,9 +479,14 @@ async def test_a_store_that_has_lost_its_owner_is_not_claimed_again(
 async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
     open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of twelve steps with a checkpoint each, the disk gets a few; when the store is back the last one is the latest, and the run ends."""
+    """Of twelve steps with a checkpoint each, the disk gets a few; when the store is back the last one is the latest,
+    and the run ends.
+    """
     steps = 12
-    async with open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world, world.actors():
+    async with (
+        open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world,
+        world.actors(),
+    ):
         fail(flaky, "upload")
         uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
         async with beside(uploading.run()), world.feeder() as (url, feeding):
@@ -425,12 +498,15 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
             assert await world.bus.rows("run").get("checkpoint") is None
             written = [one.step for one in disk.listed(world.root) if one.step < steps]
             assert MOST_PENDING <= len(written) <= MOST_PENDING + 2, written
-            assert re.search(r"no checkpoint of step 11, because [23] wait: step-1-epoch-1 to be uploaded to flaky://", caplog.text)
+            assert re.search(
+                r"no checkpoint of step 11, because [23] wait: step-1-epoch-1 to be uploaded to flaky://", caplog.text
+            )
             fail(flaky)
             await asyncio.wait_for(asyncio.gather(training, feeding), 60)
         row, _ = await world.bus.rows("run").get("checkpoint") or ({}, 0)
         assert row["step"] == steps and set(row["manifests"]) >= {f"step-{steps}-epoch-1"}
-        # One may have been written after they were listed; the metadata of one that is in the store may have come back behind its removal.
+        # One may have been written after they were listed; the metadata of one that is in the store may have come back
+        # behind its removal.
         newest, *before = [one.step for one in disk.listed(world.root)]
         assert newest == steps and 1 <= len(before) <= 2 and written[0] <= before[0] < steps
 
@@ -439,9 +515,14 @@ async def test_a_store_that_is_away_holds_up_checkpoints_and_no_step(
 async def test_a_checkpoint_that_cannot_be_uploaded_holds_up_no_newer_one(
     name: str, open_world: OpenWorld, flaky: type[FlakyFileSystem], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file of the first of those that wait is damaged on the disk: a newer one becomes the latest, others are written, the run ends."""
+    """A file of the first of those that wait is damaged on the disk: a newer one becomes the latest, others are
+    written, the run ends.
+    """
     steps = 6
-    async with open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world, world.actors():
+    async with (
+        open_world(steps=steps, checkpoint_every=1, checkpoint=CheckpointConfig(store=URL)) as world,
+        world.actors(),
+    ):
         uploading = Uploads(world.bus, world.root, ObjectStore(URL, world.run), keep=2)
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))

@@ -87,7 +87,12 @@ async def test_a_process_that_knows_only_the_bus_takes_set_and_environment(
     async with open_bus() as bus:
         await bus.rows("run").put("config", to_map(load(write_run(tmp_path), [f"run={bus.run}"]).config))
         found = await config_on_bus(
-            bus.run, nats_server.url, "engine", "e", asyncio.Event(), LocalSettings(changed=changes(["engine.dtype=bfloat16"], environment))
+            bus.run,
+            nats_server.url,
+            "engine",
+            "e",
+            asyncio.Event(),
+            LocalSettings(changed=changes(["engine.dtype=bfloat16"], environment)),
         )
     assert found is not None
     assert (found.engine.dtype, found.engine.max_running, found.actor.reward) == ("bfloat16", 3, "exact")

@@ -30,7 +30,9 @@ def rank() -> Iterator[Parallel]:
 @pytest.mark.parametrize("most", [0.5, 1e9])
 def test_the_bits_are_megatrons(count: int, most: float, rank: Parallel) -> None:
     generator = torch.Generator().manual_seed(count)
-    grads = [torch.randn(int(torch.randint(1, 5000, (), generator=generator)), generator=generator) for _ in range(count)]
+    grads = [
+        torch.randn(int(torch.randint(1, 5000, (), generator=generator)), generator=generator) for _ in range(count)
+    ]
     parameters = [torch.nn.Parameter(torch.zeros_like(grad)) for grad in grads]
     for parameter, grad in zip(parameters, grads, strict=True):
         parameter.grad = grad.clone()

@@ -1,4 +1,5 @@
-"""The reward ``code`` against LiveCodeBench's judge: programs and tests of ours, and where the verdicts differ, the reason.
+"""The reward ``code`` against LiveCodeBench's judge: programs and tests of ours, and where the verdicts differ, the
+reason.
 
 ``reference`` is the verdict of its ``run_test`` and ``extract_code`` at 28fef95e, with 2 s for a test.
 """
@@ -14,7 +15,9 @@ from tidemill.rewards.code.sandbox import Bounds, run
 from tidemill.rewards.code.tests_passed import code
 from tidemill.rewards.port import RewardRequest
 
-ROWS = [json.loads(line) for line in (Path(__file__).parents[1] / "data/code_references.jsonl").read_text().splitlines()]
+ROWS = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "data/code_references.jsonl").read_text().splitlines()
+]
 NEEDS_NONE = """class Solution:
     def f(self, nums: List[int]) -> Optional[int]:
         return Counter(nums).most_common(1)[0][0] + math.floor(pi)
@@ -44,11 +47,17 @@ def test_there_are_right_programs_and_wrong_ones_and_every_difference_has_a_reas
     ("program", "names"),
     [
         (NEEDS_NONE, True),
-        ("from typing import *\nfrom collections import Counter\nimport math\nfrom math import pi\n" + NEEDS_NONE, False),
+        (
+            "from typing import *\nfrom collections import Counter\nimport math\nfrom math import pi\n" + NEEDS_NONE,
+            False,
+        ),
     ],
 )
 def test_names_of_the_judges_modules_need_no_import_unless_that_is_off(program: str, names: bool) -> None:
-    row = {"response": f"```python\n{program}\n```", "label": {"fn_name": "f", "inputs": ["[1, 2, 2]"], "outputs": ["5"]}}
+    row = {
+        "response": f"```python\n{program}\n```",
+        "label": {"fn_name": "f", "inputs": ["[1, 2, 2]"], "outputs": ["5"]},
+    }
     assert judged(row) == 1.0
     assert judged(row, imports=False) == (not names)
 
@@ -56,7 +65,10 @@ def test_names_of_the_judges_modules_need_no_import_unless_that_is_off(program: 
 @pytest.mark.parametrize(
     ("program", "output"),
     [
-        ("print(datetime.datetime is datetime.datetime, random.choice([1]), bisect.bisect([1, 2], 1))", "True 1 1\n"),  # the modules
+        (
+            "print(datetime.datetime is datetime.datetime, random.choice([1]), bisect.bisect([1, 2], 1))",
+            "True 1 1\n",
+        ),  # the modules
         ("print(pow(2, 3), open is io.open)", "8 True\n"),  # Python's own names stay
         ("print(sys.modules.keys() >= {'statistics'})", "False\n"),  # nothing is imported for a name of a module
         ("Counter = 3\nprint(Counter)", "3\n"),

@@ -1,4 +1,6 @@
-"""A colocated engine between a publisher and the accelerator's turns on a real bus: ownership of memory, also after deaths."""
+"""A colocated engine between a publisher and the accelerator's turns on a real bus: ownership of memory, also after
+deaths.
+"""
 
 import asyncio
 import math
@@ -56,7 +58,8 @@ async def engine(
 ) -> AsyncIterator[None]:
     """Run an engine process e1, which ends with the block.
 
-    ``grace_s``: time that it leaves the publisher to bring the head to it; then it takes memory and loads the head by itself.
+    ``grace_s``: time that it leaves the publisher to bring the head to it; then it takes memory and loads the head by
+    itself.
     """
     draining = asyncio.Event()
     config = EngineConfig(max_running=4, colocated=colocated)
@@ -71,7 +74,9 @@ async def engine(
 
 
 @asynccontextmanager
-async def publishing(bus: Bus, url: str, model: Path, directory: Path, *, deadline_s: float = DEADLINE_S) -> AsyncIterator[Publisher]:
+async def publishing(
+    bus: Bus, url: str, model: Path, directory: Path, *, deadline_s: float = DEADLINE_S
+) -> AsyncIterator[Publisher]:
     publisher = Publisher(
         WeightsConfig(phase_deadline_s=deadline_s, overlap=False),
         bus_url=url,
@@ -90,7 +95,9 @@ async def publishing(bus: Bus, url: str, model: Path, directory: Path, *, deadli
 
 async def served(bus: Bus) -> dict[str, Any]:
     """Wait until the engine serves with all its memory. Returns its row."""
-    row: dict[str, Any] = await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "serving" and not row["waits_for"])
+    row: dict[str, Any] = await row_until(
+        bus.rows("live"), "engine.e1", lambda row: row["phase"] == "serving" and not row["waits_for"]
+    )
     return row
 
 
@@ -98,7 +105,11 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
     open_bus: BusOpener, nats_server: EmbeddedServer, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     do = asyncio.to_thread
-    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with (
+        open_bus() as bus,
+        HeartbeatPublisher(bus, LEARNER),
+        publishing(bus, nats_server.url, models[0], tmp_path) as publisher,
+    ):
         async with engine(bus, nats_server.url, models[0], grace_s=math.inf):
             waiting = await row_until(bus.rows("live"), "engine.e1", lambda row: "memory" in row["waits_for"])
             assert waiting["phase"] == "starting" and not waiting["address"], "the learner builds first"
@@ -110,7 +121,9 @@ async def test_the_engine_has_memory_in_its_turn_only_and_every_step_gives_it_ba
             # a step that makes no version, while the head is a model directory
             assert await do(publisher.release) == ("e1",)
             asked = asyncio.create_task(greedy(url))
-            await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"]["released"] == 2 and "memory" in row["waits_for"])
+            await row_until(
+                bus.rows("live"), "engine.e1", lambda row: row["load"]["released"] == 2 and "memory" in row["waits_for"]
+            )
             assert not asked.done()
             assert await do(publisher.resume) == ("e1",)
             assert await asked == first
@@ -142,10 +155,26 @@ async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
     port = silent.sockets[0].getsockname()[1]
     colocated = Capabilities(colocated=True)
     hung = LiveRow(
-        role="engine", id="hung", host="here", pid=2, phase="serving", address=f"http://127.0.0.1:{port}", capabilities=colocated
+        role="engine",
+        id="hung",
+        host="here",
+        pid=2,
+        phase="serving",
+        address=f"http://127.0.0.1:{port}",
+        capabilities=colocated,
     )
-    gone = LiveRow(role="engine", id="gone", host="here", pid=3, phase="serving", address="http://127.0.0.1:9", capabilities=colocated)
-    elsewhere = LiveRow(role="engine", id="elsewhere", host="there", pid=4, phase="serving", address="http://127.0.0.1:9")
+    gone = LiveRow(
+        role="engine",
+        id="gone",
+        host="here",
+        pid=3,
+        phase="serving",
+        address="http://127.0.0.1:9",
+        capabilities=colocated,
+    )
+    elsewhere = LiveRow(
+        role="engine", id="elsewhere", host="there", pid=4, phase="serving", address="http://127.0.0.1:9"
+    )
     do = asyncio.to_thread
     async with open_bus() as bus, publishing(bus, nats_server.url, models[0], tmp_path, deadline_s=6.0) as publisher:
         await do(publisher.publish_initial, models[0])
@@ -156,7 +185,9 @@ async def test_an_engine_that_does_not_answer_is_evicted_and_the_step_goes_on(
             async with HeartbeatPublisher(bus, hung), HeartbeatPublisher(bus, gone), HeartbeatPublisher(bus, elsewhere):
                 await row_until(bus.rows("live"), "engine.elsewhere", bool)
                 for _ in range(2):
-                    assert await do(publisher.release) == ("e1",), "nobody asks an engine elsewhere, nobody waits for these"
+                    assert await do(publisher.release) == ("e1",), (
+                        "nobody asks an engine elsewhere, nobody waits for these"
+                    )
                     assert await do(publisher.resume) == ("e1",)
     silent.close()
     await silent.wait_closed()
@@ -228,7 +259,9 @@ async def test_an_engine_that_shares_nothing_waits_for_no_turn(
         first = await greedy(url)
         may_load.clear()
         await release_by_a_client(bus, url)
-        await row_until(bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"]))  # so that the row below is a later one
+        await row_until(
+            bus.rows("live"), "engine.e1", lambda row: bool(row["waits_for"])
+        )  # so that the row below is a later one
         may_load.set()
         await served(bus)
         assert await greedy(url) == first
@@ -247,7 +280,11 @@ async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
             super().load()
             order.append("loaded")
 
-    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with (
+        open_bus() as bus,
+        HeartbeatPublisher(bus, LEARNER),
+        publishing(bus, nats_server.url, models[0], tmp_path) as publisher,
+    ):
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)
@@ -261,7 +298,9 @@ async def test_the_learner_waits_for_an_engine_that_has_begun_to_load(
                 may_load.set()
             assert await release == ("e1",)
             assert order == ["loaded", "released"]
-            await row_until(bus.rows("live"), "engine.e1", lambda row: row["load"].get("released") == 2 and not row["taking_memory"])
+            await row_until(
+                bus.rows("live"), "engine.e1", lambda row: row["load"].get("released") == 2 and not row["taking_memory"]
+            )
             # The engine may be taking the version by itself at this moment; then it refuses the publisher's.
             assert set(await do(publisher.resume)) <= {"e1"}
             await greedy((await served(bus))["address"])
@@ -278,7 +317,11 @@ async def test_a_turn_of_the_learner_in_the_middle_of_the_probe_is_waited_for(
             await may_probe.wait()
             await super().probe(timeout_s)
 
-    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with (
+        open_bus() as bus,
+        HeartbeatPublisher(bus, LEARNER),
+        publishing(bus, nats_server.url, models[0], tmp_path) as publisher,
+    ):
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)
@@ -286,7 +329,9 @@ async def test_a_turn_of_the_learner_in_the_middle_of_the_probe_is_waited_for(
             await asyncio.wait_for(probing.wait(), DEADLINE_S)
             assert await do(publisher.release) == ("e1",)
             may_probe.set()
-            await row_until(bus.rows("live"), "engine.e1", lambda row: row["phase"] == "catching up" and bool(row["waits_for"]))
+            await row_until(
+                bus.rows("live"), "engine.e1", lambda row: row["phase"] == "catching up" and bool(row["waits_for"])
+            )
             assert set(await do(publisher.resume)) <= {"e1"}, "it may be taking the version by itself already, as above"
             await greedy((await served(bus))["address"])
 
@@ -304,7 +349,11 @@ async def test_a_load_that_outlasts_its_deadline_keeps_the_memory_until_it_ends(
             await may_load.wait()
             return await super().load_snapshot(directory, version, epoch)
 
-    async with open_bus() as bus, HeartbeatPublisher(bus, LEARNER), publishing(bus, nats_server.url, models[0], tmp_path) as publisher:
+    async with (
+        open_bus() as bus,
+        HeartbeatPublisher(bus, LEARNER),
+        publishing(bus, nats_server.url, models[0], tmp_path) as publisher,
+    ):
         await do(publisher.publish_initial, models[0])
         await do(publisher.release)
         await do(publisher.resume)
@@ -317,9 +366,13 @@ async def test_a_load_that_outlasts_its_deadline_keeps_the_memory_until_it_ends(
             await row_until(bus.rows("live"), "engine.e1", lambda row: row["taking_memory"])
             await asyncio.sleep(3 * catch_up_s)
             found = await bus.rows("live").get("engine.e1")
-            assert found is not None and found[0]["taking_memory"] and begun == [0], "the learner would take the memory under the load"
+            assert found is not None and found[0]["taking_memory"] and begun == [0], (
+                "the learner would take the memory under the load"
+            )
             may_load.set()
-            await row_until(bus.rows("live"), "engine.e1", lambda row: not row["taking_memory"] and row["phase"] == "serving")
+            await row_until(
+                bus.rows("live"), "engine.e1", lambda row: not row["taking_memory"] and row["phase"] == "serving"
+            )
         finally:
             may_load.set()
             draining.set()

@@ -1,4 +1,6 @@
-"""``tidemill convert``: checkpoints of any layout as model directories and back, bit for bit; damaged and foreign files in one line."""
+"""``tidemill convert``: checkpoints of any layout as model directories and back, bit for bit; damaged and foreign files
+in one line.
+"""
 
 import asyncio
 import json
@@ -58,7 +60,9 @@ def weights(directory: Path) -> dict[str, Tensor]:
 
 def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
-    assert [name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])] == []
+    assert [
+        name for name in one if one[name].dtype != other[name].dtype or not torch.equal(one[name], other[name])
+    ] == []
 
 
 def committed(root: Path, name: str) -> Path:
@@ -78,7 +82,9 @@ def two_ranks(model_dir: Path, tensor_parallel: int, way: str, dtype: str, out: 
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "way", "dtype"), [(2, "plain", "float32"), (1, "distributed, offload", "bfloat16")], ids=["tp2", "dp2-shares-bf16"]
+    ("tensor_parallel", "way", "dtype"),
+    [(2, "plain", "float32"), (1, "distributed, offload", "bfloat16")],
+    ids=["tp2", "dp2-shares-bf16"],
 )
 def test_a_checkpoint_of_two_ranks_is_the_model_that_they_had(
     model_dir: Path, tmp_path: Path, tensor_parallel: int, way: str, dtype: str, capsys: pytest.CaptureFixture[str]
@@ -128,7 +134,9 @@ def test_a_checkpoint_of_adapters_is_a_merged_model_and_the_adapters(
     capsys.readouterr()
     assert main(["debug", "weights", str(checkpoint), str(tmp_path / "out")]) == 0
     adapted = [
-        f"model.layers.{layer}.{part}.weight" for layer in (0, 1) for part in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
+        f"model.layers.{layer}.{part}.weight"
+        for layer in (0, 1)
+        for part in ("mlp.down_proj", "self_attn.q_proj", "self_attn.v_proj")
     ]
     assert main(["debug", "weights", str(model_dir), str(checkpoint), "--json"]) == 1
     differs = json.loads(capsys.readouterr().out.splitlines()[-1])["differs"]
@@ -143,7 +151,9 @@ async def test_an_engine_is_compared_with_a_checkpoint(
     checkpoint = run / "checkpoints" / "step-3-epoch-1"
     checkpoint.parent.mkdir(parents=True)
     assert main(["convert", str(model_dir), str(checkpoint)]) == 0
-    (run / "config.yaml").write_text(f"run: {run_id}\nmodel: {{path: {model_dir}}}\nbus: {{url: '{nats_server.url}'}}\n")
+    (run / "config.yaml").write_text(
+        f"run: {run_id}\nmodel: {{path: {model_dir}}}\nbus: {{url: '{nats_server.url}'}}\n"
+    )
     async with (
         serving(model_dir, version=3) as served,
         connect(nats_server.url, run_id, BusConfig(), name="test", wait_s=60) as bus,
@@ -174,7 +184,8 @@ async def test_an_engine_is_compared_with_a_checkpoint(
 def megatrons(
     model_dir: Path, directory: Path, vocab: int, *, family: str = "qwen3", keys: Mapping[str, str] | None = None
 ) -> dict[str, Tensor]:
-    """Write a checkpoint as Megatron's own training does, with a padded vocabulary. Returns its weights by Hugging Face names.
+    """Write a checkpoint as Megatron's own training does, with a padded vocabulary. Returns its weights by Hugging Face
+    names.
 
     ``keys``: other ends of keys.
     """
@@ -188,7 +199,9 @@ def megatrons(
         for tensor in model.values():
             for end, other in (keys or {}).items():
                 layer = tensor.key.removesuffix(end)
-                if layer != tensor.key and ("mlp" not in end or f"{layer}mlp.router.weight" in there):  # dense layers fuse this norm
+                if layer != tensor.key and (
+                    "mlp" not in end or f"{layer}mlp.router.weight" in there
+                ):  # dense layers fuse this norm
                     tensor.key = layer + other
         assert bool(keys) == bool({tensor.key for tensor in model.values()} - there)
         content = {"model": model, "iteration": 70, "checkpoint_version": 3.0, "args": Namespace(lr=1.0)}
@@ -206,14 +219,20 @@ def test_a_checkpoint_of_megatron_with_transformer_engine(tmp_path: Path, family
     wanted = megatrons(model_dir, checkpoint, vocab=320, family=family, keys=OTHER_NAMES)
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--model", str(model_dir)]) == 0
     size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
-    assert_equal(weights(tmp_path / "out"), {name: tensor[:size] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()})
+    assert_equal(
+        weights(tmp_path / "out"),
+        {name: tensor[:size] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()},
+    )
 
 
 def test_a_checkpoint_of_megatron_itself(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = megatrons(model_dir, tmp_path / "iter_0000070", vocab=320)
     assert main(["convert", str(tmp_path / "iter_0000070"), str(tmp_path / "out"), "--model", str(model_dir)]) == 0
     assert "the model of step 70" in capsys.readouterr().out
-    assert_equal(weights(tmp_path / "out"), {name: tensor[:VOCAB] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()})
+    assert_equal(
+        weights(tmp_path / "out"),
+        {name: tensor[:VOCAB] if tensor.shape[0] == 320 else tensor for name, tensor in wanted.items()},
+    )
 
 
 def cut_short(file: Path) -> None:
@@ -240,7 +259,9 @@ def test_a_checkpoint_of_a_run_is_converted_from_another_working_directory(
     assert "got none at 'prepared/model'" in capsys.readouterr().err
 
 
-def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_cannot_be_converted_is_refused_in_one_line(
+    model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def refused(*words: str, want: str) -> None:
         assert main(["convert", *words]) == 2
         error = capsys.readouterr().err
@@ -249,11 +270,21 @@ def test_what_cannot_be_converted_is_refused_in_one_line(model_dir: Path, tmp_pa
     out, back = str(tmp_path / "out"), tmp_path / "back"
     assert main(["convert", str(model_dir), str(back)]) == 0
     capsys.readouterr()
-    refused(str(tmp_path / "nothing"), out, want="nothing: want a checkpoint (metadata.json, .metadata, common.pt) or a model directory")
+    refused(
+        str(tmp_path / "nothing"),
+        out,
+        want="nothing: want a checkpoint (metadata.json, .metadata, common.pt) or a model directory",
+    )
     refused(str(back), str(model_dir), want="want a directory that does not exist yet, got one that does")
     refused(str(back), out, want="--model: want the model directory of")
     other: Any = write_tiny_model(tmp_path / "other", vocab_size=VOCAB, num_hidden_layers=3)
-    refused(str(back), out, "--model", str(other), want="--model: want a checkpoint of the model in model.path: decoder.layers")
+    refused(
+        str(back),
+        out,
+        "--model",
+        str(other),
+        want="--model: want a checkpoint of the model in model.path: decoder.layers",
+    )
     for name in ("common.pt", ".metadata", "__0_0.distcp"):
         damaged = shutil.copytree(back, tmp_path / f"damaged-{name}")
         cut_short(damaged / name)

@@ -64,8 +64,12 @@ async def recorded_feeder(
 ) -> AsyncIterator[tuple[str, "asyncio.Task[None]"]]:
     with KeptPort() as port:
         url = f"tcp://127.0.0.1:{port.number}"
-        places = FeederPlaces(run=world.run, bus_url=world.url, bus=world.config, listen=url, keys=KEYS, checkpoints=world.root)
-        settings = FeederSettings(places=places, model=ModelFacts(), learner=world.learner, debug=DebugConfig(load_rollout=files))
+        places = FeederPlaces(
+            run=world.run, bus_url=world.url, bus=world.config, listen=url, keys=KEYS, checkpoints=world.root
+        )
+        settings = FeederSettings(
+            places=places, model=ModelFacts(), learner=world.learner, debug=DebugConfig(load_rollout=files)
+        )
         feeding = asyncio.create_task(run_recorded_feeder(settings, draining or asyncio.Event()))
         try:
             yield url, feeding
@@ -75,7 +79,9 @@ async def recorded_feeder(
 
 
 def taken(url: str, rank: int, last: int = STEPS, *, metadata: bool = False) -> list[StepBatch]:
-    """Act as a rank that trains nothing, up to a step; return its batches. ``metadata``: ask for that of the samples."""
+    """Act as a rank that trains nothing, up to a step; return its batches. ``metadata``: ask for that of the
+    samples.
+    """
     found = []
     with FeedClient(url, keys=KEYS, rank=rank, dp_rank=rank, dp_size=2, metadata=metadata, silence_s=60) as client:
         start = client.hello()
@@ -111,10 +117,14 @@ async def test_recorded_steps_are_fed_to_every_rank(opened: AbstractAsyncContext
             assert tokens == sum(sample.response_length for sample in want) == mine[0].num_tokens
             assert all(part.loss_mask_T.any() for batch in mine for part in batch.micro_batches)
         done = [record for record in await world.records() if isinstance(record, Done)]
-        assert [(one.step, one.metrics["train/loss"], one.metrics["data/samples"]) for one in done] == [(n, n / 2, 16.0) for n in (1, 2, 3)]
+        assert [(one.step, one.metrics["train/loss"], one.metrics["data/samples"]) for one in done] == [
+            (n, n / 2, 16.0) for n in (1, 2, 3)
+        ]
 
 
-async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(
+    opened: AbstractAsyncContextManager[World], tmp_path: Path
+) -> None:
     staged = disk.staging(tmp_path / "other", step=9, epoch=1)
     (staged / "weights.bin").write_bytes(b"9")
     path = disk.commit(staged, b"")
@@ -134,18 +144,24 @@ async def test_recorded_steps_begin_with_the_weights_of_a_checkpoint(opened: Abs
                 await asyncio.wait_for(feeding, 60)
 
 
-async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+async def test_a_broken_file_ends_feeder_and_ranks_with_its_name(
+    opened: AbstractAsyncContextManager[World], tmp_path: Path
+) -> None:
     async with opened as world:
         save_rollout(tmp_path / "1.msgpack", rollout(2))
         (tmp_path / "2.msgpack").write_bytes((tmp_path / "1.msgpack").read_bytes()[:-9])
         async with recorded_feeder(world, f"{tmp_path}/{{step}}.msgpack") as (url, feeding):
-            ended = await asyncio.gather(*[asyncio.to_thread(taken, url, rank) for rank in (0, 1)], return_exceptions=True)
+            ended = await asyncio.gather(
+                *[asyncio.to_thread(taken, url, rank) for rank in (0, 1)], return_exceptions=True
+            )
             with pytest.raises(DebugFileRefused, match=r"2\.msgpack: want a plan and its"):
                 await feeding
         assert any(isinstance(one, FeederFailed) and "2.msgpack" in str(one) for one in ended)
 
 
-async def test_a_drained_feeder_of_recorded_steps_ends_with_its_ranks(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
+async def test_a_drained_feeder_of_recorded_steps_ends_with_its_ranks(
+    opened: AbstractAsyncContextManager[World], tmp_path: Path
+) -> None:
     async with opened as world:
         save_rollout(tmp_path / "one.msgpack", rollout(4))
         draining = asyncio.Event()
@@ -153,7 +169,9 @@ async def test_a_drained_feeder_of_recorded_steps_ends_with_its_ranks(opened: Ab
             ranks = await asyncio.gather(*[asyncio.to_thread(taken, url, rank, 2) for rank in (0, 1)])
             draining.set()
             await feeding
-        assert [batch.rewards_N.tolist() for batch in ranks[0]] == [ranks[0][0].rewards_N.tolist()] * 2  # one file for every step
+        assert [batch.rewards_N.tolist() for batch in ranks[0]] == [
+            ranks[0][0].rewards_N.tolist()
+        ] * 2  # one file for every step
         assert [record.step for record in await world.records() if isinstance(record, Done)] == [1, 2]
 
 
@@ -188,8 +206,12 @@ async def until_done(world: World, step: int) -> None:
                 return
 
 
-async def test_steps_that_no_rank_trains_are_saved_and_resumed(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:
-    """All samples are of version 0, and none is too old at max_lag 1; a second start goes on behind the checkpoint of step 2."""
+async def test_steps_that_no_rank_trains_are_saved_and_resumed(
+    opened: AbstractAsyncContextManager[World], tmp_path: Path
+) -> None:
+    """All samples are of version 0, and none is too old at max_lag 1; a second start goes on behind the checkpoint of
+    step 2.
+    """
     async with opened as world:
         async with consumer(world, tmp_path) as (child, feeding):
             await until_done(world, 2)
@@ -214,7 +236,9 @@ async def test_steps_that_no_rank_trains_are_saved_and_resumed(opened: AbstractA
         newest = max(disk.listed(world.root))
         assert newest.step == STEPS and (newest.path / disk.NO_WEIGHTS).exists()
         done = {record.step: record.metrics for record in await world.records() if isinstance(record, Done)}
-        assert {"train/reward_mean", "train/truncated_share", "data/logprob_mean", "data/reward_mean"} <= done[STEPS].keys()
+        assert {"train/reward_mean", "train/truncated_share", "data/logprob_mean", "data/reward_mean"} <= done[
+            STEPS
+        ].keys()
 
 
 async def test_the_rank_that_trains_nothing_drains(opened: AbstractAsyncContextManager[World], tmp_path: Path) -> None:

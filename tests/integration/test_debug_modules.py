@@ -1,4 +1,6 @@
-"""Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the layer."""
+"""Learner (Megatron) and built-in engine agree module by module; planted faults in one of them are found, with the
+layer.
+"""
 
 import asyncio
 import json
@@ -45,11 +47,17 @@ def dump(outputs: dict[str, np.ndarray], source: str) -> ModuleDump:
 def compared(here: parallel.Parallel, learner: Path, engine: Path) -> Comparison:
     """Compare the learner with the model of one directory and the engine with that of another."""
     policy = build_policy(learner, dtype="float32", parallel=here)
-    return compare_modules(dump(module_outputs(policy, PROMPTS), "learner"), dump(score_directory(engine, PROMPTS), "engine"))
+    return compare_modules(
+        dump(module_outputs(policy, PROMPTS), "learner"), dump(score_directory(engine, PROMPTS), "engine")
+    )
 
 
-@pytest.mark.parametrize(("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})])
-def test_learner_and_engine_agree_in_every_module(here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("family", "changes"), [*((family, {}) for family in SERVED), ("qwen3_moe", {"mlp_only_layers": [0]})]
+)
+def test_learner_and_engine_agree_in_every_module(
+    here: parallel.Parallel, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
     model = write_tiny_model(tmp_path, family, **changes)
     found = compared(here, model, model)
     assert found.first is None
@@ -172,7 +180,8 @@ class World:
 
     def __init__(self, here: parallel.Parallel, root: Path) -> None:
         self.models = {
-            family: write_tiny_model(root / family, family, vocab_size=VOCAB, num_hidden_layers=4) for family in (DENSE, EXPERTS, LATENT)
+            family: write_tiny_model(root / family, family, vocab_size=VOCAB, num_hidden_layers=4)
+            for family in (DENSE, EXPERTS, LATENT)
         }
         self.out = root / "out"
         self.out.mkdir()
@@ -217,14 +226,19 @@ def test_the_modules_of_four_ranks_are_those_of_one_process(world: World) -> Non
 
 
 @pytest.mark.parametrize(
-    ("fault", "module"), [("offset", "layers.2.attention.qkv"), ("stale layer", "layers.2.attention.qkv"), ("stale mlp", "layers.1.mlp")]
+    ("fault", "module"),
+    [("offset", "layers.2.attention.qkv"), ("stale layer", "layers.2.attention.qkv"), ("stale mlp", "layers.1.mlp")],
 )
 def test_a_fault_of_one_rank_is_found_with_its_layer(
     world: World, fault: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A stage with the layers of another one, and a tensor-parallel rank with older weights: against the engine, by the command."""
+    """A stage with the layers of another one, and a tensor-parallel rank with older weights: against the engine, by the
+    command.
+    """
     engine = tmp_path / "engine.safetensors"
-    write_modules(engine, score_directory(world.models[DENSE], PROMPTS), prompts=PROMPTS, dtype="float32", source="engine")
+    write_modules(
+        engine, score_directory(world.models[DENSE], PROMPTS), prompts=PROMPTS, dtype="float32", source="engine"
+    )
     assert main(["debug", "compare", str(world.out / f"{fault}.safetensors"), str(engine)]) == 1
     equal, first, *_ = capsys.readouterr().out.splitlines()
     before = list(dict.fromkeys(name.split(".", 1)[1] for name in read_modules(engine).outputs))
@@ -235,7 +249,11 @@ def test_a_fault_of_one_rank_is_found_with_its_layer(
 def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parallel, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path)
     policy = build_policy(model, dtype="float32", parallel=here)
-    want = {f"{n}.layers.1{part}" for n in (0, 1) for part in ("", ".mlp", ".attention", ".attention.qkv", ".attention.core")}
+    want = {
+        f"{n}.layers.1{part}"
+        for n in (0, 1)
+        for part in ("", ".mlp", ".attention", ".attention.qkv", ".attention.core")
+    }
     for outputs in (module_outputs(policy, PROMPTS, "layers.1*"), score_directory(model, PROMPTS, "layers.1*")):
         assert outputs.keys() == want
     with pytest.raises(ValueError, match="prompt 0: want at most 256 tokens"):
@@ -244,7 +262,9 @@ def test_names_choose_modules_and_long_prompts_are_refused(here: parallel.Parall
         assert not module._forward_hooks  # none stays in the model
 
 
-def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_score_and_compare(
+    here: parallel.Parallel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``debug score`` of an engine's weights against a dump of the learner: equal, and not after a fault."""
     sound, prompts = write_tiny_model(tmp_path / "sound"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
@@ -255,7 +275,24 @@ def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path,
     results = {}
     for model in (sound, other):
         out = tmp_path / f"{model.name}.safetensors"
-        assert main(["debug", "score", "--model", str(model), "--prompts", str(prompts), "--names", "*", "--out", str(out), "--json"]) == 0
+        assert (
+            main(
+                [
+                    "debug",
+                    "score",
+                    "--model",
+                    str(model),
+                    "--prompts",
+                    str(prompts),
+                    "--names",
+                    "*",
+                    "--out",
+                    str(out),
+                    "--json",
+                ]
+            )
+            == 0
+        )
         lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
         assert [len(line["log_probs"]) for line in lines] == [6, 2]
         results[model.name] = lines[0]["log_probs"]
@@ -266,7 +303,9 @@ def test_the_commands_score_and_compare(here: parallel.Parallel, tmp_path: Path,
     assert "--model: want a directory with a Hugging Face model" in capsys.readouterr().err
 
 
-def test_both_implementations_score_a_directory_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_implementations_score_a_directory_from_the_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """``--by learner`` builds Megatron's model in the command's own process."""
     model, prompts = write_tiny_model(tmp_path / "model", "llama"), tmp_path / "prompts.jsonl"
     prompts.write_text("".join(f"{json.dumps(one)}\n" for one in PROMPTS))
@@ -312,7 +351,10 @@ async def reporting(url: str, info: dict[str, str]) -> AsyncIterator[str]:
     """Serve the scores of the engine at ``url`` as an engine with another /server_info; yield its address."""
 
     async def score(request: web.Request) -> web.Response:
-        async with aiohttp.ClientSession() as session, session.post(f"{url}/generate", data=await request.read()) as answer:
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/generate", data=await request.read()) as answer,
+        ):
             return web.json_response(await answer.json())
 
     async def server_info(request: web.Request) -> web.Response:
@@ -344,7 +386,9 @@ async def test_the_dtype_of_a_running_engine_decides_what_is_equal(
         return code, "".join(capsys.readouterr())
 
     async def scored(url: str, *words: str) -> tuple[str, int, str]:
-        """Return the dtype in the dump of an engine, the exit code of its comparison with the learner, and the notice of the default."""
+        """Return the dtype in the dump of an engine, the exit code of its comparison with the learner, and the notice
+        of the default.
+        """
         file = tmp_path / "engine.safetensors"
         code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(file), *words)
         assert code == 0, text
@@ -356,7 +400,9 @@ async def test_the_dtype_of_a_running_engine_decides_what_is_equal(
     async with serving(other) as served:
         url = served.engine.url
         assert await scored(url) == ("float32", 1, "")
-        code, text = await ran("score", "--engine", url, "--prompts", str(prompts), "--out", str(tmp_path / "no"), "--dtype", "bfloat16")
+        code, text = await ran(
+            "score", "--engine", url, "--prompts", str(prompts), "--out", str(tmp_path / "no"), "--dtype", "bfloat16"
+        )
         assert code == 2 and "--dtype: want float32, which the engine reports, got bfloat16" in text
         for info in ({}, {"dtype": "auto"}):
             async with reporting(url, info) as silent:
@@ -376,7 +422,9 @@ def test_weights_of_two_dtypes_are_compared_in_the_narrower_one() -> None:
         assert between_tensors("", *sides).differs == ["w: 1 of 3 numbers, largest difference 0.5"]
 
 
-async def test_an_engines_weights_are_compared_with_a_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_engines_weights_are_compared_with_a_directory(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Over HTTP, by checksums: a flipped bit is found with its tensor."""
     model = write_tiny_model(tmp_path / "model", tied=True)
     name = "model.layers.1.mlp.up_proj.weight"

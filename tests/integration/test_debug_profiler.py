@@ -39,12 +39,18 @@ def test_requested_steps_are_traced(run_dir: Path, capsys: pytest.CaptureFixture
     step(profiler, 1, run_dir)
     assert not (run_dir / "debug").exists()
     assert main(["debug", "profile", "--run-dir", str(run_dir), "--steps", "2", "--memory"]) == 0
-    assert f"rank 0 profiles its next 2 steps, and writes {run_dir}/debug/profile_rank0_<first>_<last>.json.gz" in capsys.readouterr().out
+    assert (
+        f"rank 0 profiles its next 2 steps, and writes {run_dir}/debug/profile_rank0_<first>_<last>.json.gz"
+        in capsys.readouterr().out
+    )
     step(profiler, 2, run_dir)
     assert not list((run_dir / "debug").glob("*.gz")) and not request_file(run_dir).exists()
     step(profiler, 3, run_dir)
     step(profiler, 4, run_dir)
-    assert sorted(path.name for path in (run_dir / "debug").iterdir()) == ["profile_rank0_2_3.json.gz", "profile_rank0_2_3_memory.txt"]
+    assert sorted(path.name for path in (run_dir / "debug").iterdir()) == [
+        "profile_rank0_2_3.json.gz",
+        "profile_rank0_2_3_memory.txt",
+    ]
     with gzip.open(run_dir / "debug" / "profile_rank0_2_3.json.gz", "rt") as file:
         events = [event for event in json.load(file)["traceEvents"] if event.get("name") == "aten::mm"]
     assert len(events) == 2  # those of steps 2 and 3
@@ -71,7 +77,10 @@ def test_a_request_waits_for_the_end_of_a_profile(tmp_path: Path) -> None:
             step(profiler, number)
     step(profiler, 4)
     step(profiler, 5)
-    assert sorted(path.name for path in (tmp_path / "debug").iterdir()) == ["profile_rank0_1_3.json.gz", "profile_rank0_4_4.json.gz"]
+    assert sorted(path.name for path in (tmp_path / "debug").iterdir()) == [
+        "profile_rank0_1_3.json.gz",
+        "profile_rank0_4_4.json.gz",
+    ]
 
 
 def test_a_profile_that_is_cut_short_is_saved(tmp_path: Path) -> None:
@@ -87,7 +96,14 @@ def test_a_profile_that_is_cut_short_is_saved(tmp_path: Path) -> None:
 
 
 def test_wrong_requests_are_refused_and_removed(tmp_path: Path) -> None:
-    for text in ("", "[]", '{"steps": 0}', '{"steps": 1, "more": 2}', '{"steps": 1, "rank": -1}', '{"steps": 1, "rank": 4}'):
+    for text in (
+        "",
+        "[]",
+        '{"steps": 0}',
+        '{"steps": 1, "more": 2}',
+        '{"steps": 1, "rank": -1}',
+        '{"steps": 1, "rank": 4}',
+    ):
         request_file(tmp_path).parent.mkdir(exist_ok=True)
         request_file(tmp_path).write_text(text)
         with pytest.raises(ValueError, match=r"profile\.request: want a request of tidemill debug profile, got "):
@@ -101,7 +117,11 @@ def test_wrong_requests_are_refused_and_removed(tmp_path: Path) -> None:
 def test_the_command_refuses_other_directories_and_numbers(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["debug", "profile", "--run-dir", str(run_dir / "none")]) == 2
     assert "--run-dir: want the directory of a run" in capsys.readouterr().err
-    for option, number, want in (("steps", "0", "1..100"), ("rank", "-1", "0 or more"), ("rank", "4", "0..3, one of the 4 ranks")):
+    for option, number, want in (
+        ("steps", "0", "1..100"),
+        ("rank", "-1", "0 or more"),
+        ("rank", "4", "0..3, one of the 4 ranks"),
+    ):
         assert main(["debug", "profile", "--run-dir", str(run_dir), f"--{option}={number}"]) == 2
         error = capsys.readouterr().err
         assert f"--{option}: want {want}" in error and f"got {number}" in error

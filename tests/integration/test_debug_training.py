@@ -1,4 +1,6 @@
-"""The training data of a step in files: fields, equality with the numbers of the step, layouts, and memory; with real Megatron."""
+"""The training data of a step in files: fields, equality with the numbers of the step, layouts, and memory; with real
+Megatron.
+"""
 
 import ctypes
 import gc
@@ -36,7 +38,9 @@ COMPARED = ("old_log_probs", "current_log_probs", "policy_importance_ratio")
 def make(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> Any:
     """Return a function that makes a trainer, with a collector that writes below ``tmp_path``."""
 
-    def build(*, saves: bool = True, reference: bool = False, path: str = FILES, **algorithm: Any) -> tuple[Trainer, Any]:
+    def build(
+        *, saves: bool = True, reference: bool = False, path: str = FILES, **algorithm: Any
+    ) -> tuple[Trainer, Any]:
         policy = build_policy(model_dir, dtype="float32", parallel=here)
         config = AlgorithmConfig(**algorithm)
         trainer = Trainer(
@@ -73,7 +77,9 @@ def test_a_dump_has_every_field_and_the_step_the_same_numbers(make: Any, tmp_pat
     header = read(tmp_path / "t_3_0.safetensors")[0]
     assert header["rollout_id"] == header["step"] == 3
     assert (dump.kind, dump.rollout_id, dump.rank, dump.role, dump.num_steps) == ("train", 3, 0, "actor", 2)
-    assert dump.parallel_info == {f"{axis}_{what}": int(what == "size") for axis in ("dp", "tp", "pp", "cp") for what in ("rank", "size")}
+    assert dump.parallel_info == {
+        f"{axis}_{what}": int(what == "size") for axis in ("dp", "tp", "pp", "cp") for what in ("rank", "size")
+    }
     assert {name: dump.metrics[name] for name in dump.metrics} == {name: metrics[name] for name in dump.metrics}
     assert np.mean([one.grad_norm for one in dump.steps]) == pytest.approx(metrics["train/grad_norm"])
     assert sum(one.loss_dict["loss"] for one in dump.steps) / 2 == pytest.approx(metrics["train/loss"])
@@ -85,20 +91,29 @@ def test_a_dump_has_every_field_and_the_step_the_same_numbers(make: Any, tmp_pat
             sample = samples[sequence]
             length = sample.response_length
             assert of(dump, "unconcat_tokens", number)[place].tolist() == sample.tokens.tolist()
-            assert (of(dump, "response_lengths", number)[place], of(dump, "total_lengths", number)[place]) == (length, len(sample.tokens))
+            assert (of(dump, "response_lengths", number)[place], of(dump, "total_lengths", number)[place]) == (
+                length,
+                len(sample.tokens),
+            )
             np.testing.assert_array_equal(of(dump, "rollout_log_probs", number)[place], sample.rollout_log_probs)
             assert of(dump, "loss_masks", number)[place].tolist() == [1] * length
             assert len(set(of(dump, "advantages", number)[place].tolist())) == 1
             current, old = (of(dump, name, number)[place] for name in ("current_log_probs", "old_log_probs"))
-            np.testing.assert_allclose(of(dump, "policy_importance_ratio", number)[place], np.exp(current - old), rtol=1e-6)
+            np.testing.assert_allclose(
+                of(dump, "policy_importance_ratio", number)[place], np.exp(current - old), rtol=1e-6
+            )
             assert (of(dump, "tis_importance_weights", number)[place] > 0).all()
     assert seen == set(range(len(samples)))
     data = dump.steps[0].debug_data
-    assert data["logits_sample"].shape[1] == VOCAB and len(data["logits_sample"]) <= LOGITS_POSITIONS * len(batch.micro_batches)
+    assert data["logits_sample"].shape[1] == VOCAB and len(data["logits_sample"]) <= LOGITS_POSITIONS * len(
+        batch.micro_batches
+    )
 
 
 def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) -> None:
-    """The saved log-probs of every response are those of the trainer's own pass; a row of logits gives its token's log-prob."""
+    """The saved log-probs of every response are those of the trainer's own pass; a row of logits gives its token's
+    log-prob.
+    """
     samples = make_samples(vocab=VOCAB, temperature=(0.7, 1.3, 0.4))
     batch = make_batches(samples, max_tokens=60)[0]
     trainer, _ = make(reference=True, kl=KLConfig(coef=0.01))
@@ -108,7 +123,9 @@ def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) 
     by_sequence = {}
     for row, values_T in zip(batch.micro_batches, want, strict=True):
         for sequence in np.unique(row.sequence_T[row.sequence_T >= 0]):
-            by_sequence[int(sequence)] = values_T[torch.from_numpy((row.sequence_T == sequence) & row.loss_mask_T)].numpy()
+            by_sequence[int(sequence)] = values_T[
+                torch.from_numpy((row.sequence_T == sequence) & row.loss_mask_T)
+            ].numpy()
     for name, one in (("current_log_probs", dump), ("ref_log_probs", dump), ("log_probs", record)):
         for sequence, values in zip(one.steps[0].debug_data["sequence_ids"].tolist(), of(one, name), strict=True):
             np.testing.assert_array_equal(values, by_sequence[sequence])
@@ -122,19 +139,29 @@ def test_log_probs_and_logits_are_those_of_the_model(make: Any, tmp_path: Path) 
     assert float(logits[token]) == pytest.approx(float(first["current_log_probs"][0][0]), abs=1e-5)
 
 
-@pytest.mark.parametrize(("correction", "compared"), [("bypass", "rollout_log_probs"), ("decoupled", "current_log_probs")])
-def test_the_ratio_is_against_the_policy_that_the_loss_compares_with(make: Any, tmp_path: Path, correction: str, compared: str) -> None:
+@pytest.mark.parametrize(
+    ("correction", "compared"), [("bypass", "rollout_log_probs"), ("decoupled", "current_log_probs")]
+)
+def test_the_ratio_is_against_the_policy_that_the_loss_compares_with(
+    make: Any, tmp_path: Path, correction: str, compared: str
+) -> None:
     make(correction=correction)[0].train(make_batches(make_samples(vocab=VOCAB))[0])
     data = read_train(tmp_path / "t_3_0.safetensors").steps[0].debug_data
-    for ratio, current, anchor in zip(data["policy_importance_ratio"], data["current_log_probs"], data[compared], strict=True):
+    for ratio, current, anchor in zip(
+        data["policy_importance_ratio"], data["current_log_probs"], data[compared], strict=True
+    ):
         np.testing.assert_allclose(ratio, np.exp(current - anchor), rtol=1e-5)
     record = read_train(record_path(tmp_path / "t_3_0.safetensors")).steps[0].debug_data
-    for old, first in zip(data["old_log_probs"], record["log_probs"], strict=True):  # with one minibatch, the algorithm needs none
+    for old, first in zip(
+        data["old_log_probs"], record["log_probs"], strict=True
+    ):  # with one minibatch, the algorithm needs none
         np.testing.assert_array_equal(old, first)
 
 
 def test_without_a_policy_to_compare_with_the_ratio_is_against_the_old_one(make: Any, tmp_path: Path) -> None:
-    """Also in the second minibatch, where the policy has moved, and with ``loglinear``, which computes no old log-probs."""
+    """Also in the second minibatch, where the policy has moved, and with ``loglinear``, which computes no old
+    log-probs.
+    """
     for correction in ("tis", "a3po"):
         make(correction=correction)[0].train(make_batches(make_samples(vocab=VOCAB), minibatches=2)[0])
         file = tmp_path / "t_3_0.safetensors"
@@ -205,17 +232,22 @@ def losses(dumps: list[TrainDump]) -> dict[str, float]:
 
 
 def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_dir: Path, tmp_path: Path) -> None:
-    """One rank, one rank with many micro-batches, and two ranks in every way: from one file. Logits are those of the whole vocabulary."""
+    """One rank, one rank with many micro-batches, and two ranks in every way: from one file. Logits are those of the
+    whole vocabulary.
+    """
     file = tmp_path / "rollout_3.msgpack"
     save_rollout(file, rollout())
     found = {}
     for name, max_tokens in (("whole", 1 << 20), ("split", 40), ("as two ranks", 80)):
-        make(path=f"{name}_{{step}}_{{rank}}.safetensors")[0].train(packed(file, data_parallel=1, max_tokens=max_tokens)[0])
+        make(path=f"{name}_{{step}}_{{rank}}.safetensors")[0].train(
+            packed(file, data_parallel=1, max_tokens=max_tokens)[0]
+        )
         found[name] = [read_train(tmp_path / f"{name}_3_0.safetensors")]
     ranks = run_ranks(two_ranks, (model_dir, file), world=2, out=tmp_path)
     for name in STEP_LAYOUTS:
         files = [tmp_path / f"{name}_3_{rank}.safetensors" for rank in (0, 1)]
-        # Of tensor-parallel ranks the first, because the others have the same values; of stages the last, which has logits.
+        # Of tensor-parallel ranks the first, because the others have the same values; of stages the last, which has
+        # logits.
         writes = [not name.startswith("pp"), not name.startswith("tp")]
         assert [one.exists() for one in files] == writes
         found[name] = [read_train(one) for one, written in zip(files, writes, strict=True) if written]
@@ -224,7 +256,10 @@ def test_a_recorded_step_has_the_same_losses_at_another_layout(make: Any, model_
             same = compare_train(dump, found["as two ranks"][0], 1e-4)
             assert same.first is None and "logits_sample" in same.compared, name
             logits = dump.steps[0].debug_data["logits_sample"]
-            assert logits.shape == found["as two ranks"][0].steps[0].debug_data["logits_sample"].shape and logits.shape[1] == VOCAB
+            assert (
+                logits.shape == found["as two ranks"][0].steps[0].debug_data["logits_sample"].shape
+                and logits.shape[1] == VOCAB
+            )
             assert np.abs(logits).min(-1).max() > 0, "zeros of another part of the row"
     for rank in ranks:  # all ranks know the memory of each, and what rank 0 was asked for
         assert rank["memory"] == ranks[0]["memory"]

@@ -1,6 +1,8 @@
-"""Environment of the processes that `tidemill up`, `learner` and `host` start on a machine with a fake nvidia-smi: each has its devices.
+"""Environment of the processes that `tidemill up`, `learner` and `host` start on a machine with a fake nvidia-smi: each
+has its devices.
 
-The children are real interpreters with the real command line, and end as soon as they have written down their environment.
+The children are real interpreters with the real command line, and end as soon as they have written down their
+environment.
 """
 
 import asyncio
@@ -81,7 +83,9 @@ class Machine:
     def start(self, *arguments: str) -> "subprocess.Popen[bytes]":
         """Start a command, with its output in the file ``log``."""
         with (self._directory / "log").open("w") as log:
-            return subprocess.Popen([sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, env=self.environment, stdout=log, stderr=log)
+            return subprocess.Popen(
+                [sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, env=self.environment, stdout=log, stderr=log
+            )
 
     @property
     def log(self) -> str:
@@ -153,8 +157,12 @@ async def test_a_learner_states_its_devices(
     assert stated == (both if gpus else Capabilities())
 
 
-async def test_an_agent_of_a_node_states_its_devices(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
-    """Before the other node is there: in its live row what pushes need, in its row for the leader what must be equal."""
+async def test_an_agent_of_a_node_states_its_devices(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path
+) -> None:
+    """Before the other node is there: in its live row what pushes need, in its row for the leader what must be
+    equal.
+    """
     machine, file = Machine(tmp_path, 2), str(write_run(tmp_path))
     async with open_bus() as bus:
         words = ("--bus", nats_server.url, "--set", f"run={bus.run}", "--checked", "--set", "learner.data_parallel=4")
@@ -170,24 +178,47 @@ async def test_an_agent_of_a_node_states_its_devices(nats_server: EmbeddedServer
     assert offered is not None and offered["versions"]["NCCL"] == "2.29.7"  # type: ignore[index]
 
 
-async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path) -> None:
-    """Two of three GPUs: the learner's row names the first. The third engine is not started, and the host's row has the reason.
+async def test_a_host_gives_its_engines_what_the_learner_leaves(
+    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path
+) -> None:
+    """Two of three GPUs: the learner's row names the first. The third engine is not started, and the host's row has the
+    reason.
 
     A row that the first engine has left behind, in an earlier start of the host, keeps no device from it.
     """
     machine = Machine(tmp_path, 3)
     async with open_bus() as bus:
         await bus.rows("run").put("config", {"engine": {"devices": ["7"]}})
-        row = LiveRow(role="learner", id="learner", host="h", pid=1, phase="working", capabilities=Capabilities(devices=(uuid_of(0),)))
+        row = LiveRow(
+            role="learner",
+            id="learner",
+            host="h",
+            pid=1,
+            phase="working",
+            capabilities=Capabilities(devices=(uuid_of(0),)),
+        )
         left = replace(row, role="engine", id="engine-h-0", capabilities=Capabilities(devices=(uuid_of(1),)))
         async with HeartbeatPublisher(bus, row) as heartbeat, HeartbeatPublisher(bus, left) as earlier:
             for publisher in (heartbeat, earlier):
                 publisher.update()
                 await publisher.stored()
-            words = ["host", "--bus", nats_server.url, "--run", bus.run, "--name", "h", "--dir", str(tmp_path / "h"), "engines=3"]
+            words = [
+                "host",
+                "--bus",
+                nats_server.url,
+                "--run",
+                bus.run,
+                "--name",
+                "h",
+                "--dir",
+                str(tmp_path / "h"),
+                "engines=3",
+            ]
             process = machine.start(*words)
             try:
-                reason = (await _row(LiveView(bus), "host", process, lambda row: "not started" in row.waits_for)).waits_for
+                reason = (
+                    await _row(LiveView(bus), "host", process, lambda row: "not started" in row.waits_for)
+                ).waits_for
                 while len(machine.children()) < 2:  # a started child writes its file as soon as its interpreter runs
                     assert process.poll() is None, machine.log
                     await asyncio.sleep(0.05)
@@ -195,20 +226,36 @@ async def test_a_host_gives_its_engines_what_the_learner_leaves(nats_server: Emb
                 process.terminate()
                 await asyncio.to_thread(process.wait, 60)
     assert "engine-h-2 not started: engine: want 1 free device(s), got none free of 3 visible (0, 1, 2)" in reason
-    assert {name: machine.devices_of(name) for name in machine.children()} == {"engine-h-0": own(1), "engine-h-1": own(2)}
+    assert {name: machine.devices_of(name) for name in machine.children()} == {
+        "engine-h-0": own(1),
+        "engine-h-1": own(2),
+    }
 
 
 @pytest.mark.parametrize(
     ("settings", "learner_host", "why"),
     [
-        ({}, "elsewhere", r"engine-h-0 not started: memory of device 0: want 0\.0 GB \(0\.0 GB for 1 engine\(s\); .*95% of it"),
-        ({"weights": {"bucket_bytes": 1 << 60}}, "", r"not started: /dev/shm: want .* GB free for the largest bucket of 1 SGLang server"),
+        (
+            {},
+            "elsewhere",
+            r"engine-h-0 not started: memory of device 0: want 0\.0 GB \(0\.0 GB for 1 engine\(s\); .*95% of it",
+        ),
+        (
+            {"weights": {"bucket_bytes": 1 << 60}},
+            "",
+            r"not started: /dev/shm: want .* GB free for the largest bucket of 1 SGLang server",
+        ),
         ({"weights": {"bucket_bytes": 1 << 60}}, "elsewhere", ""),
     ],
     ids=["device", "shared memory", "shared memory of another machine"],
 )
 async def test_a_host_starts_no_engine_without_memory(
-    nats_server: EmbeddedServer, open_bus: BusOpener, tmp_path: Path, settings: dict[str, Any], learner_host: str, why: str
+    nats_server: EmbeddedServer,
+    open_bus: BusOpener,
+    tmp_path: Path,
+    settings: dict[str, Any],
+    learner_host: str,
+    why: str,
 ) -> None:
     """On its device for the run's model; or in /dev/shm, if the learner is on the same machine by its live row."""
     machine = Machine(tmp_path, 1)
@@ -218,12 +265,25 @@ async def test_a_host_starts_no_engine_without_memory(
     model = {"path": str(write_model(tmp_path / "model", vocab_size=200_000))}
     settings = {**settings, "weights": {"transport": "handles", **settings.get("weights", {})}}
     async with open_bus() as bus:
-        await bus.rows("run").put("config", {"engine": {"kind": "sglang"} if not small else {}, "model": model, **settings})
+        await bus.rows("run").put(
+            "config", {"engine": {"kind": "sglang"} if not small else {}, "model": model, **settings}
+        )
         row = LiveRow(role="learner", id="learner", host=learner_host or socket.gethostname(), pid=1, phase="working")
         async with HeartbeatPublisher(bus, row) as heartbeat:
             heartbeat.update()
             await heartbeat.stored()
-            words = ["host", "--bus", nats_server.url, "--run", bus.run, "--name", "h", "--dir", str(tmp_path / "h"), "engines=1"]
+            words = [
+                "host",
+                "--bus",
+                nats_server.url,
+                "--run",
+                bus.run,
+                "--name",
+                "h",
+                "--dir",
+                str(tmp_path / "h"),
+                "engines=1",
+            ]
             process = machine.start(*words)
             try:
                 found = ""
@@ -238,7 +298,9 @@ async def test_a_host_starts_no_engine_without_memory(
     assert machine.children() == ([] if why else ["engine-h-0"])
 
 
-async def _row(view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]) -> LiveRow:
+async def _row(
+    view: LiveView, role: str, process: "subprocess.Popen[bytes]", right: Callable[[LiveRow], bool]
+) -> LiveRow:
     """Return the first live row of a role that is ``right``."""
     while True:
         assert process.poll() is None, "the process has ended"

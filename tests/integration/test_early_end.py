@@ -1,4 +1,6 @@
-"""The end of a run before ``learner.steps``: the feeder on a real nats-server, with scripted actors and ranks that train nothing."""
+"""The end of a run before ``learner.steps``: the feeder on a real nats-server, with scripted actors and ranks that
+train nothing.
+"""
 
 import asyncio
 import threading
@@ -55,7 +57,9 @@ async def check_end(world: World, *, steps: int, reason: str) -> list[Plan]:
 @pytest.mark.parametrize("checkpoint_every", [1, 0])
 @pytest.mark.parametrize("data_parallel", [1, 2])
 async def test_a_run_ends_after_its_passes(open_world: OpenWorld, checkpoint_every: int, data_parallel: int) -> None:
-    """Two prompts are left for the last of four steps; its checkpoint is ordered with its batch, or when it is known to be the last."""
+    """Two prompts are left for the last of four steps; its checkpoint is ordered with its batch, or when it is known to
+    be the last.
+    """
     async with open_world(
         steps=100, groups_per_step=4, num_epochs=2, checkpoint_every=checkpoint_every, data_parallel=data_parallel
     ) as world:
@@ -97,7 +101,10 @@ async def test_a_run_that_has_ended_goes_on_with_more_passes(open_world: OpenWor
 
 async def test_passes_without_a_group_to_train_are_an_error(open_world: OpenWorld) -> None:
     async with open_world(steps=100, num_epochs=1, filter_zero_variance=True) as world:
-        async with world.actors(lambda task, index: replace(world._respond(task, index), reward=1.0)), world.feeder() as (url, feeding):
+        async with (
+            world.actors(lambda task, index: replace(world._respond(task, index), reward=1.0)),
+            world.feeder() as (url, feeding),
+        ):
             with pytest.raises(FeederFailed, match="7 filtered"):
                 await world.train(url)
             with pytest.raises(NothingTrained):
@@ -143,7 +150,9 @@ async def scored(world: World) -> AsyncIterator[Scored]:
             following.cancel()
 
 
-async def test_a_run_whose_scores_stop_to_rise_ends_and_keeps_the_best_checkpoint(open_world: OpenWorld, tmp_path: Path) -> None:
+async def test_a_run_whose_scores_stop_to_rise_ends_and_keeps_the_best_checkpoint(
+    open_world: OpenWorld, tmp_path: Path
+) -> None:
     """Versions 4 and 6 are no better than 2, so the run ends after the step that is planned by then."""
     evaluation = plan(tmp_path, rows=2, best="held/mean", stop_after=2, last_step=100)
     async with open_world(steps=100, checkpoint_every=0) as world:
@@ -152,7 +161,9 @@ async def test_a_run_whose_scores_stop_to_rise_ends_and_keeps_the_best_checkpoin
             await feeding
         steps = len(await world.plans())
         assert steps in (6, 7, 8)
-        await check_end(world, steps=steps, reason="no held/mean above 0.9 (version 2, step 2) in the 2 evaluations after it")
+        await check_end(
+            world, steps=steps, reason="no held/mean above 0.9 (version 2, step 2) in the 2 evaluations after it"
+        )
         best = await world.bus.rows("run").get(BEST_KEY)
         assert best is not None
         wanted = {"step": 2, "version": 2, "set": "held", "metric": "mean", "value": 0.9, "epoch": 1}
@@ -169,7 +180,9 @@ async def test_a_run_whose_scores_stop_to_rise_ends_and_keeps_the_best_checkpoin
 
 
 @pytest.mark.parametrize("what", ["batch", "last"])
-async def test_a_killed_learner_knows_the_best_checkpoint_and_the_end(open_world: OpenWorld, tmp_path: Path, what: str) -> None:
+async def test_a_killed_learner_knows_the_best_checkpoint_and_the_end(
+    open_world: OpenWorld, tmp_path: Path, what: str
+) -> None:
     """It is killed while it takes step 7, or before the checkpoint of the last step is the latest."""
     evaluation = plan(tmp_path, rows=2, best="held/mean", stop_after=2, last_step=100)
     async with open_world(steps=100, checkpoint_every=3) as world:
@@ -195,7 +208,10 @@ async def test_a_run_that_has_ended_goes_on_without_early_stop(open_world: OpenW
                 await world.train(url, stop=scores.wait)
                 await feeding
             world.learner = replace(world.learner, steps=12)
-            async with world.feeder(evaluation=replace(evaluation, best="", stop_after=0, last_step=12)) as (url, feeding):
+            async with world.feeder(evaluation=replace(evaluation, best="", stop_after=0, last_step=12)) as (
+                url,
+                feeding,
+            ):
                 await world.train(url)
                 await feeding
         await check_history(world)
@@ -211,7 +227,9 @@ CURRICULUM = CurriculumRules(skip_easy=1.0, skip_hard=0.0, skip_passes=2)
 async def test_prompts_that_were_too_easy_or_too_hard_are_left_out_and_a_killed_learner_knows_them(
     open_world: OpenWorld, killed_at: int | None
 ) -> None:
-    """Prompts 0 and 1 of seven always pass, and 2 never does. With lag 0 and a group a step, a task is issued after the last is trained."""
+    """Prompts 0 and 1 of seven always pass, and 2 never does. With lag 0 and a group a step, a task is issued after the
+    last is trained.
+    """
 
     def respond(task: Task, index: int) -> Sample:
         assert isinstance(task.label, int)

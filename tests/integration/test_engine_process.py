@@ -58,7 +58,9 @@ async def process(
 async def greedy(url: str) -> list[int]:
     client = HttpEngine(url)
     try:
-        answer = await client.generate(np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), id="x", timeout_s=20)
+        answer = await client.generate(
+            np.array([5, 6, 7], np.int32), Sampling(temperature=0, max_new_tokens=6), id="x", timeout_s=20
+        )
     finally:
         await client.close()
     return answer.tokens.tolist()
@@ -76,7 +78,12 @@ async def test_from_waiting_to_serving_to_the_next_version_to_gone(
             await registry.publish_initial(str(models[0]), 1)
             first = await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving")
             assert first["version"] == 0
-            stated = {"devices": ["GPU-a"], "visible_devices": ["GPU-a", "GPU-b"], "nccl": "2.29.7", "device_memory_bytes": 80}
+            stated = {
+                "devices": ["GPU-a"],
+                "visible_devices": ["GPU-a", "GPU-b"],
+                "nccl": "2.29.7",
+                "device_memory_bytes": 80,
+            }
             assert first["capabilities"].items() >= {**stated, "single_request_push": True}.items()
             assert gc.get_freeze_count() > 10 * len(gc.get_objects()), "a full collection would hold up decoding"
             freeze_again()  # the engine runs in the tests' process here
@@ -130,14 +137,22 @@ async def test_an_engine_obeys_the_learner_and_shows_refused_commands(
                 url = (await row_until(rows, "engine.e1", lambda row: row["phase"] == "serving"))["address"]
 
                 async def asked(epoch: int, headers: dict[str, str], url: str = url) -> int:
-                    async with session.post(f"{url}/continue_generation", json={"epoch": epoch}, headers=headers) as answer:
+                    async with session.post(
+                        f"{url}/continue_generation", json={"epoch": epoch}, headers=headers
+                    ) as answer:
                         return answer.status
 
                 newest = await registry.newest_epoch()
-                assert [await asked(10**30, {}), await asked(newest, {}), await asked(newest + 1, keys.headers)] == [401, 401, 400]
+                assert [await asked(10**30, {}), await asked(newest, {}), await asked(newest + 1, keys.headers)] == [
+                    401,
+                    401,
+                    400,
+                ]
                 await registry.fence(newest + 1)
                 assert [await asked(newest + 1, keys.headers), await asked(newest, keys.headers)] == [200, 409]
-                head = await registry.publish(await registry.reserve(4, newest + 1))  # pushes would bring it, but the engine refuses them
+                head = await registry.publish(
+                    await registry.reserve(4, newest + 1)
+                )  # pushes would bring it, but the engine refuses them
                 row = await row_until(rows, "engine.e1", lambda row: "refused" in row["waits_for"])
                 assert f"epoch {newest} is stale, epoch {newest + 1} was seen" in row["waits_for"]
                 await registry.set_snapshot(head.version, str(models[1]))

@@ -1,4 +1,6 @@
-"""Samples of several sequences on a real bus: issued, published, planned, made into batches and settled exactly once, over a restart."""
+"""Samples of several sequences on a real bus: issued, published, planned, made into batches and settled exactly once,
+over a restart.
+"""
 
 import numpy as np
 
@@ -18,7 +20,8 @@ from tidemill.learner.buffer.rules import DataRules
 def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler: int = 0) -> Sample:
     """Return an episode of one turn of two tokens in each sequence, with contexts that grow by ``filler`` tokens."""
     contexts = [
-        np.concatenate([of.prompt_tokens, np.full(filler, 9, np.int32), np.full(number, 8, np.int32)]) for number in range(sequences)
+        np.concatenate([of.prompt_tokens, np.full(filler, 9, np.int32), np.full(number, 8, np.int32)])
+        for number in range(sequences)
     ]
     turns = [np.array([10 * of.id + index, 20 + number], np.int32) for number in range(sequences)]
     made = sample(
@@ -39,7 +42,9 @@ def episode(of: Task, index: int, sequences: int, *, attempt: str = "a", filler:
 
 
 async def read(bus: Bus, rule: DataRules, count: int) -> tuple[DataSource, dict[int, Sample]]:
-    """Return a DataSource that has read the tasks and the first ``count`` samples of the stream, and those samples by sequence."""
+    """Return a DataSource that has read the tasks and the first ``count`` samples of the stream, and those samples by
+    sequence.
+    """
     source = DataSource(rule, epoch=1)
     source.version(0, 0)
     source.published(0, 0)
@@ -61,7 +66,9 @@ def trained(batches: tuple[StepBatch, ...]) -> list[int]:
 
 
 async def test_episodes_are_trained_and_settled_once(open_bus: BusOpener) -> None:
-    """One sample is in parts, one is a duplicate, one contradicts its task; the second learner reads all of it again from the log."""
+    """One sample is in parts, one is a duplicate, one contradicts its task; the second learner reads all of it again
+    from the log.
+    """
     async with open_bus() as bus:
         rule = rules(run=bus.run, groups_per_step=2, data_parallel=2, max_tokens_per_micro_batch=16)
         await bus.tasks.fence(1)
@@ -90,7 +97,12 @@ async def test_episodes_are_trained_and_settled_once(open_bus: BusOpener) -> Non
         source.apply(plan, place)
         await bus.plans.append(Done(epoch=1, step=1, metrics={}))
         accounting = source.accounting()
-        assert (accounting.published, accounting.trained, accounting.duplicate, accounting.invalid) == (6, 4, 1, {"length": 1})
+        assert (accounting.published, accounting.trained, accounting.duplicate, accounting.invalid) == (
+            6,
+            4,
+            1,
+            {"length": 1},
+        )
         assert accounting.buffered == 0
 
         again, samples = await read(bus, rule, len(published))

@@ -32,7 +32,9 @@ def plan(directory: Path, *, rows: int = 5, samples: int = 2, **changes: Any) ->
 
 
 def respond(task: Task, index: int) -> Sample:
-    return sample(task, index, ((task.min_version, 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata))
+    return sample(
+        task, index, ((task.min_version, 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata)
+    )
 
 
 async def tasks_of(world: World, kind: Kind) -> AsyncIterator[Task]:
@@ -59,7 +61,10 @@ EXPECTED = {"held": (5.0, 10.0, 0.5), "first": (2.0, 2.0, 0.5)}
 
 
 def summary(records: list[Evaluated]) -> dict[tuple[int, str], tuple[float, float, float]]:
-    return {(one.version, one.dataset): (one.metrics["prompts"], one.metrics["samples"], one.metrics["mean"]) for one in records}
+    return {
+        (one.version, one.dataset): (one.metrics["prompts"], one.metrics["samples"], one.metrics["mean"])
+        for one in records
+    }
 
 
 async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWorld, tmp_path: Path) -> None:
@@ -70,7 +75,9 @@ async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWor
                 await feeding
         await check_history(world)
         records = await evaluated(world)
-        assert {version for version, _ in summary(records)} >= {0, 5}, "the first version and the last; those between when there was time"
+        assert {version for version, _ in summary(records)} >= {0, 5}, (
+            "the first version and the last; those between when there was time"
+        )
         assert summary(records) == {(one.version, one.dataset): EXPECTED[one.dataset] for one in records}
         tasks = await eval_tasks(world)
         placed = [(task.min_version, task.metadata["evaluation"]["set"], task.offset) for task in tasks]
@@ -81,13 +88,19 @@ async def test_versions_are_evaluated_while_training_goes_on(open_world: OpenWor
 
 
 @pytest.mark.parametrize("exact", [False, True])
-async def test_no_step_is_planned_before_an_exact_evaluation_is_over(open_world: OpenWorld, tmp_path: Path, exact: bool) -> None:
-    """That of version 0 always is one. Its prompts are answered when there are samples for steps; prompts that fail hold up no step."""
+async def test_no_step_is_planned_before_an_exact_evaluation_is_over(
+    open_world: OpenWorld, tmp_path: Path, exact: bool
+) -> None:
+    """That of version 0 always is one. Its prompts are answered when there are samples for steps; prompts that fail
+    hold up no step.
+    """
 
     async def buried() -> None:
         async for task in tasks_of(world, Kind.EVAL):
             if task.offset == 1:
-                await world.bus.dead.store(Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt))
+                await world.bus.dead.store(
+                    Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt)
+                )
 
     async with open_world(steps=6, max_lag=2) as world:
         evaluation = plan(tmp_path, every=1, last_step=6, exact=exact)
@@ -109,11 +122,17 @@ async def test_no_step_is_planned_before_an_exact_evaluation_is_over(open_world:
                 planned = record.step
             elif exact or record.step == 0:
                 assert planned == record.step, f"version {record.version} is evaluated behind step {planned}"
-        assert {record.step for record in records if isinstance(record, Evaluated)} >= (set(range(7)) if exact else {0, 6})
+        assert {record.step for record in records if isinstance(record, Evaluated)} >= (
+            set(range(7)) if exact else {0, 6}
+        )
 
 
-async def test_a_feeder_that_is_killed_in_the_evaluation_of_version_0_goes_on_with_it(open_world: OpenWorld, tmp_path: Path) -> None:
-    """The next start publishes the weights of step 0 again, as version 1: the scores are those of one set of weights."""
+async def test_a_feeder_that_is_killed_in_the_evaluation_of_version_0_goes_on_with_it(
+    open_world: OpenWorld, tmp_path: Path
+) -> None:
+    """The next start publishes the weights of step 0 again, as version 1: the scores are those of one set of
+    weights.
+    """
     begun = asyncio.Event()
 
     def first_five(task: Task, index: int) -> Sample:
@@ -125,17 +144,31 @@ async def test_a_feeder_that_is_killed_in_the_evaluation_of_version_0_goes_on_wi
         return respond(task, index)
 
     def by_version_1(task: Task, index: int) -> Sample:
-        return sample(task, index, ((max(1, task.min_version), 2),), reward=float((task.offset + index) % 2), metadata=dict(task.metadata))
+        return sample(
+            task,
+            index,
+            ((max(1, task.min_version), 2),),
+            reward=float((task.offset + index) % 2),
+            metadata=dict(task.metadata),
+        )
 
     answered: list[Task] = []
     evaluation = plan(tmp_path, every=100)
     async with open_world() as world:
-        async with world.actors(), world.actors(first_five, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, _):
+        async with (
+            world.actors(),
+            world.actors(first_five, kind=Kind.EVAL),
+            world.feeder(evaluation=evaluation) as (url, _),
+        ):
             training = asyncio.create_task(world.train(url, stop=lambda did, step: True))
             await begun.wait()
         await asyncio.gather(training, return_exceptions=True)
         assert await world.plans() == [] and await evaluated(world) == []
-        async with world.actors(), world.actors(by_version_1, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
+        async with (
+            world.actors(),
+            world.actors(by_version_1, kind=Kind.EVAL),
+            world.feeder(evaluation=evaluation) as (url, feeding),
+        ):
             await world.train(url)
             await feeding
         records = await evaluated(world)
@@ -172,7 +205,11 @@ async def test_a_killed_feeder_asks_no_prompt_twice(open_world: OpenWorld, tmp_p
                 await asyncio.to_thread(begun.wait, 60)
             await training
         assert {record.version for record in await evaluated(world)} == {0}, "the evaluation of version 2 is not over"
-        async with world.actors(), world.actors(respond, kind=Kind.EVAL), world.feeder(evaluation=evaluation) as (url, feeding):
+        async with (
+            world.actors(),
+            world.actors(respond, kind=Kind.EVAL),
+            world.feeder(evaluation=evaluation) as (url, feeding),
+        ):
             await world.train(url)
             await feeding
         await check_history(world)
@@ -204,11 +241,17 @@ async def test_failed_foreign_and_dead_responses(open_world: OpenWorld, tmp_path
             while True:
                 for task in await eval_tasks(world):
                     if task.metadata["evaluation"]["set"] == "held" and task.offset in (1, 2):
-                        await world.bus.dead.store(Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt))
+                        await world.bus.dead.store(
+                            Dead(task=task.id, reason="it fails", attempts=3, actor="a", prompt=task.prompt)
+                        )
                 await asyncio.sleep(0.05)
 
         burying = asyncio.create_task(bury())
-        async with world.actors(), world.actors(strange, kind=Kind.EVAL), world.feeder(evaluation=plan(tmp_path)) as (url, feeding):
+        async with (
+            world.actors(),
+            world.actors(strange, kind=Kind.EVAL),
+            world.feeder(evaluation=plan(tmp_path)) as (url, feeding),
+        ):
             await world.train(url)
             await feeding
         burying.cancel()
@@ -227,16 +270,24 @@ async def test_an_evaluation_that_stands_still_ends_with_what_it_has(open_world:
             await feeding
         records = await evaluated(world)
         assert {(one.version, one.dataset) for one in records} == {(0, "held"), (0, "first"), (5, "held"), (5, "first")}
-        assert all(one.metrics == {"prompts": 0.0, "samples": 0.0, "missing": 10.0 if one.dataset == "held" else 2.0} for one in records)
+        assert all(
+            one.metrics == {"prompts": 0.0, "samples": 0.0, "missing": 10.0 if one.dataset == "held" else 2.0}
+            for one in records
+        )
         await check_history(world)
 
 
 @pytest.mark.parametrize("at_start", [False, True])
-async def test_a_drained_feeder_does_not_wait_for_an_evaluation(open_world: OpenWorld, tmp_path: Path, at_start: bool) -> None:
+async def test_a_drained_feeder_does_not_wait_for_an_evaluation(
+    open_world: OpenWorld, tmp_path: Path, at_start: bool
+) -> None:
     """Of the last version, for which the run waits, or of version 0, for which the first step does."""
     async with open_world() as world:
         draining = asyncio.Event()
-        async with world.actors(), world.feeder(evaluation=plan(tmp_path, at_start=at_start), draining=draining) as (url, feeding):
+        async with (
+            world.actors(),
+            world.feeder(evaluation=plan(tmp_path, at_start=at_start), draining=draining) as (url, feeding),
+        ):
             training = asyncio.create_task(world.train(url))
             async for _ in tasks_of(world, Kind.EVAL):
                 break

@@ -60,10 +60,14 @@ def batch_of(*, pad_to: int = 1, row_of_padding: bool = False) -> StepBatch:
 
 def trained(model_dir: Path, here: Parallel, batch: StepBatch, mixture: Mixture, *, recompute: str = "none") -> Result:
     """Train one step of a new learner, without clipping."""
-    policy = build_policy(model_dir, dtype="float32", parallel=here, kernels=Wanted(recompute=recompute), mixture=mixture)
+    policy = build_policy(
+        model_dir, dtype="float32", parallel=here, kernels=Wanted(recompute=recompute), mixture=mixture
+    )
     optimizer = PolicyOptimizer(policy, replace(OPTIMIZER, clip_grad=0.0), steps=10)
     metrics = Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2).train(batch)
-    gradients = {name: weight.main_grad.clone() for name, weight in policy.named_weights() if hasattr(weight, "main_grad")}
+    gradients = {
+        name: weight.main_grad.clone() for name, weight in policy.named_weights() if hasattr(weight, "main_grad")
+    }
     return Result(metrics, gradients, [bias.clone() for bias in policy.router_biases()])
 
 
@@ -71,7 +75,9 @@ def assert_same_result(ours: Result, wanted: Result) -> None:
     assert_same(ours.metrics, wanted.metrics)
     assert ours.metrics["train/grad_norm"] == pytest.approx(wanted.metrics["train/grad_norm"], rel=1e-6)
     for name, gradient in wanted.gradients.items():
-        assert torch.linalg.vector_norm(ours.gradients[name] - gradient) <= 1e-6 * torch.linalg.vector_norm(gradient), name
+        assert torch.linalg.vector_norm(ours.gradients[name] - gradient) <= 1e-6 * torch.linalg.vector_norm(gradient), (
+            name
+        )
     for moved, bias in zip(ours.biases, wanted.biases, strict=True):
         assert torch.equal(moved, bias)
 
@@ -81,7 +87,9 @@ def assert_same_result(ours: Result, wanted: Result) -> None:
 def test_padded_rows_train_as_those_without_padding(
     here: Parallel, model_dirs: dict[str, Path], family: str, mixture: Mixture, pad_to: int, row_of_padding: bool
 ) -> None:
-    """Metrics, gradients and biases. The embedding of the padding token is 0, where the derivative of a norm is 1 / sqrt(eps)."""
+    """Metrics, gradients and biases. The embedding of the padding token is 0, where the derivative of a norm is 1 /
+    sqrt(eps).
+    """
     plain, padded = batch_of(), batch_of(pad_to=pad_to, row_of_padding=row_of_padding)
     assert any((row.sample_T < 0).any() for row in padded.micro_batches)
     wanted = trained(model_dirs[family], here, plain, mixture)
@@ -97,18 +105,30 @@ def test_recomputed_layers_leave_out_padding(here: Parallel, model_dirs: dict[st
     assert_same_result(trained(model_dirs["glm4_moe"], here, batch, mixture, recompute=recompute), wanted)
 
 
-def test_the_balancing_loss_is_the_mean_over_all_tokens_of_that_of_their_row(here: Parallel, model_dirs: dict[str, Path]) -> None:
-    """The gradient of a batch is the sum of those of its rows alone, each times the share of the row in the tokens without padding."""
+def test_the_balancing_loss_is_the_mean_over_all_tokens_of_that_of_their_row(
+    here: Parallel, model_dirs: dict[str, Path]
+) -> None:
+    """The gradient of a batch is the sum of those of its rows alone, each times the share of the row in the tokens
+    without padding.
+    """
     batch, model_dir = batch_of(pad_to=32, row_of_padding=True), model_dirs["qwen3_moe"]
 
     def gradient(*rows: MicroBatch) -> Tensor:
-        """Return the gradient of the balancing loss of these rows by all weights: the difference of two runs, with and without it."""
+        """Return the gradient of the balancing loss of these rows by all weights: the difference of two runs, with and
+        without it.
+        """
         part = replace(batch, micro_batches=rows)
-        with_loss, without = (trained(model_dir, here, part, Mixture(aux_loss_coef=coef)).gradients for coef in (10.0, 0.0))
+        with_loss, without = (
+            trained(model_dir, here, part, Mixture(aux_loss_coef=coef)).gradients for coef in (10.0, 0.0)
+        )
         return torch.cat([(with_loss[name] - gradient).flatten() for name, gradient in without.items()])
 
     tokens = {number: int((row.sample_T >= 0).sum()) for number, row in enumerate(batch.micro_batches)}
-    of_rows = [gradient(batch.micro_batches[number]) * count / sum(tokens.values()) for number, count in tokens.items() if count]
+    of_rows = [
+        gradient(batch.micro_batches[number]) * count / sum(tokens.values())
+        for number, count in tokens.items()
+        if count
+    ]
     assert len(of_rows) == len(tokens) - 1 > 2
     wanted = torch.stack(of_rows).sum(0)
     assert torch.linalg.vector_norm(gradient(*batch.micro_batches) - wanted) < 1e-5 * torch.linalg.vector_norm(wanted)

@@ -46,7 +46,8 @@ class World:
         self._rare: list[dict[str, Any]] = []
         self._four: list[dict[str, Any]] = []
         self.model_dirs = {
-            name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes) for name, (family, changes) in MODELS.items()
+            name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes)
+            for name, (family, changes) in MODELS.items()
         }
         with one_rank() as here:
             self.one = self._of_one(ONE, here)
@@ -55,7 +56,10 @@ class World:
         self.ranks = self._results(2, RUNS, RESUMES, GRADIENTS)
 
     def _of_one(self, runs: list[tuple[str, str]], here: Parallel) -> dict[tuple[str, str], Any]:
-        return {(family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way) for family, way in runs}
+        return {
+            (family, way): unbroken(self.model_dirs[family], here, self.of_one / family / way, way)
+            for family, way in runs
+        }
 
     def _results(self, world: int, runs: Runs, resumes: Runs, steps: Runs) -> list[dict[str, Any]]:
         args = (self.model_dirs, self.of_one / "qwen3_moe" / "plain", runs, resumes, steps)
@@ -86,7 +90,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
 
 @pytest.mark.parametrize(("family", "layout", "way"), RUNS)
 def test_the_numbers_of_one_process(world: World, family: str, layout: str, way: str) -> None:
-    """Loss, gradient norm and all metrics of two steps; the weights that the engines would get are those of the file at the start."""
+    """Loss, gradient norm and all metrics of two steps; the weights that the engines would get are those of the file at
+    the start.
+    """
     _compare(world, world.ranks, family, layout, way)
 
 
@@ -140,7 +146,9 @@ def _compare_gradients(world: World, family: str, layout: str, way: str, *, rank
 
 
 def test_both_ranks_skip_a_step_that_is_not_finite_on_one(world: World) -> None:
-    """Also where only one of the two optimizers has such a gradient, that of experts that the other rank does not have."""
+    """Also where only one of the two optimizers has such a gradient, that of experts that the other rank does not
+    have.
+    """
     for rank in world.ranks:
         skips = rank["skips"]
         assert skips["skipped"] == [0, 1, 0]
@@ -167,11 +175,14 @@ def test_a_layout_goes_on_from_the_checkpoint_of_another(world: World, source: s
 
 
 @pytest.mark.parametrize(
-    ("layout", "way"), [(layout, way) for family, layout, way in RUNS if family == "qwen3_moe" and same_run(way) == "plain"]
+    ("layout", "way"),
+    [(layout, way) for family, layout, way in RUNS if family == "qwen3_moe" and same_run(way) == "plain"],
 )
 def test_one_process_goes_on_from_the_checkpoint_of_two(world: World, layout: str, way: str) -> None:
     with one_rank() as here:
-        [step] = resumed(world.model_dirs["qwen3_moe"], here, world.out / f"qwen3_moe {layout} {way}", "plain")["metrics"]
+        [step] = resumed(world.model_dirs["qwen3_moe"], here, world.out / f"qwen3_moe {layout} {way}", "plain")[
+            "metrics"
+        ]
     assert_same(step, world.last_of_one())
 
 
@@ -213,5 +224,7 @@ def test_a_skipped_step_moves_no_bias(tmp_path: Path, monkeypatch: pytest.Monkey
         [metrics] = take(made, (3,), here, way)
         assert metrics["train/skipped_minibatches"] == (not finite)
         assert (made.policy.digest() == began) is not finite
-        moved = [not bool((now == before).all()) for now, before in zip(made.policy.router_biases(), biases, strict=True)]
+        moved = [
+            not bool((now == before).all()) for now, before in zip(made.policy.router_biases(), biases, strict=True)
+        ]
         assert moved == [finite]

@@ -122,7 +122,9 @@ def test_the_loss_and_the_estimator_hold_the_contract() -> None:
 async def test_the_engine_answers_the_client_of_an_actor(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 50}))
     updates: list[tuple[int, int]] = []
-    engine = module("uniform_engine").UniformEngine(tmp_path, EngineConfig(), on_update=lambda *update: updates.append(update))
+    engine = module("uniform_engine").UniformEngine(
+        tmp_path, EngineConfig(), on_update=lambda *update: updates.append(update)
+    )
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     try:

@@ -1,4 +1,6 @@
-"""Every family of models in every layout of two ranks: scores and steps of one process, files and checkpoints bit for bit."""
+"""Every family of models in every layout of two ranks: scores and steps of one process, files and checkpoints bit for
+bit.
+"""
 
 from functools import cached_property
 from pathlib import Path
@@ -38,7 +40,9 @@ class World:
     @cached_property
     def ranks(self) -> list[dict[str, Any]]:
         (out := self.root / "out").mkdir()
-        return run_ranks(family_ranks.main, (self.model_dirs, self.checkpoints, self.runs), world=2, out=out, timeout_s=400)
+        return run_ranks(
+            family_ranks.main, (self.model_dirs, self.checkpoints, self.runs), world=2, out=out, timeout_s=400
+        )
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +67,8 @@ def test_another_family_at_a_layout(rare: World, name: str, layout: str) -> None
 
 
 def _check(world: World, name: str, layout: str) -> None:
-    """Compare log-probs and the metrics of two steps with one process; exports, and conversions both ways, with the files.
+    """Compare log-probs and the metrics of two steps with one process; exports, and conversions both ways, with the
+    files.
 
     For pushes, every tensor is sent by one rank, whole.
     """
@@ -85,4 +90,6 @@ def _check(world: World, name: str, layout: str) -> None:
     assert found.keys() == wanted.keys()
     assert [weight for weight in found if not torch.equal(found[weight], wanted[weight])] == []
     before = load_file(world.model_dirs[name] / "model.safetensors")
-    assert not any(torch.equal(before[weight], found[weight]) for weight in found if weight.endswith("proj.weight")), "it was trained"
+    assert not any(torch.equal(before[weight], found[weight]) for weight in found if weight.endswith("proj.weight")), (
+        "it was trained"
+    )

@@ -1,6 +1,8 @@
-"""Faults of an engine, a wire or a learner, injected on purpose: each trips an alarm within three steps, and a healthy run none.
+"""Faults of an engine, a wire or a learner, injected on purpose: each trips an alarm within three steps, and a healthy
+run none.
 
-The engine is the built-in one, the learner Megatron; the policy is half trained (reward about 0.8), where mistakes matter.
+The engine is the built-in one, the learner Megatron; the policy is half trained (reward about 0.8), where mistakes
+matter.
 """
 
 import shutil
@@ -37,7 +39,10 @@ def half_trained(here: Parallel, tmp_path_factory: pytest.TempPathFactory) -> tu
     while len(metrics) < 200 and (not metrics or metrics[-1]["reward"] < 0.75):
         metrics.append(loop.step())
     assert metrics[-1]["reward"] >= 0.75
-    save_file({name: tensor.contiguous() for name, tensor in loop.weights().items()}, directory / "model" / "model.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in loop.weights().items()},
+        directory / "model" / "model.safetensors",
+    )
     loop.close()
     return directory, watched(metrics)
 
@@ -72,7 +77,9 @@ def log_probs(loop: PinnedLoop, samples: list[Sample]) -> list[np.ndarray[Any, A
 
 
 def reported(samples: list[Sample], values: list[np.ndarray[Any, Any]]) -> list[Sample]:
-    return [replace(sample, rollout_log_probs=each.astype(np.float32)) for sample, each in zip(samples, values, strict=True)]
+    return [
+        replace(sample, rollout_log_probs=each.astype(np.float32)) for sample, each in zip(samples, values, strict=True)
+    ]
 
 
 def shifted(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
@@ -87,7 +94,9 @@ def of_another_sample(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
 
 def inverse(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
     """Report the log-probs with which the learner would compute mu / pi."""
-    return reported(samples, [2 * own - one.rollout_log_probs for own, one in zip(log_probs(loop, samples), samples, strict=True)])
+    return reported(
+        samples, [2 * own - one.rollout_log_probs for own, one in zip(log_probs(loop, samples), samples, strict=True)]
+    )
 
 
 def untempered(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
@@ -126,7 +135,10 @@ def torn_weights(loop: PinnedLoop, version: int) -> Named:
 
 FAULTS: dict[str, dict[str, Any]] = {
     "engine at another temperature": {"fault": EngineFault(temperature=0.7)},
-    "engine at another temperature, reporting untempered log-probs": {"fault": EngineFault(temperature=0.7), "corrupt": untempered},
+    "engine at another temperature, reporting untempered log-probs": {
+        "fault": EngineFault(temperature=0.7),
+        "corrupt": untempered,
+    },
     "top-p renormalised against the full softmax": {"fault": EngineFault(top_p=0.9)},
     "log-probs shifted by one": {"corrupt": shifted},
     "log-probs of another sample": {"corrupt": of_another_sample},

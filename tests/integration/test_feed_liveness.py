@@ -73,7 +73,9 @@ async def test_a_rank_that_sends_no_heartbeat_ends_the_feeder() -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 async def test_a_rank_in_a_collective_lives_by_its_heartbeats(host: str) -> None:
-    """The main connection is silent; the heartbeats go on, and are answered. Each end counts its silence from the last of them."""
+    """The main connection is silent; the heartbeats go on, and are answered. Each end counts its silence from the last
+    of them.
+    """
     silent: queue.Queue[str] = queue.Queue()
     async with serving(silence_s=WITHIN_S, host=host) as server:
         with FeedClient(server.url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as client:
@@ -97,7 +99,8 @@ async def test_a_feeder_without_heartbeats_is_reported_once() -> None:
 
 async def test_a_rank_that_hangs_without_a_feeder_ends_with_the_reason() -> None:
     code = (
-        "import time; from tidemill.learner.feed.feed_keys import FeedKeys; from tidemill.learner.feed.feed_liveness import Heartbeats\n"
+        "import time; from tidemill.learner.feed.feed_keys import FeedKeys; from "
+        "tidemill.learner.feed.feed_liveness import Heartbeats\n"
         "with Heartbeats('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, silence_s=0.1): time.sleep(600)"
     )
     child = Child("rank 0", [sys.executable, "-c", code])
@@ -123,9 +126,11 @@ async def test_a_sigterm_reaches_the_parent_while_the_rank_computes() -> None:
     code = (
         "import ctypes, sys\nfrom tidemill.learner.feed.feed_client import FeedClient\n"
         "from tidemill.learner.feed.feed_keys import FeedKeys\n"
-        "from tidemill.learner.feed.progress import note_step; progress = int(sys.argv[sys.argv.index('--progress') + 1])\n"
+        "from tidemill.learner.feed.progress import note_step; progress = "
+        "int(sys.argv[sys.argv.index('--progress') + 1])\n"
         "lock, mutex = ctypes.CDLL(None).pthread_mutex_lock, ctypes.create_string_buffer(64)\n"
-        "with FeedClient('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, dp_rank=0, dp_size=1).drained_by_sigterm(progress):\n"
+        "with FeedClient('tcp://127.0.0.1:9', keys=FeedKeys.new(), rank=0, dp_rank=0, "
+        "dp_size=1).drained_by_sigterm(progress):\n"
         "    lock(mutex), note_step(progress), lock(mutex)\n"
     )
     with progress_noted(begun.set, notified.set) as descriptor:

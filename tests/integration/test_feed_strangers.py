@@ -104,7 +104,10 @@ async def test_noise_on_the_port_is_refused() -> None:
         host, _, port = server.url.removeprefix("tcp://").rpartition(":")
         for _ in range(20):
             with socket.create_connection((host, int(port))) as raw:
-                raw.sendall(rng.choice([b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL", b"GET / HTTP/1.1\r\n\r\n", b""]) + rng.randbytes(200))
+                raw.sendall(
+                    rng.choice([b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL", b"GET / HTTP/1.1\r\n\r\n", b""])
+                    + rng.randbytes(200)
+                )
         assert await asyncio.to_thread(ask, server.url) == START
         assert not running.done()
 
@@ -116,7 +119,8 @@ async def test_a_peer_with_the_key_that_is_no_rank_yet_is_refused_whatever_it_se
         with dealer(server.url, KEYS) as peer:
             sent = [[message] for message in (*MESSAGES[1:5], *MESSAGES[6:], *ODD)]
             sent += [
-                [pack("hello", rank=rank, dp_rank=0, dp_size=1, metadata=False)] for rank in (-1, 1, True, None, "0", 0.0, [0], 1 << 63)
+                [pack("hello", rank=rank, dp_rank=0, dp_size=1, metadata=False)]
+                for rank in (-1, 1, True, None, "0", 0.0, [0], 1 << 63)
             ]
             sent += [
                 [pack("hello", rank=0, dp_rank=0, dp_size=2, metadata=False)],
@@ -133,11 +137,15 @@ async def test_a_peer_with_the_key_that_is_no_rank_yet_is_refused_whatever_it_se
 
 
 async def test_mutated_messages_end_nothing_but_by_the_rules() -> None:
-    """A peer with the key is refused until its handshake is valid; then a message that breaks the rules is an error that names it."""
+    """A peer with the key is refused until its handshake is valid; then a message that breaks the rules is an error
+    that names it.
+    """
     rng = random.Random(3)
     async with serving() as (server, running):
         with dealer(server.url, KEYS) as peer:
-            sent = [frames for frames in (mutated(rng) for _ in range(400)) if not re.search(b"hello|failed", frames[0])]
+            sent = [
+                frames for frames in (mutated(rng) for _ in range(400)) if not re.search(b"hello|failed", frames[0])
+            ]
             for frames in sent:
                 peer.send_multipart(frames)
             await until(server, len(sent))
@@ -145,7 +153,9 @@ async def test_mutated_messages_end_nothing_but_by_the_rules() -> None:
         assert not running.done()
 
 
-@pytest.mark.parametrize("message", [*MESSAGES[:1], *ODD, pack("next", step=7, dp_rank=0), pack("next", step=True, dp_rank=0)])
+@pytest.mark.parametrize(
+    "message", [*MESSAGES[:1], *ODD, pack("next", step=7, dp_rank=0), pack("next", step=True, dp_rank=0)]
+)
 async def test_a_rank_that_breaks_the_rules_ends_the_feeder(message: bytes) -> None:
     async with serving(world_size=2) as (server, running):
         with dealer(server.url, KEYS) as rank:

@@ -64,7 +64,9 @@ OpenWorld = Callable[..., AbstractAsyncContextManager[World]]
 def nats_server(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[EmbeddedServer]:
     """The usual server, with messages of at most 4 KB for the test that needs them small."""
     small = request.node.name == "test_a_step_whose_plan_is_larger_than_a_message_runs_with_fewer_groups"
-    with EmbeddedServer(tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig(port=-1)) as server:
+    with EmbeddedServer(
+        tmp_path / "nats", BusConfig(max_payload_bytes=4096) if small else BusConfig(port=-1)
+    ) as server:
         yield server
 
 
@@ -101,7 +103,8 @@ async def finish(world: World) -> None:
 
 
 async def check_history(world: World, *, steps: int = 0) -> list[Plan]:
-    """Assert that every step is planned once and done, no sample is in two plans, and a batch is the same each time it is served.
+    """Assert that every step is planned once and done, no sample is in two plans, and a batch is the same each time it
+    is served.
 
     ``steps``: those of a run that has ended early.
     """
@@ -166,7 +169,11 @@ async def test_episodes_that_take_longer_than_their_tokens_may_be_old_are_an_ala
     async with open_world(steps=2) as world, world.actors(slow):
         await finish(world)
         first, second = [record.metrics for record in await world.records() if isinstance(record, Done)]
-    assert (first["data/episodes"], first["data/episode_seconds_p95"], first["data/masked_share_first_turn"]) == (4, 3.6e6, 0)
+    assert (first["data/episodes"], first["data/episode_seconds_p95"], first["data/masked_share_first_turn"]) == (
+        4,
+        3.6e6,
+        0,
+    )
     assert SHARE not in first and second[SHARE] > 1000
     assert "alarm long_episodes" in caplog.text
 
@@ -191,7 +198,9 @@ async def test_samples_reach_the_ranks_as_they_were_published(open_world: OpenWo
 @pytest.mark.parametrize("what", ["batch", "done", "checkpoint", "publish"])
 @pytest.mark.parametrize("step", [1, 3, 4])
 async def test_killed_feeder_serves_the_same_again(open_world: OpenWorld, what: str, step: int) -> None:
-    """It is killed after it served a batch (plan recorded, no done), after the done, after the checkpoint, after the push."""
+    """It is killed after it served a batch (plan recorded, no done), after the done, after the checkpoint, after the
+    push.
+    """
     async with open_world() as world:
         async with world.actors():
             async with world.feeder() as (url, _):
@@ -208,7 +217,10 @@ async def test_metadata_reaches_the_ranks_that_ask_for_it_and_is_the_same_again(
     def respond(task: Task, index: int) -> Sample:
         return sample(task, index, ((task.min_version, 2),), metadata={"task": task.id, "index": index})
 
-    async with open_world(steps=2, algorithm=AlgorithmConfig(advantage="mine:estimator")) as world, world.actors(respond):
+    async with (
+        open_world(steps=2, algorithm=AlgorithmConfig(advantage="mine:estimator")) as world,
+        world.actors(respond),
+    ):
         for asks in (False, True):
             world.metadata = asks
             async with world.feeder() as (url, _):
@@ -240,7 +252,9 @@ async def test_recorded_batches_are_marked_and_none_is_pushed_twice(open_world: 
 
 
 async def record_step(world: World, *, reward: float) -> None:
-    """Write an earlier start's records: two groups, one sample of which has this reward, and the plan of step 1 that names them all."""
+    """Write an earlier start's records: two groups, one sample of which has this reward, and the plan of step 1 that
+    names them all.
+    """
     epoch = await raise_epoch(world.bus)
     await world.bus.tasks.fence(epoch)
     await world.bus.plans.fence(epoch)
@@ -260,7 +274,9 @@ async def record_step(world: World, *, reward: float) -> None:
 
 
 async def test_a_recorded_sample_is_held_against_no_later_invariant(open_world: OpenWorld) -> None:
-    """A reward beyond float32 was recorded before it was refused: the plan is served again, as infinity, and readers get numbers."""
+    """A reward beyond float32 was recorded before it was refused: the plan is served again, as infinity, and readers
+    get numbers.
+    """
     async with open_world(steps=2) as world:
         await record_step(world, reward=1e39)
         async with world.actors():
@@ -275,7 +291,9 @@ async def test_a_recorded_sample_is_held_against_no_later_invariant(open_world: 
 
 
 @pytest.mark.parametrize(("max_lag", "prefetch", "planned"), [(3, True, 2), (3, False, 1), (0, True, 1)])
-async def test_at_most_one_step_is_planned_ahead(open_world: OpenWorld, max_lag: int, prefetch: bool, planned: int) -> None:
+async def test_at_most_one_step_is_planned_ahead(
+    open_world: OpenWorld, max_lag: int, prefetch: bool, planned: int
+) -> None:
     async with open_world(max_lag=max_lag, prefetch=prefetch) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("batch", 1))
@@ -305,7 +323,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("file", DAMAGES)
-async def test_a_corrupt_checkpoint_is_passed_over_and_logged(open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str) -> None:
+async def test_a_corrupt_checkpoint_is_passed_over_and_logged(
+    open_world: OpenWorld, caplog: pytest.LogCaptureFixture, file: str
+) -> None:
     async with open_world(steps=6) as world, world.actors():
         async with world.feeder() as (url, _):
             await world.train(url, stop=lambda did, at: (did, at) == ("done", 5))
@@ -356,7 +376,9 @@ async def test_a_dead_task_gives_its_place_back(open_world: OpenWorld) -> None:
 
 
 async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_it(open_world: OpenWorld) -> None:
-    """The decision is stored while no feeder runs, and read by every later one; the requeue is a record, so it happens once."""
+    """The decision is stored while no feeder runs, and read by every later one; the requeue is a record, so it happens
+    once.
+    """
     async with open_world(max_lag=0, max_attempts=1, steps=6) as world:
         async with world.feeder() as (url, _):
             training = asyncio.create_task(world.train(url, stop=lambda did, at: (did, at) == ("done", 1)))
@@ -367,7 +389,9 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
             async with world.actors():
                 await training
         assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue", by="me"))
-        assert not await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="drop")), "the first decision counts"
+        assert not await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="drop")), (
+            "the first decision counts"
+        )
         for stop in (2, 3, 4):
             async with world.feeder() as (url, _), world.actors():
                 await world.train(url, stop=lambda did, at, stop=stop: (did, at) == ("done", stop))  # type: ignore[misc]
@@ -382,18 +406,24 @@ async def test_a_dead_task_is_requeued_once_though_the_feeder_is_killed_around_i
 
 
 async def test_a_dead_letter_with_a_place_that_has_no_prompt_is_not_requeued(open_world: OpenWorld) -> None:
-    """Any actor may write a dead letter; a requeue is recorded, and one that cannot be carried out would end every later feeder, too."""
+    """Any actor may write a dead letter; a requeue is recorded, and one that cannot be carried out would end every
+    later feeder, too.
+    """
     async with open_world(steps=2) as world:
         async with world.feeder() as (url, feeding):
             training = asyncio.create_task(world.train(url))
             async with connect(world.url, world.run, world.config, name="liar") as bus:
                 lease = await bus.tasks.lease(60)
                 assert lease is not None
-                await bus.dead.store(Dead(task=lease.task.id, reason="r", attempts=1, actor="liar", prompt="p", root=1, offset=10**6))
+                await bus.dead.store(
+                    Dead(task=lease.task.id, reason="r", attempts=1, actor="liar", prompt="p", root=1, offset=10**6)
+                )
                 await lease.ack()
             assert await world.bus.dead.decide(DeadLetterDecision(task=lease.task.id, word="requeue"))
             async with asyncio.timeout(30):
-                refused = await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"])
+                refused = await row_until(
+                    world.bus.rows("live"), "feeder.feeder", lambda row: "DEAD" in row["unreadable"]
+                )
             assert f"requeue of task {lease.task.id}" in refused["unreadable"]
             async with world.actors():
                 await training
@@ -448,7 +478,9 @@ async def spoil(world: World, num_tasks: int) -> None:
         assert lease is not None
         for index in range(lease.task.group_size):
             spans = ((lease.task.min_version, 3),)
-            await world.bus.samples.publish(sample(lease.task, index, spans, rollout_log_probs=np.ones(3, np.float32), actor="broken"))
+            await world.bus.samples.publish(
+                sample(lease.task, index, spans, rollout_log_probs=np.ones(3, np.float32), actor="broken")
+            )
         await lease.ack()
 
 
@@ -590,7 +622,9 @@ async def test_a_run_in_which_every_task_fails_ends_with_the_reason(open_world: 
     async with open_world(max_attempts=1, failing_tasks=5, failing_s=0.0) as world, failing_actor(world, good_every=0):
         for _ in range(2):  # the tasks of the first start do not count in the second
             async with world.feeder() as (url, feeding):
-                with pytest.raises(FeederFailed, match=r"every task fails: .*, got \d+ tasks in a row .*the last: no judge") as failed:
+                with pytest.raises(
+                    FeederFailed, match=r"every task fails: .*, got \d+ tasks in a row .*the last: no judge"
+                ) as failed:
                     await world.train(url)
                 assert failed.value.exit_code == 78
                 with pytest.raises(TasksFail) as raised:
@@ -613,7 +647,10 @@ async def test_passes_in_which_every_task_fails_end_with_the_reason(open_world: 
 
 
 async def test_tasks_that_fail_between_groups_end_no_run(open_world: OpenWorld) -> None:
-    async with open_world(max_attempts=1, failing_tasks=12, failing_s=0.0, steps=25) as world, failing_actor(world, good_every=4):
+    async with (
+        open_world(max_attempts=1, failing_tasks=12, failing_s=0.0, steps=25) as world,
+        failing_actor(world, good_every=4),
+    ):
         await finish(world)
         assert len([letter async for _, letter in world.bus.dead.scan()]) > 100
 
@@ -624,7 +661,10 @@ async def test_a_failed_rank_ends_the_feeder_and_the_other_ranks(open_world: Ope
             FeedClient(url, keys=KEYS, rank=0, dp_rank=0, dp_size=2) as fails,
             FeedClient(url, keys=KEYS, rank=1, dp_rank=1, dp_size=2) as other,
         ):
-            for client in (other, fails):  # an answer means registered; a rank that registers after the failure gets no message
+            for client in (
+                other,
+                fails,
+            ):  # an answer means registered; a rank that registers after the failure gets no message
                 await asyncio.to_thread(client.hello)
             waiting = asyncio.create_task(asyncio.to_thread(other.next, 1))
             fails.failed("out of memory", 78)
@@ -653,7 +693,9 @@ async def test_another_layout_cannot_repeat_recorded_plans(open_world: OpenWorld
                 await feeding
 
 
-async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behind_an_executed_one(open_world: OpenWorld) -> None:
+async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behind_an_executed_one(
+    open_world: OpenWorld,
+) -> None:
     """Of a step that was planned alone they are not: nothing has been trained with the former ones."""
     other = LearnerConfig(steps=5, groups_per_step=2, group_size=2, optimizer=OptimizerConfig(name="sgd"))
     async with open_world() as world, world.actors():
@@ -666,11 +708,18 @@ async def test_settings_that_no_rank_changes_between_two_steps_are_refused_behin
                 if isinstance(record, Done):
                     break
         async with world.feeder() as (_, feeding):
-            with pytest.raises(ConfigRefused, match=r"learner\.optimizer\.name: want 'sgd' until the step 1 that was executed"):
+            with pytest.raises(
+                ConfigRefused, match=r"learner\.optimizer\.name: want 'sgd' until the step 1 that was executed"
+            ):
                 await feeding
-        async with world.feeder(learner=replace(other, optimizer=OptimizerConfig(name="sgd", lr=0.5))) as (url, feeding):
+        async with world.feeder(learner=replace(other, optimizer=OptimizerConfig(name="sgd", lr=0.5))) as (
+            url,
+            feeding,
+        ):
             start = await world.train(url)
-            assert start.settings[0][0] == 1 and start.settings[0][1]["learner"]["optimizer"]["lr"] == OptimizerConfig().lr
+            assert (
+                start.settings[0][0] == 1 and start.settings[0][1]["learner"]["optimizer"]["lr"] == OptimizerConfig().lr
+            )
             await feeding
 
 
@@ -686,12 +735,18 @@ async def test_draining_ends_when_the_ranks_have_left(open_world: OpenWorld) -> 
         assert row[0]["step"] == 2
 
 
-async def test_ranks_that_leave_while_they_are_needed_end_the_feeder(open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program has sent a rank SIGTERM: it ends with code 0, and the feeder would wait for the next one without end."""
+async def test_ranks_that_leave_while_they_are_needed_end_the_feeder(
+    open_world: OpenWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program has sent a rank SIGTERM: it ends with code 0, and the feeder would wait for the next one without
+    end.
+    """
     monkeypatch.setattr(feed_server, "LEAVE_S", 0.01)
     async with open_world() as world, world.actors(), world.feeder() as (url, feeding):
         await world.train(url, stop=lambda did, at: (did, at) == ("done", 2))
-        with pytest.raises(RanksLeft, match="a rank was drained by a signal of another program, and all ranks have left before step "):
+        with pytest.raises(
+            RanksLeft, match="a rank was drained by a signal of another program, and all ranks have left before step "
+        ):
             await feeding
 
 
@@ -831,7 +886,13 @@ async def test_a_bus_that_has_lost_its_store_begins_no_run_beside_checkpoints(op
         text = str(caught.value)
         newest = disk.listed(world.root)[0].path
         assert caught.value.exit_code == 78
-        for part in (f"{newest}", f"run {run}", "no row run/checkpoint and no plan", f"--from-checkpoint {newest}", "--fresh"):
+        for part in (
+            f"{newest}",
+            f"run {run}",
+            "no row run/checkpoint and no plan",
+            f"--from-checkpoint {newest}",
+            "--fresh",
+        ):
             assert part in text, part
         assert not await world.records()
 
@@ -868,7 +929,9 @@ async def test_missing_checkpoints_are_named_with_a_cure(open_world: OpenWorld) 
 
 
 async def test_plans_without_a_checkpoint_row_are_no_loss(open_world: OpenWorld) -> None:
-    """A learner killed between the rename of its first checkpoint and the row begins at step 0 and trains the recorded steps again."""
+    """A learner killed between the rename of its first checkpoint and the row begins at step 0 and trains the recorded
+    steps again.
+    """
     async with open_world() as world, world.actors():
         await checkpointed(world)
         await world.bus.rows("run").delete(CHECKPOINT_KEY)

@@ -1,4 +1,6 @@
-"""Filters by import path in a feeder: their processes, failures and records, and starts that repeat recorded decisions."""
+"""Filters by import path in a feeder: their processes, failures and records, and starts that repeat recorded
+decisions.
+"""
 
 import asyncio
 from collections import Counter
@@ -26,8 +28,13 @@ async def tasks_of(world: World) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(open_world: OpenWorld, step: int) -> None:  # noqa: F811
-    filters = tuple(read(Filters, {"labels": {"use": f"{HERE}:by_label", "options": {"dropped": [1, 4]}}}, "filters").values())
+async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(
+    open_world: OpenWorld,  # noqa: F811
+    step: int,
+) -> None:
+    filters = tuple(
+        read(Filters, {"labels": {"use": f"{HERE}:by_label", "options": {"dropped": [1, 4]}}}, "filters").values()
+    )
     async with open_world(max_lag=1) as world:
         async with world.actors():
             async with world.feeder(filters=filters) as (url, _):
@@ -43,7 +50,9 @@ async def test_a_filter_by_import_path_drops_and_masks_and_a_restart_repeats_it(
         for plan in plans:
             assert plan.masked is not None
             assert plan.masked.tolist() == plan.seqs[::2].tolist(), "the first of every group of two"
-        settled = [record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)]
+        settled = [
+            record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)
+        ]
         assert {record.reason for record in settled} <= {"filtered:labels:label_1", "filtered:labels:label_4"}
         assert all(labels[int(id)] == int(record.reason[-1]) for record in settled for id in record.tasks)
         assert settled
@@ -67,14 +76,20 @@ async def test_a_buffer_filter_drops_and_orders_and_a_restart_repeats_it(open_wo
         assert {labels[int(id)] for plan in plans for id in plan.tasks} <= {0, 2, 3, 5, 6}
         first = [labels[int(id)] for id in plans[0].tasks]
         assert first == sorted(first, reverse=True), "none is too old before the first step: the filter's order alone"
-        settled = [record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)]
+        settled = [
+            record for record in await world.records() if isinstance(record, Settle) and is_filtered(record.reason)
+        ]
         assert {record.reason for record in settled} <= {"filtered:all:label_1", "filtered:all:label_4"}
         assert settled
 
 
 async def test_a_buffer_filter_that_fails_drops_what_it_was_called_with(open_world: OpenWorld) -> None:  # noqa: F811
     """It fails before odd steps while a group of three of the seven prompts is there."""
-    filters = tuple(read(Filters, {"mine": {"use": f"{HERE}:fails_before_odd_steps", "scope": "buffer", "workers": 1}}, "filters").values())
+    filters = tuple(
+        read(
+            Filters, {"mine": {"use": f"{HERE}:fails_before_odd_steps", "scope": "buffer", "workers": 1}}, "filters"
+        ).values()
+    )
     async with open_world(max_lag=1, max_refill=100.0) as world:
         async with world.actors(), world.feeder(filters=filters) as (url, feeding):
             await world.train(url)
@@ -83,11 +98,15 @@ async def test_a_buffer_filter_that_fails_drops_what_it_was_called_with(open_wor
         labels = await tasks_of(world)
         for plan in plans[::2]:
             assert all(labels[int(id)] % 3 != 1 for id in plan.tasks), plan.step
-        assert {record.reason for record in await world.records() if isinstance(record, Settle)} >= {"filtered:mine:failed"}
+        assert {record.reason for record in await world.records() if isinstance(record, Settle)} >= {
+            "filtered:mine:failed"
+        }
 
 
 async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(open_world: OpenWorld) -> None:  # noqa: F811
-    filters = tuple(read(Filters, {"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}}, "filters").values())
+    filters = tuple(
+        read(Filters, {"mine": {"use": f"{HERE}:misbehaves", "timeout_s": 1.0, "workers": 2}}, "filters").values()
+    )
     async with open_world(max_lag=1, max_refill=100.0) as world:
         async with world.actors(), world.feeder(filters=filters) as (url, feeding):
             await world.train(url)
@@ -102,7 +121,11 @@ async def test_filters_that_fail_drop_the_group_and_end_neither_run_nor_feeder(o
 async def test_a_filter_that_cannot_be_loaded_ends_the_start(open_world: OpenWorld) -> None:  # noqa: F811
     async with open_world() as world:
         for use, error, words in (
-            ({"use": f"{HERE}:longer", "scope": "buffer"}, UnknownReward, f"buffer filter '{HERE}:longer': {HERE} has no 'longer'"),
+            (
+                {"use": f"{HERE}:longer", "scope": "buffer"},
+                UnknownReward,
+                f"buffer filter '{HERE}:longer': {HERE} has no 'longer'",
+            ),
             (f"{HERE}:nothing", UnknownReward, f"filter '{HERE}:nothing': {HERE} has no 'nothing'"),
             (f"{HERE}:by_label", BadRewardOption, r"options.dropped: missing, and it has no default \(filter "),
         ):

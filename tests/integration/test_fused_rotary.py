@@ -38,7 +38,9 @@ def rank() -> Iterator[Parallel]:
         yield joined
 
 
-def build(directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, fused: bool, recompute: str = "none") -> Policy:
+def build(
+    directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, fused: bool, recompute: str = "none"
+) -> Policy:
     choose = local_layers.chosen
 
     def chosen(*args: Any, **kwargs: Any) -> Kernels:
@@ -53,7 +55,9 @@ def build(directory: Path, rank: Parallel, monkeypatch: pytest.MonkeyPatch, *, f
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "glm4", "qwen3_moe"])
-def test_a_step_is_the_same(family: str, recompute: str, rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_the_same(
+    family: str, recompute: str, rank: Parallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With and without norms of heads, halves and neighbours in a part of each head."""
     directory = write_tiny_model(tmp_path, family)
     metrics, weights = [], []
@@ -63,7 +67,9 @@ def test_a_step_is_the_same(family: str, recompute: str, rank: Parallel, tmp_pat
         assert isinstance(policy.chunks[0].rotary_pos_emb, FusedRotary) is fused
         assert len(norms) == (2 * policy.config.num_layers if fused and policy.config.qk_layernorm else 0)
         trainer = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(), max_lag=2)
-        batch = make_batches(make_samples(vocab=len(policy.chunks[0].embedding.word_embeddings.weight)), max_tokens=60)[0]
+        batch = make_batches(make_samples(vocab=len(policy.chunks[0].embedding.word_embeddings.weight)), max_tokens=60)[
+            0
+        ]
         step = trainer.train(batch)
         metrics.append({name: value for name, value in step.items() if "second" not in name})
         weights.append({name: tensor.clone() for name, tensor in policy.export()})
@@ -100,10 +106,15 @@ def test_a_bridge_with_layers_of_another_kind_keeps_megatrons_rotation(
 ) -> None:
     monkeypatch.setattr(local_layers, "SDPACoreAttention", int)  # as if every layer had core attention of its own
     policy = build(write_tiny_model(tmp_path, "llama"), rank, monkeypatch, fused=True)
-    assert isinstance(policy.chunks[0].rotary_pos_emb, PackedRotary) and not isinstance(policy.chunks[0].rotary_pos_emb, FusedRotary)
+    assert isinstance(policy.chunks[0].rotary_pos_emb, PackedRotary) and not isinstance(
+        policy.chunks[0].rotary_pos_emb, FusedRotary
+    )
 
 
 def test_latent_attention_refuses_them(rank: Parallel, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, "deepseek_v3")
-    with pytest.raises(ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the attention of deepseek_v3 turns"):
+    with pytest.raises(
+        ConfigRefused,
+        match=r"learner.fused_rotary: want auto or never, got 'always: the attention of deepseek_v3 turns",
+    ):
         build_policy(directory, dtype="float32", parallel=rank, kernels=Wanted(fused_rotary="always"))

@@ -32,7 +32,9 @@ HERE = "tests.child_group_rewards"
 async def test_all_samples_of_a_task_are_scored_together(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
     async with open_bus() as bus, engine(bus):
         tasks = await issue(bus, await take_over(bus), 3)
-        async with acting(bus, nats_server, reward="", group_reward=f"{HERE}:ranks", group_reward_options={"offset": 1.0}):
+        async with acting(
+            bus, nats_server, reward="", group_reward=f"{HERE}:ranks", group_reward_options={"offset": 1.0}
+        ):
             found = await samples_until(bus, complete(tasks))
             await settled(bus)
         for task in tasks:
@@ -42,26 +44,41 @@ async def test_all_samples_of_a_task_are_scored_together(open_bus: BusOpener, na
             }
 
 
-async def test_episodes_of_several_sequences_are_scored_together(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """It sees of each the last answer, the turns, and the number of tokens that were sampled in all of its sequences."""
+async def test_episodes_of_several_sequences_are_scored_together(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """It sees of each the last answer, the turns, and the number of tokens that were sampled in all of its
+    sequences.
+    """
     async with open_bus(rollouts=("tries",)) as bus, engine(bus):
         (task,) = await issue(bus, await take_over(bus), rollout="tries", budget=Budget(turns=8))
         draining, config = asyncio.Event(), ActorConfig(group_reward=f"{HERE}:of_episodes")
         rollouts = RolloutPrograms(
-            rollouts=read(Sections[RolloutConfig], {"tries": {"use": "agent:tests.rollout_programs:Tries"}}, "rollouts"),
+            rollouts=read(
+                Sections[RolloutConfig], {"tries": {"use": "agent:tests.rollout_programs:Tries"}}, "rollouts"
+            ),
             model=str(model_dir()),
         )
-        work = asyncio.create_task(run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts))
+        work = asyncio.create_task(
+            run_actor(nats_server.url, bus.run, config, bus.config, draining, "a", rollouts=rollouts)
+        )
         found = await samples_until(bus, complete([task]))
         await settled(bus)
         draining.set()
         await work
         for sample in found:
             assert isinstance(sample.reward, dict) and len(sample.sizes) == 2 and sample.turns is not None, sample
-            assert sample.reward == {"score": sample.index, "sampled": int(sample.loss_mask.sum()), "turns": 2, "messages": 2}
+            assert sample.reward == {
+                "score": sample.index,
+                "sampled": int(sample.loss_mask.sum()),
+                "turns": 2,
+                "messages": 2,
+            }
 
 
-async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus, engine(bus):
         epoch = await take_over(bus)
         (training,) = await issue(bus, epoch)
@@ -77,8 +94,12 @@ async def test_it_sees_the_reward_of_each_and_evaluation_goes_without_it(open_bu
                 assert sample.reward["score"] == 10.0 + sample.reward["own"]
 
 
-async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    """With ``group_reward_when`` the samples of other rows keep their reward, and no failure of the reward of groups fails them."""
+async def test_rows_without_the_metadata_are_scored_one_by_one(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
+    """With ``group_reward_when`` the samples of other rows keep their reward, and no failure of the reward of groups
+    fails them.
+    """
     async with open_bus(max_attempts=1) as bus, engine(bus):
         epoch = await take_over(bus)
         (together,) = await issue(bus, epoch, metadata={"source": "chat", "turn": 1})
@@ -89,7 +110,9 @@ async def test_rows_without_the_metadata_are_scored_one_by_one(open_bus: BusOpen
             await settled(bus)
         for sample in found:
             assert isinstance(sample.reward, dict if sample.task == together else float), sample
-        tasks = await issue(bus, epoch, metadata={"source": "chat"}) + await issue(bus, epoch, metadata={"source": "maths"})
+        tasks = await issue(bus, epoch, metadata={"source": "chat"}) + await issue(
+            bus, epoch, metadata={"source": "maths"}
+        )
         async with acting(bus, nats_server, **{**reward, "group_reward": f"{HERE}:raises"}):
             await samples_until(bus, lambda all_of_them: sum(one.task in tasks for one in all_of_them) == 8)
             await settled(bus)
@@ -105,14 +128,18 @@ async def test_a_server_scores_groups(open_bus: BusOpener, nats_server: Embedded
             options = {"url": f"{url}/score_group", "token_env": "GROUP_TOKEN"}
             with pytest.MonkeyPatch.context() as patched:
                 patched.setenv("GROUP_TOKEN", "s")
-                async with acting(bus, nats_server, reward="digits", group_reward="remote", group_reward_options=options):
+                async with acting(
+                    bus, nats_server, reward="digits", group_reward="remote", group_reward_options=options
+                ):
                     found = await samples_until(bus, complete(tasks))
                     await settled(bus)
         assert server.counts["scored"] == len(tasks)
         for task in tasks:
             samples = sorted((one for one in found if one.task == task), key=lambda one: one.index)
             asked = [of(sample) for sample in samples]
-            wanted = relative_length(GroupRequest(samples=tuple(asked), rewards=tuple([await digits(one) for one in asked])), weight=2.0)
+            wanted = relative_length(
+                GroupRequest(samples=tuple(asked), rewards=tuple([await digits(one) for one in asked])), weight=2.0
+            )
             assert [one.reward for one in samples] == wanted
 
 
@@ -151,8 +178,12 @@ async def test_answers_of_a_server_for_groups(answer: Any, found: Any) -> None:
     assert asked[0]["rewards"] == ([0.0, {"score": 1.0}] if isinstance(found, list) else [])
 
 
-@pytest.mark.parametrize(("name", "reason"), [("too_few", "want 4 rewards, one for each sample, got 1"), ("raises", "KeyError('group')")])
-async def test_a_failure_fails_the_whole_group(open_bus: BusOpener, nats_server: EmbeddedServer, name: str, reason: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "reason"), [("too_few", "want 4 rewards, one for each sample, got 1"), ("raises", "KeyError('group')")]
+)
+async def test_a_failure_fails_the_whole_group(
+    open_bus: BusOpener, nats_server: EmbeddedServer, name: str, reason: str
+) -> None:
     async with open_bus(max_attempts=1) as bus, engine(bus):
         (task,) = await issue(bus, await take_over(bus))
         async with acting(bus, nats_server, reward="", group_reward=f"{HERE}:{name}"):
@@ -172,12 +203,16 @@ async def test_a_sample_that_fails_fails_its_group(open_bus: BusOpener, nats_ser
             await settled(bus)
         found = await all_samples(bus)
         assert len(found) == 4
-        assert all(sample.status is Status.FAILED and "the judge answered 500" in sample.metadata["error"] for sample in found)
+        assert all(
+            sample.status is Status.FAILED and "the judge answered 500" in sample.metadata["error"] for sample in found
+        )
 
 
 def requests(*lengths: int) -> tuple[RewardRequest, ...]:
     return tuple(
-        RewardRequest(prompt="", response="", label=None, status=Status.COMPLETED, response_length=99, sampled_length=length)
+        RewardRequest(
+            prompt="", response="", label=None, status=Status.COMPLETED, response_length=99, sampled_length=length
+        )
         for length in lengths
     )
 
@@ -191,7 +226,9 @@ def test_relative_length() -> None:
         relative_length(GroupRequest(samples=requests(5)))
 
 
-@pytest.mark.parametrize("result", [None, 1.0, "12", {"score": 1.0}, [1.0, "x"], [1.0, float("nan")], [1.0, {"score": 1e39}]])
+@pytest.mark.parametrize(
+    "result", [None, 1.0, "12", {"score": 1.0}, [1.0, "x"], [1.0, float("nan")], [1.0, {"score": 1e39}]]
+)
 async def test_what_a_reward_of_groups_may_not_return(result: Any) -> None:
     with pytest.raises(RewardFailed):
         GROUP.checked("g", result)

@@ -1,4 +1,6 @@
-"""`tidemill host`, with real processes: the desired number of actors, never two of one name, through kills of any process."""
+"""`tidemill host`, with real processes: the desired number of actors, never two of one name, through kills of any
+process.
+"""
 
 import asyncio
 import os
@@ -84,7 +86,9 @@ LOOK_S = 0.5
 
 
 async def rows_until(bus: Bus, role: str, enough: Callable[[list[LiveRow]], bool]) -> list[LiveRow]:
-    """Wait until the rows of a role fit, woken by each write of one, and return them. (Bounded by the test's own limit.)"""
+    """Wait until the rows of a role fit, woken by each write of one, and return them. (Bounded by the test's own
+    limit.)
+    """
     waiter, view = Waiter(), LiveView(bus)
     async with view.on_change(role, waiter.wake):
         while True:
@@ -158,14 +162,16 @@ async def test_a_host_runs_the_desired_numbers_and_drains(open_bus: BusOpener, h
 async def test_a_host_that_is_there_before_the_run_waits_for_its_streams(open_bus: BusOpener, hosts: Hosts) -> None:
     async with open_bus(layout=False) as bus:
         host = hosts("h", "--run", bus.run, "actors=1")
-        while f"waiting for the streams of run {bus.run}" not in host.log:  # noqa: ASYNC110 - a log file has no event here
+        while (f"waiting for the streams of run {bus.run}") not in host.log:  # noqa: ASYNC110 - a log file has no event here
             await asyncio.sleep(0.05)
         await bus.create_layout()
         await configured(bus)
         await until_actors(bus, "actor-h-0")
 
 
-async def test_a_killed_host_takes_its_children_with_it_and_a_restart_doubles_nothing(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_killed_host_takes_its_children_with_it_and_a_restart_doubles_nothing(
+    open_bus: BusOpener, hosts: Hosts
+) -> None:
     async with open_bus() as bus:
         await configured(bus)
         host = hosts("h", "--run", bus.run, "actors=2")
@@ -190,13 +196,23 @@ async def test_a_second_host_of_a_name_is_refused(open_bus: BusOpener, hosts: Ho
         assert await actors(bus) == there
 
 
-async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_numbers_change(open_bus: BusOpener, hosts: Hosts) -> None:
+async def test_a_process_that_cannot_run_is_given_up_with_the_reason_until_the_numbers_change(
+    open_bus: BusOpener, hosts: Hosts
+) -> None:
     async with open_bus() as bus:
         await configured(bus, reward="nobody.knows:it")
         host = hosts("h", "--run", bus.run, "actors=1", "--allow", "actor.reward=nobody.*")
         row = await host_row(bus, "h", lambda row: "given up" in row.waits_for)
-        assert row.waits_for == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
-        await until(lambda: "ERROR   host h: tidemill.launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import" in host.log)
+        assert (
+            row.waits_for
+            == "actor-h-0 given up: reward 'nobody.knows:it': cannot import nobody.knows: No module named 'nobody'"
+        )
+        await until(
+            lambda: (
+                "ERROR   host h: tidemill.launch.run.host: actor-h-0: reward 'nobody.knows:it': cannot import"
+                in host.log
+            )
+        )
         assert row.load["restarted"] == 0, "no restart could cure it"
         assert row.load["actors"] == 0
         await configured(bus)
@@ -228,7 +244,9 @@ async def test_hosts_share_a_total_and_take_over_from_one_that_dies(open_bus: Bu
         await until_actors(bus, "actor-a-0", "actor-a-1", "actor-a-2")
 
 
-async def test_without_the_bus_a_host_changes_nothing(open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer) -> None:
+async def test_without_the_bus_a_host_changes_nothing(
+    open_bus: BusOpener, hosts: Hosts, nats_server: EmbeddedServer
+) -> None:
     async with open_bus() as bus:
         await configured(bus)
         hosts("a", "--run", bus.run)
@@ -273,7 +291,9 @@ async def test_after_a_short_outage_a_host_waits_for_the_rows_of_the_others(
         draining.set()
         await running
     assert reconciled[:2] == [100.5, 101.0], "before"
-    assert reconciled[2:4] == [104.0 + SETTLE_S, 104.5 + SETTLE_S], "and when all others have had the time to write their rows"
+    assert reconciled[2:4] == [104.0 + SETTLE_S, 104.5 + SETTLE_S], (
+        "and when all others have had the time to write their rows"
+    )
 
 
 async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
@@ -282,11 +302,19 @@ async def node_row(bus: Bus, what: Callable[[NodeRow], bool]) -> NodeRow:
     return node_of("node.1", found)
 
 
-async def test_a_host_keeps_the_agent_of_its_node_and_drains_it(open_bus: BusOpener, hosts: Hosts, tmp_path: Path) -> None:
+async def test_a_host_keeps_the_agent_of_its_node_and_drains_it(
+    open_bus: BusOpener, hosts: Hosts, tmp_path: Path
+) -> None:
     """The other node is never there: the agent waits for it."""
     put_prepared(SMOKE, tmp_path / "run")
     async with open_bus() as bus:
-        settings = (f"run={bus.run}", f"directory={tmp_path / 'run'}", "learner.nodes=2", "learner.data_parallel=2", "bus.lease_s=30")
+        settings = (
+            f"run={bus.run}",
+            f"directory={tmp_path / 'run'}",
+            "learner.nodes=2",
+            "learner.data_parallel=2",
+            "bus.lease_s=30",
+        )
         words = [word for setting in settings for word in ("--set", setting)]
         host = hosts("h", "--learner-node", "1", "--config", str(SMOKE), *words)
         first = await node_row(bus, lambda row: "node 0" in row.waits_for)
@@ -305,10 +333,15 @@ async def test_a_host_keeps_the_agent_of_its_node_and_drains_it(open_bus: BusOpe
         (["--learner-node", "1"], "--learner-node: want --config FILE"),
         (["--learner-node", "0", "--config", str(SMOKE)], r"want learner\.nodes > 1, got 1"),
         (["--learner-node", "2", "--config", str(SMOKE), "--set", "learner.nodes=2"], "--node-rank: want 0 to 1"),
-        (["--learner-node", "1", "--config", str(SMOKE), "--set", "learner.nodes=2", "--run", "other"], "--run: want smoke, .*, got other"),
+        (
+            ["--learner-node", "1", "--config", str(SMOKE), "--set", "learner.nodes=2", "--run", "other"],
+            "--run: want smoke, .*, got other",
+        ),
     ],
 )
-def test_a_node_that_a_host_cannot_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], why: str) -> None:
+def test_a_node_that_a_host_cannot_run_is_refused(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], words: list[str], why: str
+) -> None:
     more = ["--set", "learner.data_parallel=2"] if "--set" in words else []
     assert main(["host", "--bus", "nats://127.0.0.1:1", "--dir", str(tmp_path), *words, *more]) in (2, 78)
     assert re.search(why, capfd.readouterr().err)

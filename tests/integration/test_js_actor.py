@@ -1,4 +1,6 @@
-"""The JavaScript actor on a bus with a real engine: tasks that it cannot process become dead letters that can be requeued."""
+"""The JavaScript actor on a bus with a real engine: tasks that it cannot process become dead letters that can be
+requeued.
+"""
 
 import asyncio
 from pathlib import Path

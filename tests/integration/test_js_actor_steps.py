@@ -1,4 +1,6 @@
-"""The steps that docs/wire.md requires of an actor, for the JavaScript one: real nats-server, real engine, a scripted learner."""
+"""The steps that docs/wire.md requires of an actor, for the JavaScript one: real nats-server, real engine, a scripted
+learner.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -71,12 +73,16 @@ async def dead_until(bus: Bus, count: int) -> list[Dead]:
 
 
 async def test_tasks_that_cannot_be_done_are_dead_and_the_others_are_done(open_bus: BusOpener, js: Path) -> None:
-    """A prompt that the engine refuses gets three failure reports, an invalid task none; neither keeps the actor from the next one."""
+    """A prompt that the engine refuses gets three failure reports, an invalid task none; neither keeps the actor from
+    the next one.
+    """
     async with open_bus(lease_s=60.0) as bus, engine(bus), js_actor(js, url_of(bus), bus.run, "js-dead") as actor:
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         junk = await bus.js.publish(f"tm.{bus.run}.task.train", b"\x80", headers={"Tm-Epoch": str(epoch)})
-        too_long = await bus.js.publish(f"tm.{bus.run}.task.train", too_long_task(bus, epoch), headers={"Tm-Epoch": str(epoch)})
+        too_long = await bus.js.publish(
+            f"tm.{bus.run}.task.train", too_long_task(bus, epoch), headers={"Tm-Epoch": str(epoch)}
+        )
         good = await _issue_behind(bus, epoch)
         by_task: dict[int, Dead] = {}
 
@@ -96,7 +102,9 @@ async def test_tasks_that_cannot_be_done_are_dead_and_the_others_are_done(open_b
 
 
 async def test_of_a_run_with_rollouts_it_takes_the_single_turns_alone(open_bus: BusOpener, js: Path) -> None:
-    """Tasks of rollouts wait for an actor that has them, and none is dead; one that is on the wrong subject is refused by its schema."""
+    """Tasks of rollouts wait for an actor that has them, and none is dead; one that is on the wrong subject is refused
+    by its schema.
+    """
     async with (
         open_bus(lease_s=60.0, rollouts=("calc", "game")) as bus,
         engine(bus),
@@ -106,7 +114,9 @@ async def test_of_a_run_with_rollouts_it_takes_the_single_turns_alone(open_bus: 
         await bus.rows("run").put("config", CONFIG)
         [calc], [game] = [await issue(bus, epoch, rollout=name) for name in ("calc", "game")]
         headers = {"Tm-Epoch": str(epoch)}
-        misled = (await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch, rollout="calc"), headers=headers)).seq
+        misled = (
+            await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch, rollout="calc"), headers=headers)
+        ).seq
         plain = [await _issue_behind(bus, epoch) for _ in range(3)]
         await actor.meanwhile(samples_until(bus, complete(plain)))
         [dead] = await dead_until(bus, 1)
@@ -114,7 +124,9 @@ async def test_of_a_run_with_rollouts_it_takes_the_single_turns_alone(open_bus: 
         assert {sample.task for sample in await all_samples(bus)} == set(plain)
         for id, name in ((calc, "calc"), (game, "game")):
             lease = await bus.tasks.lease(30, rollout=name)
-            assert lease is not None and (lease.task.id, lease.deliveries) == (id, 1), "it was delivered to no other actor"
+            assert lease is not None and (lease.task.id, lease.deliveries) == (id, 1), (
+                "it was delivered to no other actor"
+            )
             await lease.ack()
 
 
@@ -144,7 +156,9 @@ async def test_a_task_that_finds_no_engine_is_returned_on_drain(open_bus: BusOpe
         (done, waits) = await issue(bus, epoch, min_version=3) + await issue(bus, epoch, min_version=4)
         async with js_actor(js, url_of(bus), bus.run, "js-back") as actor:
             load = {"tasks_done": 1, "in_flight": 4}
-            await actor.meanwhile(row_until(bus.rows("live"), "actor.js-back", lambda row: load.items() <= row["load"].items()))
+            await actor.meanwhile(
+                row_until(bus.rows("live"), "actor.js-back", lambda row: load.items() <= row["load"].items())
+            )
             assert await actor.drain() == 0
         assert {(sample.task, sample.spans[0].version) for sample in await all_samples(bus)} == {(done, 3)}
         lease = await bus.tasks.lease(30)
@@ -153,7 +167,9 @@ async def test_a_task_that_finds_no_engine_is_returned_on_drain(open_bus: BusOpe
 
 
 async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
-    """Assert that each sample agrees with the engine's answer: the same seeds and the same weights make the same response."""
+    """Assert that each sample agrees with the engine's answer: the same seeds and the same weights make the same
+    response.
+    """
     client = HttpEngine(url)
     for sample in samples:
         told = await client.generate(prompt_tokens(), Sampling(max_new_tokens=8, seed=100 + sample.index))
@@ -166,8 +182,14 @@ async def assert_as_the_engine_tells(url: str, samples: list[Sample]) -> None:
 
 
 async def test_a_lease_is_renewed_while_it_is_worked_on(open_bus: BusOpener, js: Path) -> None:
-    """The actor's config has a lease of 2 s, so it renews every 0.67 s; the queue grants 7 s, and the task is kept for 12 renewals."""
-    async with open_bus(lease_s=7.0) as bus, engine(bus) as built, js_actor(js, url_of(bus), bus.run, "js-renews") as actor:
+    """The actor's config has a lease of 2 s, so it renews every 0.67 s; the queue grants 7 s, and the task is kept for
+    12 renewals.
+    """
+    async with (
+        open_bus(lease_s=7.0) as bus,
+        engine(bus) as built,
+        js_actor(js, url_of(bus), bus.run, "js-renews") as actor,
+    ):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
         words = await bus.nc.subscribe(f"$JS.ACK.TM_{bus.run}_TASKS.rollout.>")
@@ -211,12 +233,16 @@ async def test_requests_broken_off_by_engines_are_repeated(open_bus: BusOpener, 
                 await client.resume()
             await actor.meanwhile(samples_until(bus, complete(tasks)))
             load = {"tasks_done": 1, "requests_aborted": 4, "failures": 0}
-            await actor.meanwhile(row_until(bus.rows("live"), "actor.js-again", lambda row: load.items() <= row["load"].items()))
+            await actor.meanwhile(
+                row_until(bus.rows("live"), "actor.js-again", lambda row: load.items() <= row["load"].items())
+            )
         assert {sample.engine for sample in await all_samples(bus)} == {"e1"}
         assert len(await all_samples(bus)) == 4
 
 
-async def test_a_server_killed_meanwhile_costs_nothing(nats_server: EmbeddedServer, open_bus: BusOpener, js: Path) -> None:
+async def test_a_server_killed_meanwhile_costs_nothing(
+    nats_server: EmbeddedServer, open_bus: BusOpener, js: Path
+) -> None:
     async with open_bus(lease_s=2.0) as bus, engine(bus):
         epoch = await take_over(bus)
         await bus.rows("run").put("config", CONFIG)
@@ -245,7 +271,9 @@ async def test_a_sample_too_large_for_one_message_is_joined(tmp_path: Path, run_
                 await actor.meanwhile(samples_until(bus, complete(tasks)))
             manifests = [glimpse async for glimpse in bus.samples.tail(last=100, follow=False, headers_only=True)]
             assert [glimpse.headers.get("Tm-Parts") for glimpse in manifests] == ["2"] * 4
-            assert all(sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus))
+            assert all(
+                sample.metadata == metadata and sample.sampling.seed == 2**40 for sample in await all_samples(bus)
+            )
 
 
 async def aborted(built: BuiltinEngine, requests: int) -> None:
@@ -256,7 +284,9 @@ async def aborted(built: BuiltinEngine, requests: int) -> None:
 
 async def _issue_behind(bus: Bus, epoch: int) -> int:
     """Publish a task behind messages that the writer of this epoch did not write."""
-    return int((await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch), headers={"Tm-Epoch": str(epoch)})).seq)
+    return int(
+        (await bus.js.publish(f"tm.{bus.run}.task.train", task_of(bus, epoch), headers={"Tm-Epoch": str(epoch)})).seq
+    )
 
 
 def task_of(bus: Bus, epoch: int, *, prompt: str = "482=", tokens: int = 0, rollout: str = "") -> bytes:

@@ -42,7 +42,14 @@ class Run:
         return await self.bus.samples.publish(data_kit.sample(self.tasks[task], index, **changes))  # type: ignore[arg-type]
 
     async def plan(
-        self, step: int, tasks: list[int], seqs: list[int], *, steps: dict[int, int], oldest: int | None = None, size: int = 2
+        self,
+        step: int,
+        tasks: list[int],
+        seqs: list[int],
+        *,
+        steps: dict[int, int],
+        oldest: int | None = None,
+        size: int = 2,
     ) -> None:
         plan = Plan(
             epoch=EPOCH,
@@ -63,7 +70,9 @@ class Run:
 
     async def settle(self, task: int, seqs: list[int], reason: str) -> None:
         tasks = np.array([self.tasks[task].id], np.int64)
-        await self.bus.plans.append(Settle(epoch=EPOCH, reason=reason, tasks=tasks, seqs=np.array(seqs, np.int64), step=1))
+        await self.bus.plans.append(
+            Settle(epoch=EPOCH, reason=reason, tasks=tasks, seqs=np.array(seqs, np.int64), step=1)
+        )
 
 
 async def test_the_accounting_of_a_sound_run_balances(open_bus: BusOpener) -> None:
@@ -159,7 +168,9 @@ async def test_a_hole_in_the_stream_is_seen(open_bus: BusOpener) -> None:
 
 
 async def test_a_sample_that_its_group_was_trained_without_is_lost(open_bus: BusOpener) -> None:
-    """In a plan of half a group, the other half was published, is no duplicate of anything, and will never be trained."""
+    """In a plan of half a group, the other half was published, is no duplicate of anything, and will never be
+    trained.
+    """
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(1)
@@ -211,7 +222,9 @@ async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener)
             await run.sample(0, 0, attempt=f"e{status}", actor="liar", status=status, response_length=10**9)
             await run.sample(1, 0, attempt=f"f{status}", actor="liar", status=status)
         last = await run.sample(0, 1, tokens=np.array([1, 2, 3, 900, 5, 6], np.int32))
-        accounting, _ = await audit(bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100)
+        accounting, _ = await audit(
+            bus, CheckpointCursor(last, frozenset()), versions={0: 0, 5: 5}, after={5: last}, vocab_size=100
+        )
     assert (accounting.invalid, accounting.lost, accounting.balance()) == (12, 0, True)
     assert accounting.invalid_by_field == {
         "rollout_log_probs": 1,
@@ -223,11 +236,15 @@ async def test_untrainable_samples_are_invalid_and_not_lost(open_bus: BusOpener)
     }
     assert accounting.invalid_by_actor == {"_": 5, "seer": 1, "liar": 6}
     assert accounting.dropped == {"failed": 2, "aborted": 2}
-    assert (accounting.tokens_generated, accounting.tokens_trained, accounting.aborted) == (0, 0, 0), "they name any number of tokens"
+    assert (accounting.tokens_generated, accounting.tokens_trained, accounting.aborted) == (0, 0, 0), (
+        "they name any number of tokens"
+    )
 
 
 async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> None:
-    """The oldest samples are gone from the stream: PLAN contains them, and the cursor is past them. Otherwise they are lost."""
+    """The oldest samples are gone from the stream: PLAN contains them, and the cursor is past them. Otherwise they are
+    lost.
+    """
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin(3)
@@ -244,7 +261,13 @@ async def test_every_trimmed_sequence_is_accounted_for(open_bus: BusOpener) -> N
         nothing, _ = await audit(bus, None)
         await run.plan(5, [0], trained, steps={0: 1})
         twice, _ = await audit(bus, CheckpointCursor(kept[1], frozenset(), 4))
-    assert (accounting.trimmed, accounting.published, accounting.trained, accounting.lost, accounting.trained_twice) == (5, 6, 4, 0, 0)
+    assert (
+        accounting.trimmed,
+        accounting.published,
+        accounting.trained,
+        accounting.lost,
+        accounting.trained_twice,
+    ) == (5, 6, 4, 0, 0)
     assert accounting.dropped == {"stale": 2}
     assert accounting.max_lag_trained == 1
     assert (accounting.balance(), accounting.problems) == (True, [])
@@ -298,7 +321,14 @@ async def test_a_plan_that_contradicts_stream_or_registry_is_reported(open_bus: 
 
 
 def observed(**changes: Any) -> Observed:
-    values: dict[str, Any] = {"run": "r", "seconds": 1, "seconds_to_reward": None, "max_lag": 1, "loads": {}, "aborted_by_pushes": 0}
+    values: dict[str, Any] = {
+        "run": "r",
+        "seconds": 1,
+        "seconds_to_reward": None,
+        "max_lag": 1,
+        "loads": {},
+        "aborted_by_pushes": 0,
+    }
     return Observed(**({**values, "restarts": {}} | changes))
 
 
@@ -325,7 +355,10 @@ def test_broken_promises_are_named(accounting: RunAccounting, rewards: list[floa
 
 
 def test_skipped_minibatches_are_counted_and_break_no_promise() -> None:
-    lines = [{"step": 1, "data/reward_mean": 1.0}, *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3))]
+    lines = [
+        {"step": 1, "data/reward_mean": 1.0},
+        *({"step": step, "train/skipped_minibatches": 2.0} for step in (2, 3)),
+    ]
     summary = summarize(RunAccounting(), lines, [], observed())
     assert (summary["minibatches_skipped"], summary["reward_last"]) == (4, 1.0)
     assert broken_promises(summary, require_reward=0.9) == []
@@ -350,9 +383,13 @@ def test_rows_of_liars_do_not_enter_the_summary(number: float) -> None:
     liar = dict.fromkeys(names, number)
     watch = RunWatch(None, steps=1)  # type: ignore[arg-type]  # rows alone
     row = LiveRow(role="engine", id="0", host="h", pid=1, phase="serving", load=liar)
-    watch._take_rows([(replace(row, role=role, id=id), 0.0) for role, id in (("actor", "a"), ("engine", "e"), ("feeder", "feeder"))])
+    watch._take_rows(
+        [(replace(row, role=role, id=id), 0.0) for role, id in (("actor", "a"), ("engine", "e"), ("feeder", "feeder"))]
+    )
     loads = watch.loads | {"actor.1": {"waiting_share": 0.5}}
-    summary = summarize(RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=int(sum(watch.aborted_by_pushes.values()))))
+    summary = summarize(
+        RunAccounting(), [], [], observed(loads=loads, aborted_by_pushes=int(sum(watch.aborted_by_pushes.values())))
+    )
     assert watch.rate_generated == 0.0
     assert (summary["actor_wait_share"], summary["bad_rows"], summary["requests_aborted_by_pushes"]) == (0.5, 0, 0)
     assert (summary["tokens_generated"], summary["tokens_trained"]) == (0, 0)
@@ -371,7 +408,9 @@ def test_means_over_pushes_count_each_push_once() -> None:
 def test_times_of_an_earlier_start_are_found_again(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     assert seconds_of_steps(file) == {}
-    file.write_text('{"step": 1, "seconds": 2.5}\n{"step": 2, "seconds": 3.5}\n{"step": 2, "seconds": 9}\n{"step": 3, "sec')
+    file.write_text(
+        '{"step": 1, "seconds": 2.5}\n{"step": 2, "seconds": 3.5}\n{"step": 2, "seconds": 9}\n{"step": 3, "sec'
+    )
     assert seconds_of_steps(file) == {1: 2.5, 2: 3.5}
 
 
@@ -383,7 +422,9 @@ def test_a_sample_survives_json() -> None:
 
 
 async def test_manifests_that_name_many_sequences_cost_the_audit_nothing(open_bus: BusOpener) -> None:
-    """29 of them, 2,999 sequences each, once made the accounting of a run take five minutes: 87,000 messages were fetched."""
+    """29 of them, 2,999 sequences each, once made the accounting of a run take five minutes: 87,000 messages were
+    fetched.
+    """
     async with open_bus() as bus:
         run = Run(bus)
         await run.begin()

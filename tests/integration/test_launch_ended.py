@@ -1,4 +1,6 @@
-"""Commands on a run that is over: they start its bus read-only, write nothing, stop it, and give way to the run itself."""
+"""Commands on a run that is over: they start its bus read-only, write nothing, stop it, and give way to the run
+itself.
+"""
 
 import asyncio
 import contextlib
@@ -107,7 +109,9 @@ async def test_commands_that_change_a_run_need_a_running_one(tmp_path: Path) -> 
     assert "--to-run: want --to-bus URL as well" in errors
 
 
-async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system would give it the port of the run, of all those that are free."""
     await make_ended(tmp_path)
     found = ended.EndedBus.of(tmp_path)
@@ -119,7 +123,9 @@ async def test_a_server_for_reading_refuses_to_write_and_is_not_found_by_the_run
         given = iter([free.number, 0])
         monkeypatch.setattr(nats_server, "KeptPort", lambda host, number: KeptPort(host, number or next(given)))
         line = stack.enter_context(ended.started(found))
-        assert parse(line).servers[0].rpartition(":")[2] != port, "an actor that waits for the run's bus would go to work"
+        assert parse(line).servers[0].rpartition(":")[2] != port, (
+            "an actor that waits for the run's bus would go to work"
+        )
         async with connect(line, found.run, name="look", wait_s=60) as bus:
             assert (await bus.samples.info()).messages == 7
             with pytest.raises(BusError):
@@ -161,7 +167,9 @@ async def test_the_second_of_two_reading_commands_names_the_first(tmp_path: Path
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
-async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(tmp_path: Path, how: signal.Signals) -> None:
+async def test_the_server_of_a_reading_command_ends_with_it_however_it_ends(
+    tmp_path: Path, how: signal.Signals
+) -> None:
     await make_ended(tmp_path)
     look = await looker(tmp_path)
     look.send_signal(how)
@@ -192,7 +200,9 @@ async def test_a_resumed_run_takes_its_bus_back_from_a_reading_command(
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_directory_in_which_up_starts_is_not_read(
+    tmp_path: Path, fresh: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A server of the earlier run must not write into the new files."""
     monkeypatch.setattr(nats_server, "_STOP_S", BOUND_S)
     await make_ended(tmp_path)
@@ -206,7 +216,10 @@ async def test_a_directory_in_which_up_starts_is_not_read(tmp_path: Path, fresh:
 
 async def test_a_closed_output_pipe_ends_a_reading_command(tmp_path: Path) -> None:
     await make_ended(tmp_path)
-    command = f"{sys.executable} -m tidemill tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit ${{PIPESTATUS[0]}}"
+    command = (
+        f"{sys.executable} -m tidemill tail --run-dir {tmp_path} --jsonl --last 6 | head -c 1 > /dev/null; exit "
+        f"${{PIPESTATUS[0]}}"
+    )
     child = await asyncio.create_subprocess_exec("bash", "-c", command, cwd=ROOT, stderr=subprocess.PIPE)
     await child.communicate()
     assert child.returncode == 0

@@ -78,7 +78,9 @@ def test_a_crash_leaves_its_traceback_and_a_wrong_setting_nothing_but_its_messag
 
 
 def test_a_signal_that_follows_at_once_is_the_same() -> None:
-    """timeout(1) does this, to the child and to its group. The drain goes on until it is done: here until a line arrives."""
+    """timeout(1) does this, to the child and to its group. The drain goes on until it is done: here until a line
+    arrives.
+    """
     body = "await draining.wait(); print('drains', flush=True); await asyncio.to_thread(sys.stdin.readline)"
     child = start(body, drain_s=300, same_signal_s=3600)
     child.send_signal(signal.SIGTERM)
@@ -90,7 +92,9 @@ def test_a_signal_that_follows_at_once_is_the_same() -> None:
 
 
 def test_a_second_signal_does_not_wait() -> None:
-    child = start("await draining.wait(); print('drains', flush=True); await asyncio.Event().wait()", drain_s=300, same_signal_s=0)
+    child = start(
+        "await draining.wait(); print('drains', flush=True); await asyncio.Event().wait()", drain_s=300, same_signal_s=0
+    )
     child.send_signal(signal.SIGTERM)
     assert child.stdout is not None
     assert child.stdout.readline() == "drains\n"
@@ -115,7 +119,12 @@ def test_nohup_ignores_a_closed_terminal() -> None:
     code = BODY.format(body="await asyncio.to_thread(sys.stdin.readline)", drain_s=0, uvloop=True, same_signal_s=1)
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
     child = subprocess.Popen(
-        [sys.executable, "-c", ignoring + code], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-c", ignoring + code],
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     assert child.stdout is not None and child.stdout.readline() == "ready\n"
     child.send_signal(signal.SIGHUP)
@@ -128,7 +137,9 @@ def test_nohup_ignores_a_closed_terminal() -> None:
 def test_signals_after_the_drain_do_not_change_the_exit_code(number: signal.Signals, drain_s: float, code: int) -> None:
     """Ctrl-C, again and again: the process writes its last lines, and Python ends."""
     body = f"await (draining.wait() if {drain_s} else asyncio.Event().wait())"
-    program = HEEDING + BODY.replace("sys.exit(", "code = (").format(body=body, drain_s=drain_s, uvloop=False, same_signal_s=1)
+    program = HEEDING + BODY.replace("sys.exit(", "code = (").format(
+        body=body, drain_s=drain_s, uvloop=False, same_signal_s=1
+    )
     program += "print('ended', flush=True); sys.stdin.readline(); sys.exit(code)"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     child = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, text=True, **pipes)
@@ -145,7 +156,8 @@ async def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import asyncio, pathlib\nfrom tidemill.launch.run.process import launched\n"
         "async def main():\n"
-        f"    child = launched('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', 'directory={tmp_path}/run'],"
+        "    child = launched('bus', ['bus', '--config', 'launch/configs/smoke.yaml', '--set', "
+        f"'directory={tmp_path}/run'],"
         f" pathlib.Path('{tmp_path}/bus.log'))\n"
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
         "asyncio.run(main())"
@@ -169,7 +181,9 @@ async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path
     (tmp_path / "file").touch()
     supervisor = Supervisor(tmp_path, restarts=1, window_s=3600, on_event=events.append)
     with pytest.raises(GaveUp) as error:
-        await supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/file/run"])
+        await supervisor.keep(
+            "bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/file/run"]
+        )
     assert error.value.times == 2
     assert error.value.exit_code == 1
     assert "error: NotADirectoryError: " in str(error.value), "its last lines"
@@ -179,30 +193,43 @@ async def test_a_process_that_keeps_failing_is_given_up_with_the_reason(tmp_path
     assert supervisor.restarted == {"bus": 1}
 
 
-async def test_a_process_whose_settings_are_wrong_is_not_started_again(tmp_path: Path, nats_server: EmbeddedServer) -> None:
+async def test_a_process_whose_settings_are_wrong_is_not_started_again(
+    tmp_path: Path, nats_server: EmbeddedServer
+) -> None:
     """No restart happens, whatever the budget: here it is the grandchild, the feeder, that finds no model."""
     events: list[str] = []
     file = tmp_path / "wrong.yaml"
-    file.write_text(f"run: wrong\ndirectory: {tmp_path}/run\nmodel: {{path: {tmp_path}/none}}\ndata: {{path: none.jsonl}}\n")
+    file.write_text(
+        f"run: wrong\ndirectory: {tmp_path}/run\nmodel: {{path: {tmp_path}/none}}\ndata: {{path: none.jsonl}}\n"
+    )
     supervisor = Supervisor(tmp_path, restarts=5, window_s=60, on_event=events.append)
     for finishes in (False, True):
         with pytest.raises(GaveUp) as error:
-            await supervisor.keep(f"learner{finishes}", ["learner", "--config", str(file), "--bus", nats_server.url], finishes=finishes)
-        assert str(error.value).startswith(f"learner{finishes}: {file}:3: model.path: want a directory with a Hugging Face model")
+            await supervisor.keep(
+                f"learner{finishes}", ["learner", "--config", str(file), "--bus", nats_server.url], finishes=finishes
+            )
+        assert str(error.value).startswith(
+            f"learner{finishes}: {file}:3: model.path: want a directory with a Hugging Face model"
+        )
         assert error.value.exit_code == 78
     assert events == []
     assert supervisor.restarted == {}
 
 
-async def test_a_program_that_the_bus_names_is_not_run(tmp_path: Path, open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_program_that_the_bus_names_is_not_run(
+    tmp_path: Path, open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     supervisor = Supervisor(tmp_path, restarts=5, window_s=60)
     async with open_bus() as bus:
-        config = load(Path("launch/configs/smoke.yaml"), [f"run={bus.run}", "engine.kind=sglang", "engine.sglang.python=/tmp/x"]).config
+        config = load(
+            Path("launch/configs/smoke.yaml"), [f"run={bus.run}", "engine.kind=sglang", "engine.sglang.python=/tmp/x"]
+        ).config
         await bus.rows("run").put("config", to_map(config))
         with pytest.raises(GaveUp) as error:
             await supervisor.keep("engine", ["engine", "--bus", nats_server.url, "--run", bus.run])
     assert str(error.value) == (
-        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; not accepted from the bus unless this "
+        f"engine: run {bus.run}, row run/config: engine.sglang.python=/tmp/x names a program; not accepted "
+        "from the bus unless this "
         "machine allows it: --allow engine.sglang.python=/tmp/x (or TIDEMILL_ALLOW)"
     )
     assert error.value.exit_code == 78
@@ -232,12 +259,18 @@ async def test_a_good_end_is_no_failure_and_kill_is(tmp_path: Path) -> None:
     assert supervisor.running == {}
 
 
-@pytest.mark.parametrize(("number", "how"), [(signal.SIGTERM, "ended with code 0"), (signal.SIGKILL, "killed by signal 9 (SIGKILL)")])
-async def test_a_child_that_ends_while_it_is_needed_is_started_again(tmp_path: Path, number: signal.Signals, how: str) -> None:
+@pytest.mark.parametrize(
+    ("number", "how"), [(signal.SIGTERM, "ended with code 0"), (signal.SIGKILL, "killed by signal 9 (SIGKILL)")]
+)
+async def test_a_child_that_ends_while_it_is_needed_is_started_again(
+    tmp_path: Path, number: signal.Signals, how: str
+) -> None:
     """Another program ends it, or asks it to end: a stop of one container."""
     events: list[str] = []
     supervisor = Supervisor(tmp_path, restarts=3, window_s=60, on_event=events.append)
-    keeper = supervisor.keep("bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"])
+    keeper = supervisor.keep(
+        "bus", ["bus", "--config", "launch/configs/smoke.yaml", "--set", f"directory={tmp_path}/run"]
+    )
     await _until_exists(tmp_path / "run" / "bus.url")
     first, url = supervisor.running["bus"], (tmp_path / "run" / "bus.url").read_text()
     (tmp_path / "run" / "bus.url").unlink()
@@ -254,14 +287,18 @@ async def test_a_child_that_cannot_be_started_is_tried_again(tmp_path: Path) -> 
     """No room for its log, say: here a file is where the directory should be."""
     events: list[str] = []
     (tmp_path / "logs").touch()
-    supervisor = Supervisor(tmp_path / "logs", restarts=3, window_s=60, on_event=lambda text: (events.append(text), mend())[0])
+    supervisor = Supervisor(
+        tmp_path / "logs", restarts=3, window_s=60, on_event=lambda text: (events.append(text), mend())[0]
+    )
 
     def mend() -> None:
         """Remove the obstacle, once it has been met."""
         (tmp_path / "logs").unlink()
 
     await supervisor.keep("config", ["config", "launch/configs/smoke.yaml"], finishes=True)
-    assert len(events) == 1 and events[0].startswith("config ended with code 1: it could not be started: [Errno 17] File exists: ")
+    assert len(events) == 1 and events[0].startswith(
+        "config ended with code 1: it could not be started: [Errno 17] File exists: "
+    )
 
 
 async def test_one_that_does_not_drain_is_killed_and_named(tmp_path: Path) -> None:

@@ -46,7 +46,8 @@ def arguments(*words: str) -> argparse.Namespace:
 
 
 class Scene:
-    """A run in four acts: versions 0 (step 0), 1 (step 1) and 2 (step 3); three tasks of two samples each, made when each came.
+    """A run in four acts: versions 0 (step 0), 1 (step 1) and 2 (step 3); three tasks of two samples each, made when
+    each came.
 
     #1, #2  task 2: version 0, reward 0 and 1, by w1
     #3, #4  task 3: version 1, reward 0 and 1, by w.2, truncated
@@ -143,7 +144,9 @@ FILTERS = {
 async def test_every_filter_and_every_beginning(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).play()
-        await scene.publish(data_kit.sample(replace(data_kit.eval_task(99), run=bus.run, prompt="?"), 0, (), actor="w1", response=""))
+        await scene.publish(
+            data_kit.sample(replace(data_kit.eval_task(99), run=bus.run, prompt="?"), 0, (), actor="w1", response="")
+        )
         await scene.registry.set_snapshot(1, "somewhere")  # its row is younger now than its samples
         assert {words: await scene.found(*words.split()) for words in FILTERS} == FILTERS
         third = await History(bus.jet).payload(3)
@@ -192,7 +195,9 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         scene = await Scene(bus).begin()
         task = replace(data_kit.task(1, group_size=900), run=bus.run)
-        await asyncio.gather(*[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 10}")) for index in range(900)])
+        await asyncio.gather(
+            *[bus.samples.publish(data_kit.sample(task, index, actor=f"w{index % 10}")) for index in range(900)]
+        )
         newest, last_seq, looked = await SampleSearch(bus, Filter(actor="w0")).newest(90, limit=10_000, payloads=False)
         assert (len({found.line.seq for found in newest}), last_seq, looked) == (90, 900, looked)
         assert [found.line.seq for found in newest] == sorted(found.line.seq for found in newest)
@@ -200,14 +205,18 @@ async def test_a_search_backwards_misses_nothing(open_bus: BusOpener) -> None:
         assert len(await scene.found("--last", "3", "--reward", "5..6")) == 2
 
 
-async def test_samples_in_parts_and_broken_ones(open_bus: BusOpener, capsysbinary: pytest.CaptureFixture[bytes]) -> None:
+async def test_samples_in_parts_and_broken_ones(
+    open_bus: BusOpener, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     """The newest message is a part: the search does not wait for it to become a sample."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
         big = replace(scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000})
         seq = await scene.publish(big)
         await bus.js.publish(subjects.sample(bus.run, "train", 0, "w1"), b"\xc1", headers={"Nats-Msg-Id": "1.0.broken"})
-        await bus.js.publish(subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"})
+        await bus.js.publish(
+            subjects.part(bus.run, "train", 1), b"half a sample", headers={"Nats-Msg-Id": "1.0.dead.chunk/0"}
+        )
         assert seq == 9, "behind its two parts"
         assert await scene.found("--last", "2") == [9, 10]
         assert await scene.found("--since", "#11") == []
@@ -222,7 +231,9 @@ async def test_samples_in_parts_and_broken_ones(open_bus: BusOpener, capsysbinar
     assert msgpack.unpackb(payloads[2])["attempt"] == "big"
 
 
-async def printed(capsys: pytest.CaptureFixture[str], command: Callable[..., Awaitable[int]], bus: Bus, *words: str) -> str:
+async def printed(
+    capsys: pytest.CaptureFixture[str], command: Callable[..., Awaitable[int]], bus: Bus, *words: str
+) -> str:
     capsys.readouterr()
     assert await command(bus, arguments(*words)) == 0
     return capsys.readouterr().out
@@ -234,13 +245,20 @@ async def test_show_prints_tokens_versions_and_outcome(open_bus: BusOpener, caps
         probabilities = [1.0, 0.5, 0.25, 0.05, 0.001]
         mask = np.array([1, 1, 1, 1, 1], np.uint8)
         sample = replace(
-            scene.samples[4], attempt="known", rollout_log_probs=np.log(np.array(probabilities, np.float32)), loss_mask=mask, label="7"
+            scene.samples[4],
+            attempt="known",
+            rollout_log_probs=np.log(np.array(probabilities, np.float32)),
+            loss_mask=mask,
+            label="7",
         )
         seq = await scene.publish(sample)
         await bus.plans.append(scene.plan([seq, 6], scene.tasks[2]))
         text = await printed(capsys, show_sample, bus, "show", f"#{seq}", "--table")
         assert f"#{seq} " in text and "v0-2 lag 3" in text and "label     7" in text
-        assert "trained in step 4 on rank 0, micro-batch 5, lag 0 to 3, 2 tokens masked as too old; the step is not done yet" in text
+        assert (
+            "trained in step 4 on rank 0, micro-batch 5, lag 0 to 3, 2 tokens masked as too old; the step is "
+            "not done yet"
+        ) in text
         assert "⟨v0⟩" in text and "⟨v2⟩" in text and "v0: 2 tokens, v2: 3 tokens" in text
         for place, (probability, version) in enumerate(zip(probabilities, (0, 0, 2, 2, 2), strict=True)):
             row = next(row.split() for row in text.splitlines() if row.split()[:1] == [str(place)])
@@ -277,7 +295,11 @@ def test_show_shades_each_token_and_underlines_every_second_span() -> None:
         loss_mask=np.array([1, 1, 1, 0], np.uint8),
     )
     text = shaded(tokens_of(sample, Vocabulary(None)))
-    looks = [(text.plain[span.start : span.end], str(span.style)) for span in text.spans if "⟨v" not in text.plain[span.start : span.end]]
+    looks = [
+        (text.plain[span.start : span.end], str(span.style))
+        for span in text.spans
+        if "⟨v" not in text.plain[span.start : span.end]
+    ]
     assert looks == [("⟨15⟩", shade(0.001)), ("⟨16⟩", f"{shade(0.3)} underline"), ("⟨17⟩", "dim italic underline")]
     assert shade(0.001) != shade(0.3) != shade(0.95) == ""
     assert math.isclose(tokens_of(sample, Vocabulary(None))[2].probability, 0.3, rel_tol=1e-6)
@@ -303,15 +325,27 @@ async def test_every_outcome_of_a_sample(open_bus: BusOpener) -> None:
         await bus.plans.append(Settle(epoch=1, reason="filtered", tasks=one + 77, seqs=one + 77, step=5))
         evaluated = data_kit.sample(replace(data_kit.eval_task(99), run=bus.run), 0)
         histories = [await history_of(bus, seq, sample) for seq, sample in enumerate(scene.samples, 1)]
-        assert [history.state for history in histories] == ["dropped", "dropped", "trained", "duplicate", "unplanned", "unplanned"]
-        assert [history.reason for history in histories[:2]] == ["stale, when step 1 was planned", "stale: its task was given up"]
+        assert [history.state for history in histories] == [
+            "dropped",
+            "dropped",
+            "trained",
+            "duplicate",
+            "unplanned",
+            "unplanned",
+        ]
+        assert [history.reason for history in histories[:2]] == [
+            "stale, when step 1 was planned",
+            "stale: its task was given up",
+        ]
         assert (histories[2].step, histories[2].lags, histories[2].masked_tokens) == (1, (0, 0), 0)
         assert (await history_of(bus, 9, evaluated)).state == "evaluation"
         invalid = replace(scene.samples[5], rollout_log_probs=np.full(3, 1, np.float32))
         assert (await history_of(bus, 6, invalid)).state == "invalid"
         await bus.tasks.trim(scene.tasks[1].id)  # the time of issue is gone: the whole log is read
         assert (await history_of(bus, 1, scene.samples[0])).state == "dropped"
-        await bus.plans.trim(await bus.plans.append(scene.plan([99], scene.tasks[1], tasks=np.array([99], np.int64), step=5)))
+        await bus.plans.trim(
+            await bus.plans.append(scene.plan([99], scene.tasks[1], tasks=np.array([99], np.int64), step=5))
+        )
         assert str(await history_of(bus, 3, scene.samples[2])) == "unknown: no plan before step 5 is kept"
 
 
@@ -338,7 +372,20 @@ async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
     """It runs as a process: its output grows with the stream, and a pipe that is closed ends it quietly."""
     async with open_bus() as bus:
         scene = await Scene(bus).play()
-        command = (sys.executable, "-m", "tidemill", "stats", "--bus", scene.url, "--run", bus.run, "--window", "4", "--json", "--follow")
+        command = (
+            sys.executable,
+            "-m",
+            "tidemill",
+            "stats",
+            "--bus",
+            scene.url,
+            "--run",
+            bus.run,
+            "--window",
+            "4",
+            "--json",
+            "--follow",
+        )
         child = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         assert child.stdout is not None and child.stderr is not None
         assert json.loads(await child.stdout.readline())["tokens"]["max"] == 5
@@ -351,11 +398,17 @@ async def test_stats_follow_new_samples(open_bus: BusOpener) -> None:
 
 
 async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path, run_id: str) -> None:
-    """Run, file, another run, another bus: payloads, headers, subjects and order are the same; parts are joined, and cut again."""
+    """Run, file, another run, another bus: payloads, headers, subjects and order are the same; parts are joined, and
+    cut again.
+    """
     file, part, lines = tmp_path / "all.tide", tmp_path / "part.tide", tmp_path / "lines.jsonl"
     async with open_bus() as bus:
         scene = await Scene(bus).play()
-        await scene.publish(replace(scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000}, extra={"new": [1, {"a": b"b"}]}))
+        await scene.publish(
+            replace(
+                scene.samples[0], attempt="big", metadata={"much": "x" * 9_000_000}, extra={"new": [1, {"a": b"b"}]}
+            )
+        )
         assert await replay_run(bus, arguments("replay", "-o", str(file))) == 0
         await replay_run(bus, arguments("replay", "-o", str(lines), "--last", "2", "--reward", "1"))
         with pytest.raises(ValueError, match="--since"):
@@ -383,12 +436,14 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
         kept.close()
         to = ("--to-bus", scene.url, "--to-run", "copy")
         await replay_file(arguments("replay", "--from", str(file), *to))
-        await replay_file(arguments("replay", "--from", str(part), *to))  # a second time: message ids prevent duplicates
+        await replay_file(
+            arguments("replay", "--from", str(part), *to)
+        )  # a second time: message ids prevent duplicates
         async with connect(scene.url, "copy", name="copy") as other:
             copied = [stored async for stored in History(other.jet).payloads(1, 99)]
-            assert [encode_sample(replace(await other.samples.fetch(stored.seq), run=bus.run)) for stored in copied] == [
-                stored.data for stored in there
-            ]
+            assert [
+                encode_sample(replace(await other.samples.fetch(stored.seq), run=bus.run)) for stored in copied
+            ] == [stored.data for stored in there]
             assert {(await other.samples.fetch(stored.seq)).run for stored in copied} == {"copy"}
             assert copied[2].subject == "tm.copy.sample.train.1.w_2"
             assert (await history_of(other, 1, scene.samples[0])).state == "unplanned"
@@ -396,7 +451,9 @@ async def test_a_recording_holds_every_byte(open_bus: BusOpener, tmp_path: Path,
             with pytest.raises(ConfigMismatch):
                 await other.create_layout()  # no learner can use it as its own
     assert [json.loads(line)["seq"] for line in lines.read_text().splitlines()] == [4, 6]
-    assert [msgpack.unpackb(stored.data)["attempt"] for stored in there if isinstance(stored.data, bytes)] == ["a"] * 6 + ["big"]
+    assert [msgpack.unpackb(stored.data)["attempt"] for stored in there if isinstance(stored.data, bytes)] == [
+        "a"
+    ] * 6 + ["big"]
     await replayed_elsewhere(file, tmp_path, run_id, there)
 
 
@@ -406,7 +463,9 @@ async def replayed_elsewhere(file: Path, directory: Path, run: str, there: list[
         async with connect(server.url, run, name="there") as bus:
             found = [stored async for stored in History(bus.jet).payloads(1, 99)]
     assert [stored.data for stored in found] == [stored.data for stored in there]
-    assert [stored.subject for stored in found] == [stored.subject.removesuffix(".parts") for stored in there], "all fit in a message"
+    assert [stored.subject for stored in found] == [stored.subject.removesuffix(".parts") for stored in there], (
+        "all fit in a message"
+    )
     assert [stored.headers.pop("Tm-Replayed") for stored in found] == [f"{run}.{stored.seq}" for stored in there]
     there[-1].headers.pop("Tm-Parts")
     assert [stored.headers for stored in found] == [stored.headers for stored in there]
@@ -442,6 +501,8 @@ async def test_reading_commands_leave_nothing_behind(open_bus: BusOpener, tmp_pa
         await show_stats(bus, arguments("stats"))
         await replay_run(bus, arguments("replay", "-o", str(tmp_path / "all.tide")))
         await bus.nc.flush()
-        assert [await bus.jet.state(subjects.stream(bus.run, name)) for name in ("TASKS", "SAMPLES", "PLAN", "DEAD")] == before
+        assert [
+            await bus.jet.state(subjects.stream(bus.run, name)) for name in ("TASKS", "SAMPLES", "PLAN", "DEAD")
+        ] == before
         consumers = await bus.jet.call(f"CONSUMER.NAMES.{subjects.stream(bus.run, subjects.SAMPLES)}")
         assert not consumers["consumers"]

@@ -65,7 +65,9 @@ async def make_run(bus: Bus) -> None:
     for epoch in (1, 1):  # trained again after a restart
         await bus.plans.append(Done(epoch=epoch, step=1, metrics=METRICS))
     await bus.plans.append(
-        Settle(epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2)
+        Settle(
+            epoch=1, reason="stale", tasks=np.array([tasks[1].id], np.int64), seqs=np.array(seqs[2:4], np.int64), step=2
+        )
     )
 
 
@@ -73,11 +75,19 @@ async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
     async with open_bus() as bus:
         await make_run(bus)
         where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
-        (code, text, errors), (_, line, _) = await asyncio.gather(tidemill("status", *where), tidemill("status", *where, "--jsonl"))
+        (code, text, errors), (_, line, _) = await asyncio.gather(
+            tidemill("status", *where), tidemill("status", *where, "--jsonl")
+        )
         await bus.tasks.trim(await bus.tasks.last_id())
         trimmed = await read_status(bus)
     assert code == 0, errors
-    for wanted in ("step 1", "reward 0.250", "3 issued: 2 settled, 1 open", "2 trained, dropped: 2 stale", "sequences 1 to 6"):
+    for wanted in (
+        "step 1",
+        "reward 0.250",
+        "3 issued: 2 settled, 1 open",
+        "2 trained, dropped: 2 stale",
+        "sequences 1 to 6",
+    ):
         assert wanted in text, text
     assert "skipped 2 minibatches" in text, "counted once, though the step was taken twice"
     assert "report  step 1 3 x LOOK; the lines are in the learner's log" in text
@@ -85,14 +95,22 @@ async def test_status_shows_where_every_sample_is(open_bus: BusOpener) -> None:
     status = json.loads(line)
     counts = {"issued": 3, "settled": 2, "open": 1, "waiting": 3, "leased": 0, "last_id": 0}
     assert status["tasks"] | {"last_id": 0} == counts | {"given_up": {"stale": 1}, "unserved": {}}
-    assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (2, {"stale": 2}, None)
+    assert (status["samples"]["trained"], status["samples"]["dropped"], status["samples"]["buffered"]) == (
+        2,
+        {"stale": 2},
+        None,
+    )
 
 
 async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpener) -> None:
     """FAILED samples are in no record, so a dead task, which has none, counts as one failure itself."""
     reason = "reward 'r:raises': ValueError('no judge')"
-    row = LiveRow(role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}")
-    feeder = LiveRow(role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0})
+    row = LiveRow(
+        role="actor", id="a-0", host="h", pid=1, phase="working", trouble=f"2 of 2 samples failed, the last: {reason}"
+    )
+    feeder = LiveRow(
+        role="feeder", id="feeder", host="h", pid=2, phase="working", load={"failed": 2.0, "buffered": 0.0}
+    )
     shown = Console(file=io.StringIO(), width=160, color_system=None)
     async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.2), HeartbeatPublisher(bus, feeder, 0.2):
         await make_run(bus)
@@ -101,10 +119,14 @@ async def test_failures_are_counted_and_named_with_the_reason(open_bus: BusOpene
         for index in (0, 1):
             sample = replace(data_kit.sample(dead, index), status=Status.FAILED, reward=0.0, metadata={"error": reason})
             await bus.samples.publish(sample)
-        await bus.plans.append(Settle(epoch=1, reason="dead", tasks=np.array([dead.id], np.int64), seqs=np.zeros(0, np.int64), step=2))
+        await bus.plans.append(
+            Settle(epoch=1, reason="dead", tasks=np.array([dead.id], np.int64), seqs=np.zeros(0, np.int64), step=2)
+        )
         where = ("--bus", bus.nc.connected_url.geturl(), "--run", bus.run)
         _, tail, _ = await tidemill("tail", *where, "--last", "1")
-        status = await read_status(bus)  # here, where the rows are written, too: one of them may be seen as silent by another process
+        status = await read_status(
+            bus
+        )  # here, where the rows are written, too: one of them may be seen as silent by another process
         print_status(shown, status)
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     for wanted in (
@@ -139,7 +161,13 @@ async def test_status_names_rollouts_that_no_actor_serves(open_bus: BusOpener) -
 
 
 async def test_status_shows_invalid_samples_and_refused_actors(open_bus: BusOpener) -> None:
-    load = {"buffered": 3, "invalid": 744.0, "invalid/rollout_log_probs": 740.0, "invalid/version": 4.0, "invalid_of/[b]wire-bad": 744.0}
+    load = {
+        "buffered": 3,
+        "invalid": 744.0,
+        "invalid/rollout_log_probs": 740.0,
+        "invalid/version": 4.0,
+        "invalid_of/[b]wire-bad": 744.0,
+    }
     row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="waiting", load={**load, "refused/wire-bad": 1.0})
     shown = Console(file=io.StringIO(), width=160, color_system=None)
     async with open_bus() as bus, HeartbeatPublisher(bus, row, 0.1):
@@ -157,19 +185,38 @@ async def test_status_names_engines_that_are_not_reached_at_their_address(open_b
     def engine(id: str, nonce: str) -> LiveRow:
         address = f"http://10.0.0.7:{30000 + len(id)}"
         return LiveRow(
-            role="engine", id=id, host="h", pid=1, phase="serving", version=3, address=address, nonce=nonce, trouble="its own words"
+            role="engine",
+            id=id,
+            host="h",
+            pid=1,
+            phase="serving",
+            version=3,
+            address=address,
+            nonce=nonce,
+            trouble="its own words",
         )
 
     rows = [engine("reached", "aa"), engine("far", "bb"), engine("new", "cc"), engine("older-release", "")]
-    learner = LiveRow(role="learner", id="learner", host="l", pid=2, phase="working", reached={"aa": "", "bb": "no route", "gone": "x"})
-    router = LiveRow(role="router", id="r", host="r", pid=3, phase="serving", reached={"bb": "another process answers there"})
+    learner = LiveRow(
+        role="learner",
+        id="learner",
+        host="l",
+        pid=2,
+        phase="working",
+        reached={"aa": "", "bb": "no route", "gone": "x"},
+    )
+    router = LiveRow(
+        role="router", id="r", host="r", pid=3, phase="serving", reached={"bb": "another process answers there"}
+    )
     shown = Console(file=io.StringIO(), width=400, color_system=None)
     async with open_bus() as bus, contextlib.AsyncExitStack() as stack:
         for row in (*rows, learner, router):
             await stack.enter_async_context(HeartbeatPublisher(bus, row, 0.2))
         status = await read_status(bus)
         print_status(shown, status)
-    seen = {row["id"]: (row["verified"], len(row["unreachable"])) for row in status["processes"] if row["role"] == "engine"}
+    seen = {
+        row["id"]: (row["verified"], len(row["unreachable"])) for row in status["processes"] if row["role"] == "engine"
+    }
     assert seen == {"reached": (True, 0), "far": (False, 2), "new": (False, 0), "older-release": (False, 0)}
     text = shown.file.getvalue()  # type: ignore[attr-defined]
     errors = "unreachable from learner learner: no route; unreachable from router r: another process answers there"
@@ -190,7 +237,9 @@ async def test_tail_shows_the_newest_samples_and_follows(open_bus: BusOpener) ->
         assert "│ prompt 3\n" in text and "┃ xxx\n" in text
         assert [json.loads(line)["seq"] for line in lines.splitlines()] == [4, 5, 6]
         follower = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tidemill", "tail", *where, "--last", "1", "--follow", "--jsonl"), cwd=ROOT, stdout=subprocess.PIPE
+            *(sys.executable, "-m", "tidemill", "tail", *where, "--last", "1", "--follow", "--jsonl"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
         )
         assert follower.stdout is not None
         assert json.loads(await follower.stdout.readline())["seq"] == 6

@@ -1,4 +1,6 @@
-"""`tidemill up` and the scripts as a user calls them: errors appear at once, and a drained run is not reported as done."""
+"""`tidemill up` and the scripts as a user calls them: errors appear at once, and a drained run is not reported as
+done.
+"""
 
 import asyncio
 import contextlib
@@ -50,7 +52,9 @@ def run_up(tmp_path: Path, *settings: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=["no-model", "no-prompts", "prepare", "bus"],
 )
-def test_errors_before_the_start_are_printed_on_the_terminal(tmp_path: Path, settings: list[str], code: int, complaint: str) -> None:
+def test_errors_before_the_start_are_printed_on_the_terminal(
+    tmp_path: Path, settings: list[str], code: int, complaint: str
+) -> None:
     (tmp_path / "run" / "prepared" / "model").mkdir(parents=True)  # not made by prepare, which refuses it
     result = run_up(tmp_path, *settings, "up.restarts=0")
     assert result.returncode == code, result.stdout + result.stderr
@@ -73,7 +77,9 @@ def test_a_bus_that_holds_a_run_of_this_name_is_not_trained_into(tmp_path: Path,
 
 
 async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_terminal(tmp_path: Path) -> None:
-    """The bus is drained by another program, then its server is frozen; at last the learner is drained, and the run with it."""
+    """The bus is drained by another program, then its server is frozen; at last the learner is drained, and the run
+    with it.
+    """
 
     async def shown(text: str) -> None:
         """Wait until the terminal shows the text. (Bounded by the test's own limit.)"""
@@ -93,7 +99,9 @@ async def test_children_that_end_or_stop_while_they_are_needed_are_on_the_termin
             await shown(" s   the bus has not answered for ")
             os.kill(server, signal.SIGCONT)
             await shown("the bus answers again (the bus has not answered for ")
-            await until_step(bus, max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]) + 1)
+            await until_step(
+                bus, max([record.step async for _, record in bus.plans.scan() if isinstance(record, Done)]) + 1
+            )
             os.kill((await live(bus, "learner")).pid, signal.SIGTERM)
         assert await asyncio.to_thread(run.wait) == 0, run.log
     assert "the learner was drained by a signal of another program, so the run is drained" in run.log
@@ -117,7 +125,9 @@ async def test_the_scripts_make_a_run_in_any_order(tmp_path: Path) -> None:
                     await asyncio.sleep(0.05)
                 async with connect(settings["BUS"], "smoke", name="test") as found:
                     loaded = Path(f"/proc/{(await live(found, 'feeder')).pid}/maps").read_text()  # noqa: ASYNC240
-                assert "tokenizers" in loaded and "libtorch" not in loaded, "the feeder needs transformers' tokenizers, and no torch"
+                assert "tokenizers" in loaded and "libtorch" not in loaded, (
+                    "the feeder needs transformers' tokenizers, and no torch"
+                )
                 assert await asyncio.to_thread(learner.wait, UP_LIMIT_S) == 0, (tmp_path / "learner.log").read_text()
                 for process, name in ((actor, "actor"), (engine, "engine"), (bus, "bus")):
                     process.terminate()
@@ -130,7 +140,9 @@ def script(name: str, tmp_path: Path, settings: dict[str, str]) -> Iterator[subp
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     with (tmp_path / f"{name}.log").open("wb") as log:
         command = ["bash", str(ROOT / "launch" / "scripts" / f"{name}.sh")]
-        process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PATH": path, **settings}, stdout=log, stderr=log)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PATH": path, **settings}, stdout=log, stderr=log
+        )
     try:
         yield process
     finally:

@@ -1,4 +1,6 @@
-"""``tidemill weights`` with real engines and bus: one with a flipped bit is named by majority; of two that differ, both are named."""
+"""``tidemill weights`` with real engines and bus: one with a flipped bit is named by majority; of two that differ, both
+are named.
+"""
 
 import argparse
 import asyncio

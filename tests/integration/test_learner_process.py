@@ -51,11 +51,18 @@ async def test_a_child_that_no_restart_can_cure_ends_the_learner_with_its_code_a
     with pytest.raises(ChildFailed) as caught:
         await run_learner(["--config", str(file), "--bus", "nats://127.0.0.1:1"], num_ranks=1, draining=asyncio.Event())
     assert caught.value.exit_code == 78
-    assert str(caught.value) == f"model.path: want a directory with a Hugging Face model (config.json in it), got '{tmp_path}/none'"
+    assert (
+        str(caught.value)
+        == f"model.path: want a directory with a Hugging Face model (config.json in it), got '{tmp_path}/none'"
+    )
 
 
-async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A feeder that waits for a dead rank to leave would wait without end: here it does not even notice the stop signal."""
+async def test_a_killed_child_is_named_with_its_signal_and_the_others_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A feeder that waits for a dead rank to leave would wait without end: here it does not even notice the stop
+    signal.
+    """
     monkeypatch.setattr(process, "STOP_S", 0.1)
     deaf = await process._start("feeder", [sys.executable, "-c", DEAF], {}, KEYS)
     killed = await process._start("rank 0", [sys.executable, "-c", DEAF], {}, KEYS)
@@ -98,7 +105,9 @@ async def test_draining_before_they_have_begun_is_an_orderly_end() -> None:
 async def test_a_child_that_ended_a_moment_ago_can_be_signalled() -> None:
     child = Child("sleep", ["sleep", "600"])
     await child.start()
-    os.kill(child.pid, signal.SIGKILL)  # from here to the signal in one step of the loop, so that the loop cannot notice the end
+    os.kill(
+        child.pid, signal.SIGKILL
+    )  # from here to the signal in one step of the loop, so that the loop cannot notice the end
     while os.path.exists(f"/proc/{child.pid}"):  # noqa: ASYNC240  # reaped by asyncio's thread
         time.sleep(0.001)  # noqa: ASYNC251
     assert child.running

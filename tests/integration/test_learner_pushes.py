@@ -1,4 +1,6 @@
-"""The learner's pushes on a real bus, of a rank that cannot gather its weights alone: a failed push is repeated with the staged weights."""
+"""The learner's pushes on a real bus, of a rank that cannot gather its weights alone: a failed push is repeated with
+the staged weights.
+"""
 
 import logging
 import queue
@@ -54,7 +56,9 @@ class Feed:
 
 
 @contextmanager
-def pushing(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *, wait: bool, **settings: Any) -> Iterator[Pushes]:
+def pushing(
+    policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *, wait: bool, **settings: Any
+) -> Iterator[Pushes]:
     places = RankPlaces(
         run=run,
         bus_url=url,
@@ -67,7 +71,9 @@ def pushing(policy: Sharded, feed: Feed, url: str, run: str, directory: Path, *,
     )
     weights = WeightsConfig(phase_deadline_s=5.0, **settings)
     parts = WeightParts(cast(Policy, policy), places, weights)
-    pushes = Pushes(cast(Policy, policy), parts, cast(FeedClient, feed), places, bus=BusConfig(), weights=weights, wait=wait)
+    pushes = Pushes(
+        cast(Policy, policy), parts, cast(FeedClient, feed), places, bus=BusConfig(), weights=weights, wait=wait
+    )
     with parts.open(), pushes.open(START):
         yield pushes
 

@@ -46,7 +46,9 @@ async def said_to(url: str, sent: bytes) -> bytes:
         await writer.wait_closed()
 
 
-@pytest.mark.parametrize("sent", [b"", b"POST /ec", b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Slow: "], ids=["nothing", "a line", "a header"])
+@pytest.mark.parametrize(
+    "sent", [b"", b"POST /ec", b"POST /echo HTTP/1.1\r\nHost: h\r\nX-Slow: "], ids=["nothing", "a line", "a header"]
+)
 async def test_a_request_whose_headers_never_end_is_ended(sent: bytes) -> None:
     async with listening(headers_s=0.1) as url:
         assert await said_to(url, sent) == b""
@@ -61,7 +63,9 @@ async def test_the_second_request_of_a_connection_has_its_deadline_too() -> None
 
 
 @pytest.mark.parametrize(
-    "how", [b"Content-Length: 10\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"], ids=["length", "chunks"]
+    "how",
+    [b"Content-Length: 10\r\n\r\nhalf", b"Transfer-Encoding: chunked\r\n\r\n4\r\nhalf\r\n"],
+    ids=["length", "chunks"],
 )
 async def test_a_request_whose_body_never_ends_is_ended(how: bytes) -> None:
     async with listening(body_s=0.1) as url, asyncio.timeout(LIMIT_S):
@@ -97,7 +101,9 @@ async def test_bodies_are_bounded() -> None:
     ],
 )
 async def test_a_listener_that_others_reach_wants_the_key(host: str, advertise: str, without_key: int) -> None:
-    """By its own address, or by another one that it advertises: a forwarded port brings requests from elsewhere to loopback."""
+    """By its own address, or by another one that it advertises: a forwarded port brings requests from elsewhere to
+    loopback.
+    """
     keys = Keys.of("k" * 16)
     listener = Listener({"POST /echo": Route.request(echo)}, RunAccess(RunKeys.fixed(keys)))
     try:
@@ -112,7 +118,9 @@ async def test_a_listener_that_others_reach_wants_the_key(host: str, advertise: 
         await listener.close()
 
 
-@pytest.mark.parametrize(("host", "advertise", "named"), [("0.0.0.0", "", "0.0.0.0"), ("127.0.0.1", "gpu7.lab:80", "gpu7.lab:80")])
+@pytest.mark.parametrize(
+    ("host", "advertise", "named"), [("0.0.0.0", "", "0.0.0.0"), ("127.0.0.1", "gpu7.lab:80", "gpu7.lab:80")]
+)
 async def test_without_keys_no_other_machine_may_ask(host: str, advertise: str, named: str) -> None:
     listener = Listener({"POST /echo": Route.request(echo)}, RunAccess(None))
     with pytest.raises(ValueError, match=rf"engine\.host: {named} can be reached by others"):
@@ -124,8 +132,10 @@ async def test_without_keys_no_other_machine_may_ask(host: str, advertise: str, 
 
 
 def test_only_the_listener_module_listens() -> None:
-    """Deadlines, keys and bounds are in one place as long as there is no other server, but for one that only its own episodes ask:
-    it runs in an interpreter that has nothing of Tidemill, on the loopback address, and knows a caller by the id of an episode."""
+    """Deadlines, keys and bounds are in one place as long as there is no other server, but for one that only its own
+    episodes ask: it runs in an interpreter that has nothing of Tidemill, on the loopback address, and knows a caller by
+    the id of an episode.
+    """
     found = [
         str(path.relative_to(ROOT))
         for package in PACKAGES

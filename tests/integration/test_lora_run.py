@@ -1,4 +1,6 @@
-"""Real ranks that train adapters, on a real feeder and a real bus: killed and resumed, saved, begun with adapters of a directory."""
+"""Real ranks that train adapters, on a real feeder and a real bus: killed and resumed, saved, begun with adapters of a
+directory.
+"""
 
 import asyncio
 import json
@@ -21,17 +23,27 @@ LORA = LoraConfig(rank=2, alpha=4, targets=("q_proj", "v_proj", "down_proj"))
 
 def assert_merged(directory: Path, model_dir: Path) -> None:
     """The saved weights are those of the model with the saved adapters, and others than the model's."""
-    merged, by_hand = load_file(directory / "model.safetensors"), dict(with_adapter(model_dir, directory / "adapter").named_parameters())
+    merged, by_hand = (
+        load_file(directory / "model.safetensors"),
+        dict(with_adapter(model_dir, directory / "adapter").named_parameters()),
+    )
     base, changed = load_file(model_dir / "model.safetensors"), set()
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, by_hand[name].data, atol=1e-6, rtol=0)
         changed |= set() if torch.equal(tensor, base[name]) else {name.split(".")[-2]}
     assert changed == set(LORA.targets)
-    assert json.loads((directory / "adapter" / "adapter_config.json").read_text())["target_modules"] == sorted(LORA.targets)
+    assert json.loads((directory / "adapter" / "adapter_config.json").read_text())["target_modules"] == sorted(
+        LORA.targets
+    )
 
 
-async def test_a_killed_rank_with_adapters_resumes_and_its_models_are_kept(open_learner: OpenLearner, tmp_path: Path) -> None:  # noqa: F811
-    """Two replicas with shares of the optimizer's state, versions rarer than steps: the same bits again, and the models that are due."""
+async def test_a_killed_rank_with_adapters_resumes_and_its_models_are_kept(
+    open_learner: OpenLearner,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Two replicas with shares of the optimizer's state, versions rarer than steps: the same bits again, and the models
+    that are due.
+    """
     saving: dict[str, Any] = {"save_hf_every": 3, "keep_hf": 2, "keep_checkpoints": 2}
     async with open_learner(
         staleness={"max_lag": 2}, weights={"push_every": 2}, steps=16, checkpoint_every=8, lora=LORA, **SHARES, **saving

@@ -14,7 +14,9 @@ from tidemill.learner.buffer.datasource import DataSource
 from tidemill.learner.buffer.lost import LostTasks
 
 
-async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_task_of_a_rollout_is_found_by_the_floor_of_its_queue(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The ack of the task was missed, and a task of another queue, with a lower id, is leased for long."""
     monkeypatch.setattr("tidemill.learner.buffer.lost.LOOK_EVERY_S", 0.1)
     found = asyncio.Event()
@@ -66,5 +68,7 @@ async def test_a_task_is_judged_when_everything_stored_before_its_ack_is_read(op
         await found.wait()
         settle = source.settlement()
         assert isinstance(settle, Settle)
-        assert (settle.reason, settle.tasks.tolist()) == ("lost", [empty.task.id]), "the complete one is trained, the dead one is dead"
+        assert (settle.reason, settle.tasks.tolist()) == ("lost", [empty.task.id]), (
+            "the complete one is trained, the dead one is dead"
+        )
         looking.cancel()

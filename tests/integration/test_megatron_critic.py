@@ -1,4 +1,6 @@
-"""A critic beside the policy on the real Megatron: against plain torch, for every split and layout, skipped, resumed; moving references."""
+"""A critic beside the policy on the real Megatron: against plain torch, for every split and layout, skipped, resumed;
+moving references.
+"""
 
 from dataclasses import replace
 from itertools import product
@@ -11,7 +13,19 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.integration import critic_ranks
-from tests.integration.critic_ranks import CRITIC, DEEP, GAE, MOVING, OF_RANKS, OPTIMIZER, STEPS, VOCAB, VTRACE, Built, build
+from tests.integration.critic_ranks import (
+    CRITIC,
+    DEEP,
+    GAE,
+    MOVING,
+    OF_RANKS,
+    OPTIMIZER,
+    STEPS,
+    VOCAB,
+    VTRACE,
+    Built,
+    build,
+)
 from tests.learner_steps import make_batches, make_samples, run_ranks
 from tests.metric_names import missing, undocumented
 from tests.same_metrics import TIMES
@@ -48,7 +62,9 @@ def with_random_head(built: Built) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_step_is_that_of_plain_torch(here: parallel.Parallel, tmp_path: Path, tied: bool) -> None:
-    """Values, advantages, both losses and both gradient norms agree with loops over transformers, sequence by sequence."""
+    """Values, advantages, both losses and both gradient norms agree with loops over transformers, sequence by
+    sequence.
+    """
     directory = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
     built = build(directory, here)
     head = with_random_head(built).requires_grad_()
@@ -78,7 +94,12 @@ def test_the_step_is_that_of_plain_torch(here: parallel.Parallel, tmp_path: Path
     total, at = torch.zeros(()), 0
     for sample in samples:
         tokens = torch.from_numpy(sample.tokens).long()
-        log_probs = model(tokens[None]).logits[0].log_softmax(-1)[:-1].gather(-1, tokens[1:, None])[-sample.response_length :, 0]
+        log_probs = (
+            model(tokens[None])
+            .logits[0]
+            .log_softmax(-1)[:-1]
+            .gather(-1, tokens[1:, None])[-sample.response_length :, 0]
+        )
         weights = (log_probs.detach() - torch.from_numpy(sample.rollout_log_probs)).exp().clamp(0, 2)
         total = total - (weights * (log_probs - log_probs.detach()).exp() * whitened[at : at + len(weights)]).sum()
         at += len(weights)
@@ -102,32 +123,47 @@ def test_numbers_do_not_depend_on_how_a_step_is_split(here: parallel.Parallel, m
 
 
 def test_policy_and_critic_have_the_numbers_of_each_alone(here: parallel.Parallel, model_dir: Path) -> None:
-    """A critic that cannot move has values of 0: then GAE is REINFORCE++. And a policy that is not trained changes no bit of the critic."""
+    """A critic that cannot move has values of 0: then GAE is REINFORCE++. And a policy that is not trained changes no
+    bit of the critic.
+    """
     fixed = replace(CRITIC, optimizer=replace(CRITIC.optimizer, lr=1e-30))
     learner = LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=fixed, algorithm=AlgorithmConfig(advantage="gae"))
     both = build(model_dir, here, learner=learner)
     policy = build_policy(model_dir, dtype="float32", parallel=here)
-    alone = Trainer(policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(advantage="reinforce_pp"), max_lag=2)
+    alone = Trainer(
+        policy, PolicyOptimizer(policy, OPTIMIZER, steps=10), AlgorithmConfig(advantage="reinforce_pp"), max_lag=2
+    )
     for step in STEPS:
         batch = make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0]
         metrics = both.trainer.train(batch)
-        same({name: value for name, value in metrics.items() if not name.startswith("critic/")}, alone.train(batch), tolerance=2e-6)
+        same(
+            {name: value for name, value in metrics.items() if not name.startswith("critic/")},
+            alone.train(batch),
+            tolerance=2e-6,
+        )
 
     taught = build(model_dir, here)
     waiting = build(
-        model_dir, here, learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=9), algorithm=AlgorithmConfig(**GAE))
+        model_dir,
+        here,
+        learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=9), algorithm=AlgorithmConfig(**GAE)),
     )
     before = waiting.policy.digest()
     for step in STEPS:
         ours, wanted = waiting.train(step, here), taught.train(step, here)
-        same(*({name: value for name, value in each.items() if name.startswith("critic/")} for each in (ours, wanted)), tolerance=0)
+        same(
+            *({name: value for name, value in each.items() if name.startswith("critic/")} for each in (ours, wanted)),
+            tolerance=0,
+        )
         assert ours["train/lr"] == ours["train/grad_norm"] == 0 < ours["train/tokens"]
     assert waiting.policy.digest() == before != taught.policy.digest()
     assert all(torch.equal(tensor, waiting.weights()[name]) for name, tensor in taught.weights().items())
 
 
 def test_the_policy_waits_for_the_last_step_of_the_warm_up(here: parallel.Parallel, model_dir: Path) -> None:
-    learner = LearnerConfig(steps=10, optimizer=OPTIMIZER, critic=replace(CRITIC, warmup_steps=4), algorithm=AlgorithmConfig(**GAE))
+    learner = LearnerConfig(
+        steps=10, optimizer=OPTIMIZER, critic=replace(CRITIC, warmup_steps=4), algorithm=AlgorithmConfig(**GAE)
+    )
     built = build(model_dir, here, learner=learner)
     assert [built.train(step, here)["train/lr"] > 0 for step in STEPS] == [False, False, True]
 
@@ -140,8 +176,12 @@ def first(number: int) -> np.ndarray[Any, Any]:
     return np.arange(16) < number
 
 
-def test_the_coefficient_of_the_divergence_counts_samples_of_the_policy(here: parallel.Parallel, model_dir: Path) -> None:
-    """In the first steps the divergence is below its target: one sample takes a tenth, demonstrations nothing; many never turn the sign."""
+def test_the_coefficient_of_the_divergence_counts_samples_of_the_policy(
+    here: parallel.Parallel, model_dir: Path
+) -> None:
+    """In the first steps the divergence is below its target: one sample takes a tenth, demonstrations nothing; many
+    never turn the sign.
+    """
     built = build(model_dir, here, sft_coef=0.5, kl=ADAPTIVE)
     assert built.train(1, here, demonstration_N=first(15))["train/kl_scale"] == pytest.approx(0.9)
     assert built.train(2, here, demonstration_N=first(16))["train/kl_scale"] == pytest.approx(0.9)
@@ -151,7 +191,9 @@ def test_the_coefficient_of_the_divergence_counts_samples_of_the_policy(here: pa
 
 def test_the_coefficient_of_the_divergence_waits_for_the_policy(here: parallel.Parallel, model_dir: Path) -> None:
     algorithm = AlgorithmConfig(**GAE, kl=replace(ADAPTIVE, horizon=100.0))
-    built = build(model_dir, here, learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=3), algorithm=algorithm))
+    built = build(
+        model_dir, here, learner=LearnerConfig(steps=10, critic=replace(CRITIC, warmup_steps=3), algorithm=algorithm)
+    )
     assert [built.train(step, here)["train/kl_scale"] for step in (3, 4)] == [1.0, pytest.approx(1 - 0.2 * 16 / 100)]
 
 
@@ -169,22 +211,30 @@ def test_the_clip_holds_values_back(here: parallel.Parallel, model_dir: Path) ->
     """From the second minibatch on, values have moved."""
 
     def clipped(value_clip: float) -> float:
-        learner = LearnerConfig(steps=10, critic=replace(CRITIC, value_clip=value_clip), algorithm=AlgorithmConfig(**GAE))
+        learner = LearnerConfig(
+            steps=10, critic=replace(CRITIC, value_clip=value_clip), algorithm=AlgorithmConfig(**GAE)
+        )
         return build(model_dir, here, learner=learner).train(STEPS[0], here, minibatches=2)["critic/clip_fraction"]
 
     assert clipped(1e-4) > clipped(0.0) == 0
 
 
 def test_values_come_to_predict_the_reward(here: parallel.Parallel, model_dir: Path) -> None:
-    """Trained on one batch again and again, the critic explains its returns, which are the rewards at gamma = lam = 1."""
+    """Trained on one batch again and again, the critic explains its returns, which are the rewards at gamma = lam =
+    1.
+    """
     quick = CriticConfig(warmup_steps=99, value_clip=0.0, optimizer=OptimizerConfig(lr=1e-2, eps=1e-5))
-    built = build(model_dir, here, learner=LearnerConfig(steps=100, critic=quick, algorithm=AlgorithmConfig(advantage="gae")))
+    built = build(
+        model_dir, here, learner=LearnerConfig(steps=100, critic=quick, algorithm=AlgorithmConfig(advantage="gae"))
+    )
     explained = [built.train(3, here)["critic/explained_variance"] for _ in range(30)]
     assert explained[0] == 0 and explained[-1] > 0.8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_resumed_run_ends_with_the_same_bits(here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str) -> None:
+def test_a_resumed_run_ends_with_the_same_bits(
+    here: parallel.Parallel, model_dir: Path, tmp_path: Path, dtype: str
+) -> None:
     """Critic, its Adam and a moving average of the policy come back exactly."""
     one = build(model_dir, here, dtype=dtype, kl=MOVING)
     one.train(STEPS[0], here)
@@ -212,7 +262,8 @@ def test_a_step_that_is_not_finite_leaves_no_trace(here: parallel.Parallel, mode
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path, tmp_path: Path, every: bool) -> None:
-    """Data, tensor, sequence, pipeline (virtual), context and expert parallel, GAE and V-trace, and from the checkpoint of one rank.
+    """Data, tensor, sequence, pipeline (virtual), context and expert parallel, GAE and V-trace, and from the checkpoint
+    of one rank.
 
     Every metric to 1e-5. Dumps of policy and critic have the same values by token.
     """
@@ -237,7 +288,9 @@ def test_two_ranks_train_what_one_does(here: parallel.Parallel, model_dir: Path,
     args = (model_dir, deep_dir, experts_dir, tmp_path / "checkpoint", every)
     for result in run_ranks(critic_ranks.main, args, world=2, out=tmp_path, timeout_s=400):
         for name, ours in result.items():
-            wanted: Any = next((others[end] for end in sorted(others, key=len, reverse=True) if name.endswith(f" {end}")), metrics)
+            wanted: Any = next(
+                (others[end] for end in sorted(others, key=len, reverse=True) if name.endswith(f" {end}")), metrics
+            )
             for each, other in zip(ours["metrics"], wanted[-len(ours["metrics"]) :], strict=True):
                 try:
                     same(each, other)
@@ -257,7 +310,10 @@ def test_the_critic_has_a_dump_of_its_own(here: parallel.Parallel, model_dir: Pa
     file = tmp_path / f"{STEPS[0]}_0.safetensors"
     dump, policy, record = (read_train(path) for path in (critic_path(file), file, record_path(critic_path(file))))
     assert (dump.role, policy.role, dump.num_steps) == ("critic", "actor", 1)
-    assert (dump.steps[0].grad_norm, dump.steps[0].loss_dict["loss"]) == (metrics["critic/grad_norm"], metrics["critic/loss"])
+    assert (dump.steps[0].grad_norm, dump.steps[0].loss_dict["loss"]) == (
+        metrics["critic/grad_norm"],
+        metrics["critic/loss"],
+    )
     assert dump.metrics == {name: value for name, value in metrics.items() if name.startswith("critic/")}
     data, of_policy = dump.steps[0].debug_data, policy.steps[0].debug_data
     for name in ("values", "returns", "advantages", "unconcat_tokens"):
@@ -269,11 +325,16 @@ def test_the_critic_has_a_dump_of_its_own(here: parallel.Parallel, model_dir: Pa
     with pytest.raises(ValueError, match="role: want the same in both dumps, got critic and actor"):
         compare_train(dump, policy)
 
-    batch = make_batches(make_samples(vocab=VOCAB, step=STEPS[1]), step=STEPS[1], max_tokens=60, minibatches=2, pad_to=2)[0]
+    batch = make_batches(
+        make_samples(vocab=VOCAB, step=STEPS[1]), step=STEPS[1], max_tokens=60, minibatches=2, pad_to=2
+    )[0]
     built.trainer.train(replace(batch, demonstration_N=batch.minibatches_N == 0))  # of which the critic trains none
     taught, trained = read_train(tmp_path / critic_path(Path(f"{STEPS[1]}_0.safetensors"))).steps
     assert taught.grad_norm is None and "current_values" not in taught.debug_data
-    assert trained.grad_norm is not None and trained.debug_data["sequence_ids"].tolist() == np.flatnonzero(batch.minibatches_N).tolist()
+    assert (
+        trained.grad_norm is not None
+        and trained.debug_data["sequence_ids"].tolist() == np.flatnonzero(batch.minibatches_N).tolist()
+    )
 
 
 def test_vtrace_trains(here: parallel.Parallel, model_dir: Path) -> None:
@@ -305,7 +366,9 @@ def test_a_checkpoint_of_other_roles_is_refused(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_reference_follows_the_policy(here: parallel.Parallel, model_dir: Path, dtype: str) -> None:
-    """Every two steps it is the policy, so the divergence of the next step is 0; a moving average is that of a loop in float32."""
+    """Every two steps it is the policy, so the divergence of the next step is 0; a moving average is that of a loop in
+    float32.
+    """
     renewed = build(model_dir, here, dtype=dtype, kl=KLConfig(coef=0.1, reference_every=2))
     divergences = [renewed.train(step, here)["train/kl_reference"] for step in (2, 3, 4, 5)]
     assert divergences[0] == divergences[1] == divergences[3] == 0 < divergences[2], "steps 2 and 4 renew it"
@@ -323,7 +386,9 @@ def test_a_reference_follows_the_policy(here: parallel.Parallel, model_dir: Path
     for in_place in (False, True):
         with OtherWeights(built.policy, in_place=in_place) as others:
             others.take(built.reference.weights)
-            there = {name: parameter.detach().float().clone() for name, parameter in built.policy.module.named_parameters()}
+            there = {
+                name: parameter.detach().float().clone() for name, parameter in built.policy.module.named_parameters()
+            }
         assert built.policy.digest() == own
         for name, tensor in built.reference.weights.tensors.items():
             assert torch.equal(there[name], tensor.to(built.policy.config.params_dtype).float()), name

@@ -35,7 +35,10 @@ class Unbuildable(Qwen3):
 
 def a_stage_frees_its_outputs(directory: Path) -> None:
     results = run_ranks(
-        megatron_effect_ranks.main, (write_tiny_model(directory / "model", "qwen3", vocab_size=128),), world=2, out=directory
+        megatron_effect_ranks.main,
+        (write_tiny_model(directory / "model", "qwen3", vocab_size=128),),
+        world=2,
+        out=directory,
     )
     first, _ = results
     assert {*first["True"]["sent"]} == {1} and min(first["False"]["sent"]) > 1
@@ -45,7 +48,12 @@ def a_stage_frees_its_outputs(directory: Path) -> None:
 def files_have_the_configuration(directory: Path) -> None:
     model_dir = write_tiny_model(directory / "model", "qwen3", vocab_size=128)
     with one_rank() as here:
-        build_policy(model_dir, dtype="float32", parallel=here, kernels=Wanted(megatron={"config_logger_dir": str(directory / "log")}))
+        build_policy(
+            model_dir,
+            dtype="float32",
+            parallel=here,
+            kernels=Wanted(megatron={"config_logger_dir": str(directory / "log")}),
+        )
     assert [file for file in (directory / "log").iterdir() if b"hidden_size" in file.read_bytes()]
 
 
@@ -62,14 +70,19 @@ def test_an_argument_that_is_passed_on_has_an_effect(name: str, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("bridge", "reason"),
-    [("Offloading", "CPU offloading can be done only for layers less than"), ("Unbuildable", "mrope require mrope_section")],
+    [
+        ("Offloading", "CPU offloading can be done only for layers less than"),
+        ("Unbuildable", "mrope require mrope_section"),
+    ],
 )
 def test_what_megatron_refuses_is_no_crash(here: Any, tmp_path: Path, bridge: str, reason: str) -> None:
     """It ends the rank with 78, after which it is not started again."""
     with pytest.raises(
         ConfigRefused, match=f"learner, model.path: want a model and settings that Megatron takes, got .*{reason}"
     ) as refused:
-        build_policy(write_tiny_model(tmp_path, "qwen3"), dtype="float32", parallel=here, bridge_class=f"{__name__}:{bridge}")
+        build_policy(
+            write_tiny_model(tmp_path, "qwen3"), dtype="float32", parallel=here, bridge_class=f"{__name__}:{bridge}"
+        )
     assert exit_codes.of(refused.value) == exit_codes.CONFIG
 
 

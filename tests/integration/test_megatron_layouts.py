@@ -1,4 +1,6 @@
-"""Loss, gradient norm and every metric are the same for every split of a step: one table of layouts, one of algorithms."""
+"""Loss, gradient norm and every metric are the same for every split of a step: one table of layouts, one of
+algorithms.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -40,27 +42,64 @@ LAYOUTS = {
     "pp2 vpp2, tied": Layout(pipeline_parallel=2, virtual_pipeline=2, model="tied", max_tokens=120, every=28),
     "cp2": Layout(context_parallel=2, model="deep", max_tokens=120, every=28),
     "cp2 sharded optimizer": Layout(context_parallel=2, sharded=True, model="deep", max_tokens=120, every=28),
-    "dp2 sharded optimizer": Layout(data_parallel=2, sharded=True, overlap=True, chunk=10_000, model="deep", max_tokens=60, every=28),
-    "tp2 sp, recompute": Layout(tensor_parallel=2, sequence_parallel=True, recompute="full", model="deep", max_tokens=120, every=28),
+    "dp2 sharded optimizer": Layout(
+        data_parallel=2, sharded=True, overlap=True, chunk=10_000, model="deep", max_tokens=60, every=28
+    ),
+    "tp2 sp, recompute": Layout(
+        tensor_parallel=2, sequence_parallel=True, recompute="full", model="deep", max_tokens=120, every=28
+    ),
     "pp2, recompute": Layout(pipeline_parallel=2, recompute="full", model="deep", max_tokens=120, every=28),
-    "pp2 vpp2, recompute": Layout(pipeline_parallel=2, virtual_pipeline=2, recompute="full", model="deep", max_tokens=120, every=28),
+    "pp2 vpp2, recompute": Layout(
+        pipeline_parallel=2, virtual_pipeline=2, recompute="full", model="deep", max_tokens=120, every=28
+    ),
     "cp2, recompute": Layout(context_parallel=2, recompute="full", model="deep", max_tokens=120, every=28),
     HALF: Layout(dtype="bfloat16", model="deep", max_tokens=120, every=28),
-    "bfloat16, pp2": Layout(dtype="bfloat16", pipeline_parallel=2, model="deep", max_tokens=120, every=28, reference=HALF),
-    "bfloat16, pp2 vpp2": Layout(
-        dtype="bfloat16", pipeline_parallel=2, virtual_pipeline=2, model="deep", max_tokens=120, every=28, reference=HALF
+    "bfloat16, pp2": Layout(
+        dtype="bfloat16", pipeline_parallel=2, model="deep", max_tokens=120, every=28, reference=HALF
     ),
-    "tp2 x pp2": Layout(tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14),
-    "dp2 x tp2": Layout(data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=14),
-    "cp2 x tp2": Layout(context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14),
+    "bfloat16, pp2 vpp2": Layout(
+        dtype="bfloat16",
+        pipeline_parallel=2,
+        virtual_pipeline=2,
+        model="deep",
+        max_tokens=120,
+        every=28,
+        reference=HALF,
+    ),
+    "tp2 x pp2": Layout(
+        tensor_parallel=2, pipeline_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14
+    ),
+    "dp2 x tp2": Layout(
+        data_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=60, every=14
+    ),
+    "cp2 x tp2": Layout(
+        context_parallel=2, tensor_parallel=2, sequence_parallel=True, model="deep", max_tokens=120, every=14
+    ),
     "pp2 x dp2": Layout(
-        pipeline_parallel=2, data_parallel=2, sharded=True, overlap=True, chunk=10_000, model="tied", max_tokens=60, every=14
+        pipeline_parallel=2,
+        data_parallel=2,
+        sharded=True,
+        overlap=True,
+        chunk=10_000,
+        model="tied",
+        max_tokens=60,
+        every=14,
     ),
     "pp2 vpp2 x cp2": Layout(
-        pipeline_parallel=2, virtual_pipeline=2, context_parallel=2, sharded=True, model="deep", max_tokens=120, every=14
+        pipeline_parallel=2,
+        virtual_pipeline=2,
+        context_parallel=2,
+        sharded=True,
+        model="deep",
+        max_tokens=120,
+        every=14,
     ),
 }
-MODELS: dict[str, dict[str, Any]] = {"flat": {}, "deep": {"num_hidden_layers": 4}, "tied": {"num_hidden_layers": 4, "tied": True}}
+MODELS: dict[str, dict[str, Any]] = {
+    "flat": {},
+    "deep": {"num_hidden_layers": 4},
+    "tied": {"num_hidden_layers": 4, "tied": True},
+}
 """Models by name, and the layout of one rank with which the others are compared."""
 OF_ONE = {"flat": WHOLE, "deep": DEEP, "tied": TIED}
 REFERENCES = {*OF_ONE.values(), HALF}
@@ -76,8 +115,9 @@ SLOW = {name for name, layout in LAYOUTS.items() if layout.world == 4 or "every 
     "4 layers, several rows",
     "bfloat16, pp2",
 }
-"""Layouts of four processes, those with every case, and those that repeat parts of other layouts. Each case is divided anyway: over two
-replicas, or into micro-batches."""
+"""Layouts of four processes, those with every case, and those that repeat parts of other layouts. Each case is divided
+anyway: over two replicas, or into micro-batches.
+"""
 
 Results = dict[str, dict[str, Any]]
 
@@ -100,7 +140,9 @@ class Runs:
         if name not in self._done:
             out, layout = self._make("layout"), LAYOUTS[name]
             if layout.model not in self._models:
-                self._models[layout.model] = write_tiny_model(self._make("model"), vocab_size=VOCAB, **MODELS[layout.model])
+                self._models[layout.model] = write_tiny_model(
+                    self._make("model"), vocab_size=VOCAB, **MODELS[layout.model]
+                )
             args = (self._models[layout.model], layout)
             self._done[name] = out, run_ranks(megatron_layouts.main, args, world=layout.world, out=out, timeout_s=600)
         return self._done[name]
@@ -145,7 +187,9 @@ def test_the_same_gradients(trained: Runs, layout: str, rows: str) -> None:
 
 NOT_COMPARED = {
     **dict.fromkeys(("train/step_seconds", "train/tokens_per_second"), "times"),
-    **dict.fromkeys(("train/tflops", "train/mfu", "train/peak_memory_bytes"), "of rank 0 and its device: tests/gpu, test_flops"),
+    **dict.fromkeys(
+        ("train/tflops", "train/mfu", "train/peak_memory_bytes"), "of rank 0 and its device: tests/gpu, test_flops"
+    ),
     **dict.fromkeys(("train/wait_seconds", "train/wait_share"), "of the rank's process, which waits for batches"),
     "train/routing_known": "of experts that an engine has chosen: test_routing_replay",
 }
@@ -174,10 +218,17 @@ def test_the_cases_have_every_metric_of_a_step(trained: Runs) -> None:
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in LAYOUTS if name not in REFERENCES]
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+        for name in LAYOUTS
+        if name not in REFERENCES
+    ],
 )
 def test_a_layout_has_every_metric(trained: Runs, layout: str) -> None:
-    """``test_the_same_numbers`` compares all metrics of the cases of a layout: among them is each that any case has on one rank."""
+    """``test_the_same_numbers`` compares all metrics of the cases of a layout: among them is each that any case has on
+    one rank.
+    """
     wanted = _names(trained(WHOLE)[0])
     for rank in trained(layout):
         assert _names(rank) == wanted
@@ -197,7 +248,9 @@ def test_the_layouts_are_what_they_are_called(trained: Runs) -> None:
 
 def test_a_step_uses_only_what_has_a_deterministic_kernel_on_cuda(trained: Runs) -> None:
     """The trainer's step and Megatron's. With logits in several chunks: test_megatron_trainer."""
-    assert {case: result["raising_on_cuda"] for case, result in trained(WHOLE)[0].items() if result["raising_on_cuda"]} == {}
+    assert {
+        case: result["raising_on_cuda"] for case, result in trained(WHOLE)[0].items() if result["raising_on_cuda"]
+    } == {}
 
 
 def test_the_algorithms_are_not_all_the_same(trained: Runs) -> None:

@@ -1,4 +1,6 @@
-"""LoRA: adapters train the same numbers in every layout, change no weight of the model, and are PEFT's tensors in a file."""
+"""LoRA: adapters train the same numbers in every layout, change no weight of the model, and are PEFT's tensors in a
+file.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -60,7 +62,9 @@ def here() -> Iterator[parallel.Parallel]:
 
 def close(ours: Mapping[str, float], wanted: Mapping[str, float], tolerance: float = 1e-5) -> None:
     names = wanted.keys() - TIMES
-    assert {name: ours[name] for name in names} == pytest.approx({name: wanted[name] for name in names}, rel=tolerance, abs=tolerance)
+    assert {name: ours[name] for name in names} == pytest.approx(
+        {name: wanted[name] for name in names}, rel=tolerance, abs=tolerance
+    )
 
 
 def lora_policy(model_dir: Path, here: parallel.Parallel, lora: LoraConfig, *, filled: bool = True) -> Policy:
@@ -101,7 +105,9 @@ def log_probs(model: Any, tokens: Tensor) -> Tensor:
     ("family", "tied", "lora"),
     [("qwen3", True, LORA), ("qwen2", False, SOME), ("llama", False, LORA), ("qwen3", False, SOME)],
 )
-def test_the_model_with_adapters_is_that_of_transformers(here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig) -> None:
+def test_the_model_with_adapters_is_that_of_transformers(
+    here: Any, tmp_path: Path, family: str, tied: bool, lora: LoraConfig
+) -> None:
     """Merged weights and a directory of PEFT's agree with it; an adapter directory begins a policy with the same."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=tied, vocab_size=VOCAB)
     policy = lora_policy(model_dir, here, lora)
@@ -120,7 +126,9 @@ def test_the_model_with_adapters_is_that_of_transformers(here: Any, tmp_path: Pa
         at = torch.from_numpy((row.sample_T == number) & row.loss_mask_T)
         wanted = log_probs(by_hand, tokens := torch.from_numpy(sample.tokens).long())[-int(at.sum()) :]
         torch.testing.assert_close(ours_T[at], wanted, atol=1e-4, rtol=0)
-        assert (log_probs(base, tokens)[-int(at.sum()) :] - wanted).abs().max() > 0.01, "the adapters do nothing: the test shows nothing"
+        assert (log_probs(base, tokens)[-int(at.sum()) :] - wanted).abs().max() > 0.01, (
+            "the adapters do nothing: the test shows nothing"
+        )
 
 
 def test_new_adapters_change_nothing_and_training_changes_only_them(here: Any, model_dir: Path) -> None:
@@ -130,10 +138,14 @@ def test_new_adapters_change_nothing_and_training_changes_only_them(here: Any, m
     before = {name: parameter.clone() for name, parameter in ours.policy.module.named_parameters()}
     assert take(ours, STEPS[0], here)["train/grad_norm"] > 0
     take(ours, STEPS[1], here)
-    changed = {name for name, parameter in ours.policy.module.named_parameters() if not torch.equal(parameter, before[name])}
+    changed = {
+        name for name, parameter in ours.policy.module.named_parameters() if not torch.equal(parameter, before[name])
+    }
     assert changed == {name for name in before if ".lora_" in name}
     assert ours.policy.digest() != base.digest()
-    assert sum(buffer.grad_data.numel() for buffer in ours.policy.ddp.buffers) == sum(before[name].numel() for name in changed)
+    assert sum(buffer.grad_data.numel() for buffer in ours.policy.ddp.buffers) == sum(
+        before[name].numel() for name in changed
+    )
 
 
 def test_recomputation_trains_the_same(here: Any, model_dir: Path) -> None:
@@ -147,7 +159,9 @@ def test_recomputation_trains_the_same(here: Any, model_dir: Path) -> None:
 
 
 def test_the_reference_is_the_model_without_adapters(here: Any, model_dir: Path, tmp_path: Path) -> None:
-    """The KL is the same to the bit with a copy of all weights; another directory is a reference, too, with no trace of it left."""
+    """The KL is the same to the bit with a copy of all weights; another directory is a reference, too, with no trace of
+    it left.
+    """
     runs = []
     for whole in (False, True):
         ours = learner(model_dir, here, whole=whole)
@@ -160,13 +174,18 @@ def test_the_reference_is_the_model_without_adapters(here: Any, model_dir: Path,
     digest, off = policy.digest(), initial_weights(policy)
     backup = reference_weights(policy, model_dir, other)
     assert policy.digest() == digest
-    assert len(off.tensors) == len(backup.tensors.keys() & off.tensors.keys()) and sum(map(torch.count_nonzero, off.tensors.values())) == 0
+    assert (
+        len(off.tensors) == len(backup.tensors.keys() & off.tensors.keys())
+        and sum(map(torch.count_nonzero, off.tensors.values())) == 0
+    )
     seen = []
     with OtherWeights(policy) as others:
         for one in (off, backup, off):
             others.take(one)
             seen.append(policy.digest())
-    base, foreign = (build_policy(directory, dtype="float32", parallel=here).digest() for directory in (model_dir, other))
+    base, foreign = (
+        build_policy(directory, dtype="float32", parallel=here).digest() for directory in (model_dir, other)
+    )
     assert (seen, policy.digest()) == ([base, foreign, base], digest)
 
 
@@ -186,7 +205,10 @@ class World:
 
 
 def in_layouts(
-    body: Callable[[Path, Path, LoraConfig, Path], None], model_dir: Path, lora: LoraConfig, places: pytest.TempPathFactory
+    body: Callable[[Path, Path, LoraConfig, Path], None],
+    model_dir: Path,
+    lora: LoraConfig,
+    places: pytest.TempPathFactory,
 ) -> World:
     """Train on one rank, and in the layouts of ``body`` from the beginning and from a checkpoint of one rank."""
     out, checkpoint = places.mktemp("out"), places.mktemp("checkpoint")
@@ -224,18 +246,26 @@ LAYOUTS = (
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_trains_what_one_rank_does(world: World, layout: str) -> None:
-    """Also from a checkpoint of one rank, in another layout and with another optimizer; and its base is known by the same digest."""
+    """Also from a checkpoint of one rank, in another layout and with another optimizer; and its base is known by the
+    same digest.
+    """
     compared(world, layout)
 
 
-@pytest.mark.parametrize("layout", [f"{layout} {name}" for layout, (_, ways) in OF_EXPERTS.items() for name in (*ways, "plain, resumed")])
+@pytest.mark.parametrize(
+    "layout", [f"{layout} {name}" for layout, (_, ways) in OF_EXPERTS.items() for name in (*ways, "plain, resumed")]
+)
 def test_every_layout_of_a_mixture_trains_what_one_rank_does(world_of_experts: World, layout: str) -> None:
     """Experts spread over ranks, and virtual stages."""
     compared(world_of_experts, layout)
 
 
 @pytest.mark.parametrize(
-    "layout", [*(f"dp2 {name}" for name in IN_REPLICAS), *(f"{layout} {name}" for layout, (_, ways) in DIVIDED.items() for name in ways)]
+    "layout",
+    [
+        *(f"dp2 {name}" for name in IN_REPLICAS),
+        *(f"{layout} {name}" for layout, (_, ways) in DIVIDED.items() for name in ways),
+    ],
 )
 def test_every_matrix_has_the_gradient_of_one_rank(world: World, layout: str) -> None:
     same_gradients(world, layout)
@@ -257,7 +287,9 @@ def same_gradients(world: World, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", SAVED)
-def test_one_rank_goes_on_from_spread_experts_and_virtual_stages(world_of_experts: World, here: Any, layout: str) -> None:
+def test_one_rank_goes_on_from_spread_experts_and_virtual_stages(
+    world_of_experts: World, here: Any, layout: str
+) -> None:
     world = world_of_experts
     same(trained(world.model_dir, here, WAYS["plain"], world.out / layout, lora=ATTENTION), world.one["resumed"])
 
@@ -336,7 +368,9 @@ EXISTING = {
 
 
 @pytest.mark.parametrize(("family", "queries"), [(family, 24) for family in EXISTING] + [("deepseek_v3", None)])
-def test_the_check_knows_the_layers_that_have_adapters(here: Any, tmp_path: Path, family: str, queries: int | None) -> None:
+def test_the_check_knows_the_layers_that_have_adapters(
+    here: Any, tmp_path: Path, family: str, queries: int | None
+) -> None:
     changes = {"q_lora_rank": queries} if family == "deepseek_v3" else {}
     model_dir = write_tiny_model(tmp_path, family, vocab_size=VOCAB, **changes)
     found = {}
@@ -370,7 +404,9 @@ def in_stages(model_dir: Path, out: Path) -> None:
 
 
 def test_stages_agree_on_the_layers_that_are_trained(tmp_path: Path) -> None:
-    """The first layer of this model has an MLP, and the second experts: a target that one stage lacks is not refused."""
+    """The first layer of this model has an MLP, and the second experts: a target that one stage lacks is not
+    refused.
+    """
     model_dir = write_tiny_model(tmp_path / "model", "glm4_moe", vocab_size=VOCAB)
     first, last = run_ranks(in_stages, (model_dir,), world=2, out=tmp_path)
     assert (first.pop("all"), last.pop("all")) == (7, 4)

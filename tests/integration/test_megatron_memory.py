@@ -22,7 +22,8 @@ from tidemill.learner.megatron.trainer import OtherModels, Trainer
 
 
 class LossyMemory(PlainMemory):
-    """Memory that loses the contents of its regions at a release, as a device does: every byte becomes 255, which makes NaNs of floats.
+    """Memory that loses the contents of its regions at a release, as a device does: every byte becomes 255, which makes
+    NaNs of floats.
 
     Contents that are to be kept come back at a resume.
     """
@@ -59,7 +60,11 @@ class LossyMemory(PlainMemory):
 
 def storages() -> dict[int, torch.UntypedStorage]:
     """Return the storages of all tensors of this process."""
-    found = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor) and each.layout == torch.strided]
+    found = [
+        each.untyped_storage()
+        for each in gc.get_objects()
+        if issubclass(type(each), torch.Tensor) and each.layout == torch.strided
+    ]
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 
 
@@ -79,7 +84,12 @@ def learner(
     policy = build_policy(model_dir, dtype=dtype, parallel=here, replicas=replicas, memory=memory)
     optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
     backup = WeightBackup(policy)
-    return policy, optimizer, Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=backup)), backup
+    return (
+        policy,
+        optimizer,
+        Trainer(policy, optimizer, AlgorithmConfig(), max_lag=2, others=OtherModels(proximal=backup)),
+        backup,
+    )
 
 
 @pytest.mark.parametrize("replicas", [None, SHARES], ids=["plain", "distributed"])
@@ -113,13 +123,25 @@ def test_steps_with_releases_between_them_are_the_same_bits(
     assert len(set(digests[0])) == 3 and digests[0][-1] == digests[0][-2]
     inner = optimizer.inner
     state_tensors = [
-        each for one in inner.optimizer.state.values() for each in one.values() if isinstance(each, torch.Tensor) and each.ndim
+        each
+        for one in inner.optimizer.state.values()
+        for each in one.values()
+        if isinstance(each, torch.Tensor) and each.ndim
     ]
     main = [each for group in inner.optimizer.param_groups for each in group["params"]]
-    everything = [*policy.module.parameters(), *main, *(buffer.grad_data for buffer in policy.ddp.buffers), *state_tensors]
+    everything = [
+        *policy.module.parameters(),
+        *main,
+        *(buffer.grad_data for buffer in policy.ddp.buffers),
+        *state_tensors,
+    ]
     assert state_tensors
     outside = [each.shape for each in everything if each.untyped_storage().data_ptr() not in memory.places]
-    kept = [each for each in (*policy.module.parameters(), *main, *state_tensors) if each.untyped_storage().data_ptr() in memory.scratch]
+    kept = [
+        each
+        for each in (*policy.module.parameters(), *main, *state_tensors)
+        if each.untyped_storage().data_ptr() in memory.scratch
+    ]
     assert not kept, "these lose their content"
     assert not outside, "these stay in memory when it is released"
 

@@ -37,7 +37,13 @@ from tidemill.learner.settings.config import LearnerConfig, StalenessConfig
 from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.weightstore.store.registry import HEAD, VersionRegistry
 
-SETTINGS: dict[str, Any] = {"steps": 5, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2, "max_tokens_per_micro_batch": 16}
+SETTINGS: dict[str, Any] = {
+    "steps": 5,
+    "groups_per_step": 2,
+    "group_size": 2,
+    "checkpoint_every": 2,
+    "max_tokens_per_micro_batch": 16,
+}
 
 
 @dataclass
@@ -63,12 +69,17 @@ class Learner:
     async def started(self, *, steps: int | None = None) -> AsyncIterator[None]:
         """Run feeder, actors and ranks; all are gone when the block is left.
 
-        ``steps``: there are samples for so many from now on, so that no rank has taken more before it is killed. None = for all.
+        ``steps``: there are samples for so many from now on, so that no rank has taken more before it is killed. None =
+        for all.
         """
         self.world.taken.clear()
         self.world.most_tasks = None if steps is None else steps * self.world.learner.groups_per_step
         with KeptPort() as kept:
-            async with self.world.actors(self.respond), self.world.feeder() as (url, feeding), self._ranks(url, feeding, kept.number):
+            async with (
+                self.world.actors(self.respond),
+                self.world.feeder() as (url, feeding),
+                self._ranks(url, feeding, kept.number),
+            ):
                 yield
 
     @asynccontextmanager
@@ -80,7 +91,9 @@ class Learner:
 
     @asynccontextmanager
     async def followed(self, **changes: Any) -> AsyncIterator[tuple["Learner", str]]:
-        """Yield a second run on the same bus, in the directory ``second``, with ``changes`` of its settings, and its engine's URL."""
+        """Yield a second run on the same bus, in the directory ``second``, with ``changes`` of its settings, and its
+        engine's URL.
+        """
         root, name = self.directory / "second", f"{self.world.run}-second"
         root.mkdir()
         settings = {**self.settings, **changes}
@@ -109,7 +122,12 @@ class Learner:
             "final_dir": str(self.directory / "final"),
         }
         nodes = [{"node": node, "checkpoints": str(root)} for node, root in enumerate(self.roots)] or [{}] * world_size
-        settings = {"learner": self.settings, "algorithm": self.algorithm, "hooks": self.hooks, "optimizer": self.optimizer}
+        settings = {
+            "learner": self.settings,
+            "algorithm": self.algorithm,
+            "hooks": self.hooks,
+            "optimizer": self.optimizer,
+        }
         settings |= {"staleness": self.staleness, "weights": self.weights, "debug": self.debug}
         logs = [self.directory / f"rank-{rank}.log" for rank in range(world_size)]
         self.ranks = [
@@ -153,7 +171,9 @@ class Learner:
                 return
 
     async def drained(self) -> None:
-        """Wait for the end of a feeder whose ranks were drained by another program: an error, so that a supervisor starts it again."""
+        """Wait for the end of a feeder whose ranks were drained by another program: an error, so that a supervisor
+        starts it again.
+        """
         with pytest.raises(RanksLeft):
             await self.feeding
 
@@ -193,7 +213,9 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
                 run=run_id,
                 bus=bus,
                 root=tmp_path / "checkpoints",
-                learner=LearnerConfig(**settings, algorithm=AlgorithmConfig(**(algorithm or {})), optimizer=OptimizerConfig(lr=1e-2)),
+                learner=LearnerConfig(
+                    **settings, algorithm=AlgorithmConfig(**(algorithm or {})), optimizer=OptimizerConfig(lr=1e-2)
+                ),
                 staleness=StalenessConfig(**lag),
                 config=BusConfig(lease_s=5.0),
             )
@@ -215,14 +237,17 @@ def open_learner(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> Op
 async def test_two_ranks_train_push_checkpoint_and_end(open_learner: OpenLearner, tmp_path: Path, split: str) -> None:
     """Every step is done, every version is of a step, the final model has the last digest and loads in transformers.
 
-    The debugging tools are those of all ranks: the report, a profile of the second one, and the dumps of a policy and its critic.
+    The debugging tools are those of all ranks: the report, a profile of the second one, and the dumps of a policy and
+    its critic.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with_critic = split == "context_parallel"
     debug = {"save_train": f"{tmp_path}/{{step}}_{{rank}}"} if with_critic else {}
     write_request(tmp_path, ProfileRequest(steps=2, rank=1))
-    async with open_learner(algorithm={"advantage": "gae"} if with_critic else {}, debug=debug, **{split: 2}) as learner:
+    async with open_learner(
+        algorithm={"advantage": "gae"} if with_critic else {}, debug=debug, **{split: 2}
+    ) as learner:
         await learner.finish()
         assert sorted(await learner.digests()) == [1, 2, 3, 4, 5]
         registry = VersionRegistry(learner.world.bus)
@@ -262,8 +287,12 @@ SHARES = {
 async def test_a_killed_rank_resumes_with_the_same_bits(
     open_learner: OpenLearner, staleness: dict[str, Any], push_every: int, changes: dict[str, Any]
 ) -> None:
-    """It is killed after step 11 and resumed from the checkpoint of step 8: the steps are repeated, with the same digests."""
-    async with open_learner(staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8, **changes) as learner:
+    """It is killed after step 11 and resumed from the checkpoint of step 8: the steps are repeated, with the same
+    digests.
+    """
+    async with open_learner(
+        staleness=staleness, weights={"push_every": push_every}, steps=24, checkpoint_every=8, **changes
+    ) as learner:
         async with learner.started(steps=12):
             await learner.until(11)
             for rank in learner.ranks:
@@ -283,13 +312,20 @@ async def test_a_killed_rank_resumes_with_the_same_bits(
 
 
 @pytest.mark.parametrize("offload", [False, True])
-async def test_steps_that_are_executed_again_have_the_settings_of_their_first_execution(open_learner: OpenLearner, offload: bool) -> None:
-    """A killed learner is started with another schedule, loss and clipping, and killed again while it repeats steps: bits and rates of
-    each step are those of its first execution, behind the checkpoint and behind none.
+async def test_steps_that_are_executed_again_have_the_settings_of_their_first_execution(
+    open_learner: OpenLearner, offload: bool
+) -> None:
+    """A killed learner is started with another schedule, loss and clipping, and killed again while it repeats steps:
+    bits and rates of each step are those of its first execution, behind the checkpoint and behind none.
     """
-    first = {"optimizer": {"lr": 1e-2, "lr_decay": "linear", "clip_grad": 0.01}, "algorithm": {"entropy_coef": 0.1, "entropy_target": 2.0}}
+    first = {
+        "optimizer": {"lr": 1e-2, "lr_decay": "linear", "clip_grad": 0.01},
+        "algorithm": {"entropy_coef": 0.1, "entropy_target": 2.0},
+    }
     second = {"optimizer": {"lr": 3e-3, "warmup_steps": 20, "weight_decay": 0.5}, "algorithm": {"correction": "aipo"}}
-    async with open_learner(staleness={"max_lag": 0}, steps=20, checkpoint_every=6, offload_optimizer=offload) as learner:
+    async with open_learner(
+        staleness={"max_lag": 0}, steps=20, checkpoint_every=6, offload_optimizer=offload
+    ) as learner:
         learner.change(**first)
         async with learner.started(steps=4):
             await learner.until(4)
@@ -311,12 +347,16 @@ async def test_steps_that_are_executed_again_have_the_settings_of_their_first_ex
             rates.setdefault(record.step, set()).add(record.metrics["train/lr"])
         assert len(done) > 16 and all(len(same) == 1 for same in rates.values()), rates
         assert all(len(set(same)) == 1 for same in (await learner.digests()).values())
-        expected = {step: 1e-2 * (1 - (step - 1) / 20) if step <= 4 or 8 < step <= 10 else 3e-3 * step / 20 for step in range(1, 17)}
+        expected = {
+            step: 1e-2 * (1 - (step - 1) / 20) if step <= 4 or 8 < step <= 10 else 3e-3 * step / 20
+            for step in range(1, 17)
+        }
         assert {step: rate for step, (rate,) in rates.items()} == pytest.approx(expected)
 
 
 async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_taken(open_learner: OpenLearner) -> None:
-    """It is killed after the step and before any checkpoint: the next start takes it from its plan, skips it, and has the same bits.
+    """It is killed after the step and before any checkpoint: the next start takes it from its plan, skips it, and has
+    the same bits.
 
     The advantages that are not finite are those of an estimator that reads the metadata of samples.
     """
@@ -349,11 +389,15 @@ async def test_a_recorded_step_that_is_not_finite_is_skipped_whenever_it_is_take
 
 
 async def test_running_baselines_of_roles_outlive_a_restart(open_learner: OpenLearner) -> None:
-    """Two ranks are killed between two checkpoints: steps taken twice have the same baselines and bits, and count once."""
+    """Two ranks are killed between two checkpoints: steps taken twice have the same baselines and bits, and count
+    once.
+    """
 
     def respond(task: Task, index: int) -> Sample:
         reward = float(index + task.offset % 3)
-        return sample(task, index, ((task.min_version, 2 + index),), reward=reward, metadata={"player": task.offset % 2})
+        return sample(
+            task, index, ((task.min_version, 2 + index),), reward=reward, metadata={"player": task.offset % 2}
+        )
 
     algorithm = {"advantage": "rae", "rae_role": "player", "rae_decay": 0.8}
     changes = {"steps": 9, "checkpoint_every": 3, "data_parallel": 2}
@@ -375,19 +419,28 @@ async def test_running_baselines_of_roles_outlive_a_restart(open_learner: OpenLe
         assert all(len(set(same)) == 1 for same in (await learner.digests()).values())
 
 
-async def test_a_rank_with_a_bridge_of_ones_own_ends_by_a_hook_that_raises(open_learner: OpenLearner, tmp_path: Path) -> None:
-    """The first step of the model that the learner does not know is done and pushed; the hook fails before the second."""
+async def test_a_rank_with_a_bridge_of_ones_own_ends_by_a_hook_that_raises(
+    open_learner: OpenLearner, tmp_path: Path
+) -> None:
+    """The first step of the model that the learner does not know is done and pushed; the hook fails before the
+    second.
+    """
     write_tiny_pond(tmp_path / "model")
     hooks = {"before_step": f"{megatron_rank_process.__name__}:failing"}
     async with open_learner(bridge="docs.examples.extending.my_bridge:Pond", hooks=hooks) as learner:
         async with learner.started():
             assert await learner.ended() == [1]
-            with pytest.raises(RankFailed, match=r"learner\.hooks\.before_step: .*:failing failed at step 2: RuntimeError: no second step"):
+            with pytest.raises(
+                RankFailed,
+                match=r"learner\.hooks\.before_step: .*:failing failed at step 2: RuntimeError: no second step",
+            ):
                 await learner.feeding
         assert sorted(await learner.digests()) == [1]
 
 
-async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_exported(open_learner: OpenLearner, tmp_path: Path) -> None:
+async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_exported(
+    open_learner: OpenLearner, tmp_path: Path
+) -> None:
     """Step 3 of one pass over seven prompts is no multiple of ``push_every`` and of ``checkpoint_every``."""
     async with open_learner(
         data_parallel=2, num_epochs=1, groups_per_step=3, steps=100, checkpoint_every=2, weights={"push_every": 2}
@@ -411,7 +464,9 @@ async def test_the_step_that_uses_up_the_prompts_is_published_checkpointed_and_e
 async def test_a_drained_learner_goes_on_behind_its_last_step(
     open_learner: OpenLearner, tmp_path: Path, max_lag: int, push_every: int, algorithm: dict[str, Any]
 ) -> None:
-    """SIGTERM to one rank of two, twice: both leave after their step, which is in a checkpoint and in ``final``; no step is done again."""
+    """SIGTERM to one rank of two, twice: both leave after their step, which is in a checkpoint and in ``final``; no
+    step is done again.
+    """
     settings = {"staleness": {"max_lag": max_lag}, "weights": {"push_every": push_every}, "algorithm": algorithm}
     async with open_learner(data_parallel=2, steps=200, checkpoint_every=50, **settings) as learner:
         last = 0
@@ -428,12 +483,16 @@ async def test_a_drained_learner_goes_on_behind_its_last_step(
             row = await learner.world.bus.rows("run").get(CHECKPOINT_KEY)
             assert row is not None and row[0]["step"] == last
             assert json.loads((tmp_path / "final" / "manifest.json").read_text())["step"] == last
-        assert {step: len(done) for step, done in (await learner.digests()).items()} == dict.fromkeys(range(1, last + 1), 1)
+        assert {step: len(done) for step, done in (await learner.digests()).items()} == dict.fromkeys(
+            range(1, last + 1), 1
+        )
 
 
 @pytest.mark.parametrize("max_lag", [0, 2])
 async def test_a_drain_does_not_wait_for_a_push_that_fails(open_learner: OpenLearner, max_lag: int) -> None:
-    """No engine takes version 1, which is pushed again and again; the step is in a checkpoint, and the next start publishes its weights."""
+    """No engine takes version 1, which is pushed again and again; the step is in a checkpoint, and the next start
+    publishes its weights.
+    """
     staleness = {"max_lag": max_lag}
     async with open_learner(
         steps=200, checkpoint_every=50, staleness=staleness, weights={"min_engines": 1, "phase_deadline_s": 1.0}
@@ -458,7 +517,9 @@ async def test_a_drain_does_not_wait_for_a_push_that_fails(open_learner: OpenLea
         assert {len(done) for done in (await learner.digests()).values()} == {1}
 
 
-async def test_a_learner_that_is_drained_before_its_first_step_has_trained_nothing(open_learner: OpenLearner, tmp_path: Path) -> None:
+async def test_a_learner_that_is_drained_before_its_first_step_has_trained_nothing(
+    open_learner: OpenLearner, tmp_path: Path
+) -> None:
     async with open_learner() as learner:
         async with learner.started_without_actors():
             async for row in learner.world.bus.rows("weights").watch(HEAD):
@@ -486,7 +547,10 @@ async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(
 ) -> None:
     """Gathering over the ranks is over before anything is sent: one rank sends, and the other does not wait."""
     write_tiny_model(tmp_path / "model", family, vocab_size=300)
-    lost = {"killed": Behaviour(fails="kill", at="bucket", once_served=1), "stopped": Behaviour(fails="stop", at="bucket", once_served=2)}
+    lost = {
+        "killed": Behaviour(fails="kill", at="bucket", once_served=1),
+        "stopped": Behaviour(fails="stop", at="bucket", once_served=2),
+    }
     weights = {"group": "all", "bucket_bytes": 8_000, "phase_deadline_s": 8.0}
     async with open_learner(**split, steps=8, checkpoint_every=8, weights=weights) as learner:
         here = receivers(learner.world.url, learner.world.run, {"good": Behaviour(), **lost})
@@ -506,8 +570,12 @@ async def test_an_engine_lost_in_mid_bucket_holds_up_no_rank(
     assert told["digest"] == digest(final)
 
 
-async def test_a_run_begins_with_the_weights_of_another_ones_checkpoint(open_learner: OpenLearner, tmp_path: Path) -> None:
-    """Engines get them before anything is generated: version 0, which they load by themselves, is the model directory's."""
+async def test_a_run_begins_with_the_weights_of_another_ones_checkpoint(
+    open_learner: OpenLearner, tmp_path: Path
+) -> None:
+    """Engines get them before anything is generated: version 0, which they load by themselves, is the model
+    directory's.
+    """
     async with open_learner(steps=2) as first:
         await first.finish()
         saved = load_file(tmp_path / "final" / "model.safetensors")

@@ -1,4 +1,6 @@
-"""A checkpoint of any layout continues in any other: tensor, pipeline, data, context parallel, one rank. All pairs: ``make test-all``."""
+"""A checkpoint of any layout continues in any other: tensor, pipeline, data, context parallel, one rank. All pairs:
+``make test-all``.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,9 @@ class World:
         with one_rank() as here:
             self.one = saved(Learner(self.model_dir, here), root / "of-one")
             self.pairs = len(LAYOUTS) * (1 + len(LAYOUTS)) if every else 3 * len(LAYOUTS) - 1
-            self.ranks = run_ranks(megatron_resuming.main, (self.model_dir, root / "of-one", every), world=2, out=self.out, timeout_s=900)
+            self.ranks = run_ranks(
+                megatron_resuming.main, (self.model_dir, root / "of-one", every), world=2, out=self.out, timeout_s=900
+            )
             self.in_one = {name: Learner(self.model_dir, here).resume(self.out / name) for name in LAYOUTS}
 
 
@@ -49,7 +53,10 @@ def test_every_layout_trains_what_one_rank_does(world: World) -> None:
 
 
 def test_the_first_stage_may_have_fewer_layers(world: World) -> None:
-    assert [[rank[f"saved {name}"]["layers"] for rank in world.ranks] for name in ("pp2", "pp2, 1 and 3 layers")] == [[2, 2], [1, 3]]
+    assert [[rank[f"saved {name}"]["layers"] for rank in world.ranks] for name in ("pp2", "pp2, 1 and 3 layers")] == [
+        [2, 2],
+        [1, 3],
+    ]
 
 
 def test_every_rank_has_the_log_probs_of_its_rows(world: World) -> None:

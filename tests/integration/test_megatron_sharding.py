@@ -1,4 +1,6 @@
-"""Optimizer state in shares of the replicas, in host memory, or both: trains as the plain optimizer does, and loads its checkpoints."""
+"""Optimizer state in shares of the replicas, in host memory, or both: trains as the plain optimizer does, and loads its
+checkpoints.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,19 @@ import torch
 from megatron.core import dist_checkpointing
 
 from tests.integration import megatron_sharding
-from tests.integration.megatron_sharding import CASES, CLIPPED_CASES, RARE, STEPS, UNCLIPPED, VOCAB, WAYS, learner, resumes, saved, take
+from tests.integration.megatron_sharding import (
+    CASES,
+    CLIPPED_CASES,
+    RARE,
+    STEPS,
+    UNCLIPPED,
+    VOCAB,
+    WAYS,
+    learner,
+    resumes,
+    saved,
+    take,
+)
 from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.same_metrics import TIMES
@@ -49,7 +63,9 @@ def timeless(metrics: dict[str, float]) -> dict[str, float]:
 
 @pytest.mark.parametrize(("dtype", "way"), CASES)
 def test_the_same_bits_as_the_plain_optimizer(world: World, dtype: str, way: str) -> None:
-    """Where no gradient is clipped: each weight's gradient is the sum of the same two numbers, and Adam is element by element."""
+    """Where no gradient is clipped: each weight's gradient is the sum of the same two numbers, and Adam is element by
+    element.
+    """
     for rank in world.ranks:
         same_bits(rank, dtype, way)
 
@@ -76,17 +92,26 @@ def same_bits(rank: dict[str, Any], dtype: str, way: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "way"), CLIPPED_CASES)
 def test_clipped_gradients(world: World, dtype: str, way: str) -> None:
-    """The norm of shares is summed in another order, so clipping differs in the last bit of a float32; offload changes no bit."""
+    """The norm of shares is summed in another order, so clipping differs in the last bit of a float32; offload changes
+    no bit.
+    """
     plain, ours = world[f"clipped {dtype} plain"], world[f"clipped {dtype} {way}"]
     assert plain["metrics"][0]["train/grad_norm"] > 0.05, "nothing was clipped"
     for step, wanted in zip(ours["metrics"], plain["metrics"], strict=True):
         for name in ("train/loss", "train/grad_norm", "offpolicy/kl_rollout"):
             if name in wanted:
-                assert step[name] == pytest.approx(wanted[name], rel=2e-5 if dtype == "float32" else 1e-2, abs=1e-6), name
-    assert ours["digests"] == world[f"clipped {dtype} {way.removesuffix(', offload').replace('offload', 'plain')}"]["digests"]
+                assert step[name] == pytest.approx(wanted[name], rel=2e-5 if dtype == "float32" else 1e-2, abs=1e-6), (
+                    name
+                )
+    assert (
+        ours["digests"]
+        == world[f"clipped {dtype} {way.removesuffix(', offload').replace('offload', 'plain')}"]["digests"]
+    )
 
 
-@pytest.mark.parametrize(("dtype", "one", "other"), [(dtype, one, other) for dtype in DTYPES for one, other in resumes(dtype)])
+@pytest.mark.parametrize(
+    ("dtype", "one", "other"), [(dtype, one, other) for dtype in DTYPES for one, other in resumes(dtype)]
+)
 def test_one_continues_what_the_other_has_saved(world: World, dtype: str, one: str, other: str) -> None:
     unbroken = world[f"{dtype} plain"]
     assert world[f"{dtype} {one} > {other}"]["digest"] == unbroken["digests"][1]
@@ -95,7 +120,9 @@ def test_one_continues_what_the_other_has_saved(world: World, dtype: str, one: s
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
     """Return the whole tensors of a checkpoint."""
     found = dist_checkpointing.load_plain_tensors(str(directory))
-    return {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}  # the rest are random generators
+    return {
+        name: each for name, each in found.items() if isinstance(each, torch.Tensor)
+    }  # the rest are random generators
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:
@@ -121,7 +148,9 @@ def test_one_rank_loads_the_shares_of_two(world: World, tmp_path: Path, dtype: s
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_two_ranks_load_the_state_of_one_and_ranks_that_share_the_model_load_that_of_two(world: World, dtype: str) -> None:
+def test_two_ranks_load_the_state_of_one_and_ranks_that_share_the_model_load_that_of_two(
+    world: World, dtype: str
+) -> None:
     with one_rank():
         for way in ("distributed", "distributed, overlap, offload"):
             assert_same_tensors(world.out / f"of one, {dtype} {way}", world.of_one / dtype)

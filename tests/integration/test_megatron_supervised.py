@@ -1,4 +1,6 @@
-"""Demonstrations on the real Megatron: their loss is transformers' cross-entropy, and beside another loss they change nothing of it."""
+"""Demonstrations on the real Megatron: their loss is transformers' cross-entropy, and beside another loss they change
+nothing of it.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,12 +42,16 @@ def demonstrations(*, task: int = 1, groups: int = 4, masked: bool = True) -> li
     for number, one in enumerate(make_samples(vocab=VOCAB, groups=groups, group_size=1, seed=SEED)):
         mask = np.array([not masked or at % 3 != 1 for at in range(one.response_length)], np.uint8)
         nothing = np.zeros(one.response_length, np.float32)
-        found.append(replace(one, task=task + number, loss_mask=mask, rollout_log_probs=nothing, reward=0.0, demonstration=True))
+        found.append(
+            replace(one, task=task + number, loss_mask=mask, rollout_log_probs=nothing, reward=0.0, demonstration=True)
+        )
     return found
 
 
 def cross_entropy(model_dir: Path, samples: list[Sample]) -> tuple[float, int, list[torch.Tensor]]:
-    """Return (sum, number of tokens, gradients of the mean) of the cross-entropy by transformers, a sequence at a time."""
+    """Return (sum, number of tokens, gradients of the mean) of the cross-entropy by transformers, a sequence at a
+    time.
+    """
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     total, count = torch.zeros((), dtype=torch.float64), 0
     for sample in samples:
@@ -96,17 +102,27 @@ def test_beside_another_loss_both_terms_are_as_if_alone(make: Any, algorithm: di
     alone = make(**algorithm).train(make_batches(sampled)[0])
     supervised = make(correction="sft", **aggregation).train(make_batches(shown)[0])
     both = make(**algorithm, sft_coef=coef).train(make_batches([*sampled, *shown], max_tokens=60)[0])
-    assert both["train/loss"] == pytest.approx(alone["train/loss"] + coef * supervised["train/loss"], rel=1e-5, abs=1e-6)
+    assert both["train/loss"] == pytest.approx(
+        alone["train/loss"] + coef * supervised["train/loss"], rel=1e-5, abs=1e-6
+    )
     assert both["train/sft_loss"] == pytest.approx(supervised["train/sft_loss"], rel=1e-5)
     assert both["train/tokens"] == alone["train/tokens"] + supervised["train/tokens"]
-    same = [name for name in alone if name.startswith(("offpolicy/", "train/reward", "train/entropy", "train/ppo", "train/zero"))]
-    assert {name: both[name] for name in same} == pytest.approx({name: alone[name] for name in same}, rel=1e-5, abs=1e-6)
+    same = [
+        name
+        for name in alone
+        if name.startswith(("offpolicy/", "train/reward", "train/entropy", "train/ppo", "train/zero"))
+    ]
+    assert {name: both[name] for name in same} == pytest.approx(
+        {name: alone[name] for name in same}, rel=1e-5, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("correction", ["m2po", "kl_cov", "decoupled", "gspo"])
 def test_a_step_of_demonstrations_alone_in_a_mixed_run(make: Any, correction: str) -> None:
     shown = demonstrations()
-    metrics = make(correction=correction, sft_coef=0.5, aggregation="token_mean", ess_lr=True).train(make_batches(shown)[0])
+    metrics = make(correction=correction, sft_coef=0.5, aggregation="token_mean", ess_lr=True).train(
+        make_batches(shown)[0]
+    )
     wanted = make(correction="sft").train(make_batches(shown)[0])
     assert metrics["train/loss"] == pytest.approx(0.5 * wanted["train/loss"], rel=1e-5)
     assert metrics["train/grad_norm"] == pytest.approx(0.5 * wanted["train/grad_norm"], rel=1e-5)

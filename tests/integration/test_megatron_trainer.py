@@ -1,4 +1,6 @@
-"""The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a restart."""
+"""The real Megatron on the CPU: it agrees with transformers, for every split of a step, and continues after a
+restart.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
@@ -45,7 +47,12 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
     """Return a function: ``make(**algorithm) -> (trainer, policy, optimizer, proximal)`` with fresh weights."""
 
     def build(
-        *, with_proximal: bool = True, dtype: str = "float32", model: Path = model_dir, hooks: HooksConfig = NO_HOOKS, **algorithm: Any
+        *,
+        with_proximal: bool = True,
+        dtype: str = "float32",
+        model: Path = model_dir,
+        hooks: HooksConfig = NO_HOOKS,
+        **algorithm: Any,
     ) -> tuple[Trainer, Policy, PolicyOptimizer, WeightBackup | None]:
         policy = build_policy(model, dtype=dtype, parallel=here)
         optimizer = PolicyOptimizer(policy, OPTIMIZER, steps=10)
@@ -57,9 +64,15 @@ def make(here: parallel.Parallel, model_dir: Path) -> Any:
     return build
 
 
-@pytest.mark.parametrize(("kind", "top_k"), [("forward_kl", 3), ("reverse_kl", 3), ("forward_kl", 1000), ("reverse_kl", 1000)])
-def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here: Any, tmp_path: Path, kind: str, top_k: int) -> None:
-    """The loss is the mean divergence between two models of transformers, at the sampling temperature; 1000 = all of the vocabulary."""
+@pytest.mark.parametrize(
+    ("kind", "top_k"), [("forward_kl", 3), ("reverse_kl", 3), ("forward_kl", 1000), ("reverse_kl", 1000)]
+)
+def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(
+    here: Any, tmp_path: Path, kind: str, top_k: int
+) -> None:
+    """The loss is the mean divergence between two models of transformers, at the sampling temperature; 1000 = all of
+    the vocabulary.
+    """
     student, teacher = (write_tiny_model(tmp_path / str(seed), "qwen3", seed=seed) for seed in (0, 1))
     policy = build_policy(student, dtype="float32", parallel=here)
     config = AlgorithmConfig(advantage="none", distill_coef=0.5, distill_loss=kind, distill_top_k=top_k)
@@ -73,11 +86,18 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here
         tokens = torch.from_numpy(sample.tokens).long()
         with torch.no_grad():
             at = slice(len(tokens) - sample.response_length - 1, -1)
-            student_TV, teacher_TV = (model(tokens[None]).logits[0, at].div(0.7).double().softmax(-1) for model in models)
+            student_TV, teacher_TV = (
+                model(tokens[None]).logits[0, at].div(0.7).double().softmax(-1) for model in models
+            )
         ids_TK = teacher_TV.topk(min(top_k, 299), -1).indices
-        ours, its = (torch.cat([p_TV.gather(1, ids_TK), 1 - p_TV.gather(1, ids_TK).sum(1, True)], 1) for p_TV in (student_TV, teacher_TV))
+        ours, its = (
+            torch.cat([p_TV.gather(1, ids_TK), 1 - p_TV.gather(1, ids_TK).sum(1, True)], 1)
+            for p_TV in (student_TV, teacher_TV)
+        )
         first, second = (its, ours) if kind == "forward_kl" else (ours, its)
-        found += (first * (first / second).log().nan_to_num(0.0, 0.0, 0.0)).sum(1).tolist()  # of the whole vocabulary the rest is 0 / 0
+        found += (
+            (first * (first / second).log().nan_to_num(0.0, 0.0, 0.0)).sum(1).tolist()
+        )  # of the whole vocabulary the rest is 0 / 0
     assert metrics["train/teacher_top_kl"] == pytest.approx(float(np.mean(found)), rel=1e-4)
     assert metrics["train/loss"] == pytest.approx(0.5 * metrics["train/teacher_top_kl"], rel=1e-5)
     assert metrics["train/kl_reference"] > 0.01
@@ -90,8 +110,12 @@ def test_a_teacher_in_the_learner_is_compared_over_its_most_probable_tokens(here
     [("qwen3", {}), ("qwen3", {"tied": True}), ("qwen2", {}), ("llama", {}), ("llama", {"tied": True})],
     ids=["qwen3", "qwen3-tied", "qwen2", "llama", "llama-tied"],
 )
-def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """Packed rows of many lengths give the log-probs of each sequence alone, at its sampling temperature; export is exact."""
+def test_log_probs_and_weights_are_those_of_transformers(
+    here: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """Packed rows of many lengths give the log-probs of each sequence alone, at its sampling temperature; export is
+    exact.
+    """
     directory = write_tiny_model(tmp_path, family, **changes)
     reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     policy = build_policy(directory, dtype="float32", parallel=here)
@@ -121,7 +145,9 @@ def _compare_log_probs(trainer: Trainer, samples: list[Sample], reference: Any) 
 
 
 def _train(trainer: Trainer, *, max_tokens: int = 1 << 20) -> list[dict[str, float]]:
-    batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=max_tokens)[0] for step in STEPS]
+    batches = [
+        make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=max_tokens)[0] for step in STEPS
+    ]
     return [trainer.train(batch) for batch in batches]
 
 
@@ -140,7 +166,11 @@ def test_loss_and_metrics_do_not_depend_on_how_a_step_is_split(make: Any) -> Non
     _assert_same(_train(make()[0], max_tokens=1), whole)  # every sequence alone: nothing packed
     batch = make_batches(make_samples(vocab=VOCAB, step=STEPS[0]), step=STEPS[0])[0]
     empty = {item.name: getattr(batch.micro_batches[0], item.name)[:1] for item in fields(MicroBatch)}
-    empty |= {"cu_seqlens": np.array([0, 1], np.int32), "loss_mask_T": np.zeros(1, bool), "sample_T": np.array([-1], np.int32)}
+    empty |= {
+        "cu_seqlens": np.array([0, 1], np.int32),
+        "loss_mask_T": np.zeros(1, bool),
+        "sample_T": np.array([-1], np.int32),
+    }
     padded = replace(batch, micro_batches=(*batch.micro_batches, MicroBatch(**empty)))
     _assert_same([make()[0].train(padded)], whole[:1])
 
@@ -160,7 +190,9 @@ def centred(
 
 
 def test_an_estimator_of_ones_own_gets_parts_truncation_and_metadata(make: Any) -> None:
-    """Those of the samples of policies; the step is the same to the bit as with the built-in estimator that it is made of."""
+    """Those of the samples of policies; the step is the same to the bit as with the built-in estimator that it is made
+    of.
+    """
     samples = make_samples(vocab=VOCAB)
     samples[6] = replace(samples[6], demonstration=True, rollout_log_probs=np.zeros_like(samples[6].rollout_log_probs))
     samples = [replace(one, status=Status.TRUNCATED if one.index == 1 else Status.COMPLETED) for one in samples]
@@ -179,11 +211,19 @@ CALLED: list[tuple[str, int, float]] = []
 
 
 def note_pass(moment: BeforeLogProbs) -> None:
-    CALLED.append((moment.policy, moment.batch.step, float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum())))
+    CALLED.append(
+        (
+            moment.policy,
+            moment.batch.step,
+            float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum()),
+        )
+    )
 
 
 def note_step(moment: BeforeStep) -> None:
-    CALLED.append(("step", moment.minibatch, float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum())))
+    CALLED.append(
+        ("step", moment.minibatch, float(moment.chunks[0].decoder.layers[0].mlp.linear_fc1.weight.detach().abs().sum()))
+    )
     assert moment.optimizer.param_groups
 
 
@@ -214,7 +254,8 @@ def test_a_hook_that_raises_is_named(make: Any) -> None:
     trainer, policy, _, _ = make(hooks=hooks)
     before = policy.digest()
     wanted = (
-        rf"learner.hooks.before_step: {__name__}:fails failed at step 3: RuntimeError: no file \(.*test_megatron_trainer.py, line \d+\)"
+        rf"learner.hooks.before_step: {__name__}:fails failed at step 3: RuntimeError: no file "
+        r"\(.*test_megatron_trainer.py, line \d+\)"
     )
     with pytest.raises(HookFailed, match=wanted):
         trainer.train(make_batches(make_samples(vocab=VOCAB))[0])
@@ -227,10 +268,14 @@ def test_the_hooks_of_the_examples_log(make: Any, caplog: pytest.LogCaptureFixtu
     with caplog.at_level("INFO", "docs.examples.extending.my_hooks"):
         trainer.train(make_batches(make_samples(vocab=VOCAB, step=10), step=10)[0])
     first, second = [record.getMessage() for record in caplog.records if record.name.endswith("my_hooks")]
-    assert first.startswith("log-probs step=10 policy=proximal tokens=") and second.startswith("before step=10 minibatch=0 largest_weight=")
+    assert first.startswith("log-probs step=10 policy=proximal tokens=") and second.startswith(
+        "before step=10 minibatch=0 largest_weight="
+    )
 
 
-@pytest.mark.parametrize(("name", "message"), [("two", "too many|missing"), ("none", "has no 'none'"), ("CALLED", "CALLED is list")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("two", "too many|missing"), ("none", "has no 'none'"), ("CALLED", "CALLED is list")]
+)
 def test_a_hook_that_cannot_be_called_is_refused_at_the_start(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"learner.hooks.before_step: want .*({message})"):
         Hooks(HooksConfig(before_step=f"{__name__}:{name}"))
@@ -256,8 +301,12 @@ def test_megatrons_deterministic_mode_follows_torchs_switch(make: Any) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_logits_in_chunks_train_what_kept_logits_do(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool) -> None:
-    """Over several micro-batches, so the gradients of the output weight add up in Megatron's buffer; the same bits every time."""
+def test_logits_in_chunks_train_what_kept_logits_do(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
+) -> None:
+    """Over several micro-batches, so the gradients of the output weight add up in Megatron's buffer; the same bits
+    every time.
+    """
     model = write_tiny_model(tmp_path, vocab_size=VOCAB, tied=tied)
     kept = _train(make(model=model)[0], max_tokens=60)
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 5_000)
@@ -283,7 +332,9 @@ def test_bfloat16_trains_with_float32_main_weights(make: Any) -> None:
     assert {tensor.dtype for _, tensor in policy.export()} == {torch.bfloat16}
 
 
-def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, model_dir: Path, tmp_path: Path) -> None:
+def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(
+    make: Any, model_dir: Path, tmp_path: Path
+) -> None:
     """Data and tensor parallel (two processes) against one rank: loss, gradient norm and every metric to 1e-5."""
     trainer, policy, optimizer, proximal = make()
     checkpoint = tmp_path / "checkpoint"
@@ -306,7 +357,9 @@ def test_two_ranks_train_what_one_does_and_resume_what_one_has_saved(make: Any, 
 
 
 def _assert_skipped_together(ranks: list[dict[str, Any]]) -> None:
-    """Assert that all ranks skip where one alone had a non-finite loss or gradient, and that the next step is as without."""
+    """Assert that all ranks skip where one alone had a non-finite loss or gradient, and that the next step is as
+    without.
+    """
     for rank in ranks:
         assert rank["skipped"] == [0, 1, 0]
         assert rank["digests"][0] == rank["digests"][1] != rank["digests"][2]
@@ -317,7 +370,9 @@ def _assert_skipped_together(ranks: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_resumed_run_ends_with_the_same_bits(make: Any, tmp_path: Path, dtype: str) -> None:
-    """Weights, Adam, proximal copy and random generators come back exactly; the proximal policy is not the present one."""
+    """Weights, Adam, proximal copy and random generators come back exactly; the proximal policy is not the present
+    one.
+    """
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4, 5)]
     trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[1])
@@ -350,15 +405,21 @@ def test_a_checkpoint_of_another_model_is_refused(
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     state.save(checkpoint, step=3, policy=policy, optimizer=optimizer)
-    other = build_policy(write_tiny_model(tmp_path / "other", family=family, vocab_size=VOCAB, **changes), dtype="float32", parallel=here)
+    other = build_policy(
+        write_tiny_model(tmp_path / "other", family=family, vocab_size=VOCAB, **changes), dtype="float32", parallel=here
+    )
     with pytest.raises(ConfigRefused, match=message) as error:
         state.load(checkpoint, policy=other, optimizer=PolicyOptimizer(other, OPTIMIZER, steps=10))
     assert error.value.exit_code == 78
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(make: Any, tmp_path: Path, dtype: str) -> None:
-    """The run equals one with a model of these weights from the beginning: also in the main weights of the optimizer."""
+def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(
+    make: Any, tmp_path: Path, dtype: str
+) -> None:
+    """The run equals one with a model of these weights from the beginning: also in the main weights of the
+    optimizer.
+    """
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=60)[0] for step in (3, 4)]
     trainer, policy, optimizer, proximal = make(dtype=dtype)
     trainer.train(batches[0])
@@ -379,7 +440,9 @@ def test_a_new_run_begins_with_the_weights_of_a_checkpoint_and_a_new_optimizer(m
     twin_proximal.refresh()
     _assert_same([began], [alike.train(batches[1])], tolerance=0)
     assert other.digest() == twin.digest()
-    moved = max(float((parameter.detach() - saved[name]).abs().max()) for name, parameter in other.module.named_parameters())
+    moved = max(
+        float((parameter.detach() - saved[name]).abs().max()) for name, parameter in other.module.named_parameters()
+    )
     assert 0 < moved < 0.1, "the step was taken from other weights"
 
 
@@ -477,7 +540,9 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_pat
     with counter:
         trainer.log_probs(batch)
     counted = counter.get_flop_counts()["Global"]
-    products = sum(count for operation, count in counted.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm))
+    products = sum(
+        count for operation, count in counted.items() if operation in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    )
     lengths = [int(length) for row in batch.micro_batches for length in np.diff(row.cu_seqlens)]
     config = policy.config
     pairs = sum(length * (length + 1) for length in lengths)
@@ -486,7 +551,9 @@ def test_the_operations_of_a_step_are_those_that_torch_counts(make: Any, tmp_pat
     assert meter.operations(batch) == 3 * products + attention
     assert meter.metrics(batch, 2.0) == {"train/tflops": pytest.approx(meter.operations(batch) / 2e12)}
     critic = StepFlops.read(model, value_head=True)
-    alone, both = (Meter(policy, StepFlops.read(model), critic, warmup_steps=batch.step - one).operations(batch) for one in (0, 1))
+    alone, both = (
+        Meter(policy, StepFlops.read(model), critic, warmup_steps=batch.step - one).operations(batch) for one in (0, 1)
+    )
     assert 0 < alone < meter.operations(batch) and both == alone + meter.operations(batch)
     assert not undocumented({"train/tflops", "train/mfu", "train/peak_memory_bytes"})
 
@@ -534,7 +601,9 @@ def test_the_learning_rate_warms_up_and_decays() -> None:
 
     assert rates("constant") == [0.5, 1, 1, 1, 1, 1, 1]
     assert rates("linear") == pytest.approx([0.5, 1, 1, 0.775, 0.55, 0.325, 0.1])
-    assert rates("cosine") == pytest.approx([0.5, 1, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1])
+    assert rates("cosine") == pytest.approx(
+        [0.5, 1, 1, 0.1 + 0.9 * (1 + 0.5**0.5) / 2, 0.55, 0.1 + 0.9 * (1 - 0.5**0.5) / 2, 0.1]
+    )
 
 
 def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:
@@ -551,7 +620,9 @@ def test_a_schedule_by_tokens_goes_on_behind_a_checkpoint(here: parallel.Paralle
         again.restore({"kl_scale": 1.0})
 
 
-def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkpoint(here: parallel.Parallel, model_dir: Path) -> None:
+def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkpoint(
+    here: parallel.Parallel, model_dir: Path
+) -> None:
     """Above any entropy of the model, the target is never reached; below all, the bonus is never applied again."""
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     batches = [make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5)]
@@ -566,7 +637,9 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     plain = fixed.train(batches[1])
     assert "train/entropy_coef" not in plain and set(fixed.numbers) == {"kl_scale", "trained_tokens"}
     bonus = (0.26 - 0.01) * found[1]["train/entropy"]
-    assert found[1]["train/loss"] == pytest.approx(plain["train/loss"] - bonus, abs=1e-4), "the weights stay as they are"
+    assert found[1]["train/loss"] == pytest.approx(plain["train/loss"] - bonus, abs=1e-4), (
+        "the weights stay as they are"
+    )
     again = trainer(entropy_target=99.0, entropy_delta=0.25, entropy_coef_max=0.4)
     again.restore(low.numbers)
     assert again.entropy_bonus == low.entropy_bonus and again.train(batches[0])["train/entropy_coef"] == 0.4
@@ -578,8 +651,12 @@ def test_the_coefficient_of_the_entropy_bonus_adapts_and_goes_on_behind_a_checkp
     assert not undocumented(found[0])
 
 
-def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(here: parallel.Parallel, model_dir: Path, tmp_path: Path) -> None:
-    """A restart takes steps 4 and 5 again from the checkpoint of step 3, and has the same bits. The roles are those of the samples."""
+def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(
+    here: parallel.Parallel, model_dir: Path, tmp_path: Path
+) -> None:
+    """A restart takes steps 4 and 5 again from the checkpoint of step 3, and has the same bits. The roles are those of
+    the samples.
+    """
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     batches = []
     for step in (3, 4, 5):
@@ -603,7 +680,10 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(here: 
     again.restore(state.load(tmp_path, policy=policy, optimizer=optimizer)[1])
     for batch, metrics in zip(batches[1:], wanted, strict=True):
         found = again.train(batch)
-        assert {name for name, value in metrics.items() if found[name] != value} <= {"train/step_seconds", "train/tokens_per_second"}
+        assert {name for name, value in metrics.items() if found[name] != value} <= {
+            "train/step_seconds",
+            "train/tokens_per_second",
+        }
     assert again.baselines == first.baselines and again.numbers == first.numbers
     assert wanted[0]["train/baseline_mean"] != wanted[1]["train/baseline_mean"]
     plain, _ = trainer(advantage="grpo", rae_role="", rae_decay=0.95)
@@ -614,7 +694,9 @@ def test_running_baselines_go_on_behind_a_checkpoint_and_repeat_its_steps(here: 
 
 
 def test_a_discounted_return_trains_late_tokens_more(here: parallel.Parallel, model_dir: Path) -> None:
-    """The loss of a token is minus its advantage at a ratio of 1: at gamma 0 the last token of each response alone has one."""
+    """The loss of a token is minus its advantage at a ratio of 1: at gamma 0 the last token of each response alone has
+    one.
+    """
     policy = build_policy(model_dir, dtype="float32", parallel=here)
     (batch,) = make_batches(make_samples(vocab=VOCAB, step=3), step=3)
 
@@ -625,7 +707,9 @@ def test_a_discounted_return_trains_late_tokens_more(here: parallel.Parallel, mo
 
     for gamma in (0.0, 0.7, 1.0):
         returns = [
-            reward * gamma**left for reward, tokens in zip(batch.rewards_N, batch.trainable_N, strict=True) for left in range(tokens)
+            reward * gamma**left
+            for reward, tokens in zip(batch.rewards_N, batch.trainable_N, strict=True)
+            for left in range(tokens)
         ]
         assert loss(gamma) == pytest.approx(-sum(returns) / batch.num_tokens, rel=1e-5)
 
@@ -653,7 +737,9 @@ SPOILT = {
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("case", SPOILT)
 def test_a_step_that_is_not_finite_is_skipped_and_leaves_no_trace(make: Any, case: str, dtype: str) -> None:
-    """The step after it ends with the bits of a run without it: weights, moments and step counts are those of before."""
+    """The step after it ends with the bits of a run without it: weights, moments and step counts are those of
+    before.
+    """
     good, bad, last = (make_batches(make_samples(vocab=VOCAB, step=step), step=step)[0] for step in (3, 4, 5))
     changes = dict(SPOILT[case])
     bad.rewards_N[0] = changes.pop("reward")
@@ -696,7 +782,10 @@ def test_of_several_minibatches_only_the_spoilt_one_is_skipped(make: Any) -> Non
     assert metrics["train/skipped_minibatches"] == 1
     assert metrics["train/tokens"] == batch.trainable_N[batch.minibatches_N == 1].sum()
     assert metrics["train/grad_norm"] > 0
-    assert {name for name, value in metrics.items() if not np.isfinite(value)} == {"train/reward_mean", "train/reward_std"}
+    assert {name for name, value in metrics.items() if not np.isfinite(value)} == {
+        "train/reward_mean",
+        "train/reward_std",
+    }
     assert policy.digest() != digest
 
 
@@ -704,10 +793,15 @@ def test_of_several_minibatches_only_the_spoilt_one_is_skipped(make: Any) -> Non
 def test_masked_truncated_samples_train_nothing(make: Any, cut: tuple[int, ...]) -> None:
     samples = make_samples(vocab=VOCAB)
     truncated = [replace(one, status=Status.TRUNCATED) if place in cut else one for place, one in enumerate(samples)]
-    untrained = [replace(one, loss_mask=np.zeros_like(one.loss_mask)) if place in cut else one for place, one in enumerate(truncated)]
+    untrained = [
+        replace(one, loss_mask=np.zeros_like(one.loss_mask)) if place in cut else one
+        for place, one in enumerate(truncated)
+    ]
     trainer, policy, _, _ = make(mask_truncated=True, with_proximal=False)
     other, wanted, _, _ = make(with_proximal=False)
-    _assert_same([trainer.train(make_batches(truncated)[0])], [other.train(make_batches(untrained)[0])], tolerance=1e-12)
+    _assert_same(
+        [trainer.train(make_batches(truncated)[0])], [other.train(make_batches(untrained)[0])], tolerance=1e-12
+    )
     assert policy.digest() == wanted.digest()
     assert other.train(make_batches(truncated)[0])["train/tokens"] == sum(one.response_length for one in samples)
 

@@ -1,4 +1,6 @@
-"""Frozen weights and the kinds of optimizers: frozen weights keep their bits, and the others are trained as if alone."""
+"""Frozen weights and the kinds of optimizers: frozen weights keep their bits, and the others are trained as if
+alone.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,12 @@ BELOW = ("embed_tokens", r"layers\.0\.", r"layers\.1\.(input_layernorm|self_attn
 
 
 def learner(
-    model_dir: Path, here: parallel.Parallel, settings: OptimizerConfig = OPTIMIZER, *, recompute: str = "none", offload: bool = False
+    model_dir: Path,
+    here: parallel.Parallel,
+    settings: OptimizerConfig = OPTIMIZER,
+    *,
+    recompute: str = "none",
+    offload: bool = False,
 ) -> tuple[Trainer, Policy, PolicyOptimizer]:
     tuning = Tuning(freeze=settings.freeze)
     policy = build_policy(model_dir, dtype="float32", parallel=here, kernels=Wanted(recompute=recompute), tuning=tuning)
@@ -44,7 +51,9 @@ def exported(policy: Policy) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_frozen_weights_keep_their_bits_and_the_others_move_as_before(here: Any, model_dir: Path, recompute: str) -> None:
+def test_frozen_weights_keep_their_bits_and_the_others_move_as_before(
+    here: Any, model_dir: Path, recompute: str
+) -> None:
     """The first step's update of the others is that of a run without frozen weights: nothing is clipped here."""
     unclipped = replace(OPTIMIZER, clip_grad=1e9)
     trainer, policy, _ = learner(model_dir, here, unclipped)
@@ -55,13 +64,17 @@ def test_frozen_weights_keep_their_bits_and_the_others_move_as_before(here: Any,
     assert take(trainer)["train/grad_norm"] > 0
     ours = exported(policy)
     frozen = {name for name in ours if torch.equal(ours[name], before[name])}
-    assert frozen == {name for name in ours if "embed" in name or "layers.0." in name or "layers.1.self" in name or "1.input" in name}
+    assert frozen == {
+        name for name in ours if "embed" in name or "layers.0." in name or "layers.1.self" in name or "1.input" in name
+    }
     for name in ours.keys() - frozen:
         torch.testing.assert_close(ours[name], wanted[name], atol=1e-6, rtol=1e-5)
 
 
 def test_freezing_what_megatron_cannot_divide_or_everything_is_refused(here: Any, model_dir: Path) -> None:
-    with pytest.raises(ConfigRefused, match=r"freeze: want all or none of .*q_proj.*v_proj.*, got \['model.layers.0.self_attn.q_proj"):
+    with pytest.raises(
+        ConfigRefused, match=r"freeze: want all or none of .*q_proj.*v_proj.*, got \['model.layers.0.self_attn.q_proj"
+    ):
         learner(model_dir, here, replace(OPTIMIZER, freeze=("q_proj",)))
     with pytest.raises(ConfigRefused, match="freeze: want patterns that leave weights to train"):
         learner(model_dir, here, replace(OPTIMIZER, freeze=("model|lm_head",)))
@@ -131,7 +144,9 @@ def test_each_optimizer_takes_the_textbook_step_and_goes_on_from_a_checkpoint(
 
 @pytest.mark.parametrize("way", ["plain", "offload", "sgd"])
 def test_a_reset_forgets_the_steps_before(here: Any, model_dir: Path, way: str) -> None:
-    """Step 4 after a reset is that of an optimizer which begins there; with two minibatches, the second keeps the first one's state."""
+    """Step 4 after a reset is that of an optimizer which begins there; with two minibatches, the second keeps the first
+    one's state.
+    """
     settings = replace(OPTIMIZER, reset_at=(4,), name="sgd" if way == "sgd" else "adamw")
     trainer, policy, _ = learner(model_dir, here, settings, offload=way == "offload")
     take(trainer, 3)

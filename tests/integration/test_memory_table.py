@@ -1,4 +1,6 @@
-"""The table of memory agrees with a rank: the bytes of its tensors, and of those that the layers keep for the backward pass."""
+"""The table of memory agrees with a rank: the bytes of its tensors, and of those that the layers keep for the backward
+pass.
+"""
 
 import json
 import re
@@ -15,7 +17,14 @@ from tests.learner_steps import run_ranks
 from tests.megatron_world import one_rank
 from tests.tiny_models import write_tiny_model
 from tidemill.actors.serving.builtin.shape import ModelShape
-from tidemill.launch.devices.memory_table import Activations, buffer_elements, memory_rows, optimizer_bytes, parameters, rank_parameters
+from tidemill.launch.devices.memory_table import (
+    Activations,
+    buffer_elements,
+    memory_rows,
+    optimizer_bytes,
+    parameters,
+    rank_parameters,
+)
 from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout import parallel
 from tidemill.learner.layout.parallel import Parallel, Replicas
@@ -31,7 +40,13 @@ from tidemill.learner.megatron.state import stage
 from tidemill.learner.megatron.tuning import Tuning
 from tidemill.learner.settings.config import RECOMPUTE, OptimizerConfig
 
-SIZES = {"hidden_size": 48, "intermediate_size": 112, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 16}
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 112,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 TOKENS = 96
 
 
@@ -68,7 +83,11 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     model_dir = write_tiny_model(tmp_path, family, tied=tied, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
     policy = build_policy(model_dir, dtype=dtype, parallel=world)
-    assert sum(parameter.numel() for parameter in policy.module.parameters()) == parameters(shape) == rank_parameters(shape, 1)
+    assert (
+        sum(parameter.numel() for parameter in policy.module.parameters())
+        == parameters(shape)
+        == rank_parameters(shape, 1)
+    )
     assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == 4 * parameters(shape)
     assert kept_bytes(policy) == TOKENS * Activations(dtype=dtype).kept_per_token(shape)
 
@@ -77,7 +96,12 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
     with megatron_device():
         optimizer.step(1, loss=0.0)
     inner = optimizer.inner.optimizer
-    state = [tensor for values in inner.state.values() for tensor in values.values() if torch.is_tensor(tensor) and tensor.dim()]
+    state = [
+        tensor
+        for values in inner.state.values()
+        for tensor in values.values()
+        if torch.is_tensor(tensor) and tensor.dim()
+    ]
     mains = [] if dtype == "float32" else [parameter for group in inner.param_groups for parameter in group["params"]]
     assert sum(tensor.nbytes for tensor in (*state, *mains)) == optimizer_bytes(parameters(shape), dtype)
 
@@ -92,7 +116,9 @@ def test_the_table_agrees_with_a_rank(world: Parallel, tmp_path: Path, family: s
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", ["qwen3", "llama", "glm4"])
-def test_the_table_agrees_with_a_rank_that_recomputes(world: Parallel, tmp_path: Path, family: str, dtype: str, recompute: str) -> None:
+def test_the_table_agrees_with_a_rank_that_recomputes(
+    world: Parallel, tmp_path: Path, family: str, dtype: str, recompute: str
+) -> None:
     model_dir = write_tiny_model(tmp_path, family, tied=True, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
     policy = build_policy(model_dir, dtype=dtype, parallel=world, kernels=Wanted(recompute=recompute))
@@ -115,12 +141,16 @@ def test_the_table_agrees_with_a_fused_activation(world: Parallel, tmp_path: Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_table_agrees_with_a_rank_that_trains_adapters(world: Parallel, tmp_path: Path, dtype: str) -> None:
-    """Weights, gradients and the copies of a checkpoint to the byte; activations, which the table does not count for adapters, nearly."""
+    """Weights, gradients and the copies of a checkpoint to the byte; activations, which the table does not count for
+    adapters, nearly.
+    """
     model_dir = write_tiny_model(tmp_path, "qwen3", tied=True, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)
     given = (f"learner.dtype={dtype}", "learner.lora.rank=4", "learner.algorithm.kl.coef=0.1", "weights.push_every=2")
     config = load([], given).config
-    rows = {row.part.split(",")[0]: row.bytes for row in memory_rows(shape, config, cuda=False) if row.process == "rank"}
+    rows = {
+        row.part.split(",")[0]: row.bytes for row in memory_rows(shape, config, cuda=False) if row.process == "rank"
+    }
     policy = build_policy(model_dir, dtype=dtype, parallel=world, tuning=Tuning.of(config.learner))
     assert sum(parameter.nbytes for parameter in policy.module.parameters()) == rows["weights"]
     assert sum(buffer.grad_data.nbytes for buffer in policy.ddp.buffers) == rows["gradients"]
@@ -141,9 +171,14 @@ def measured(model_dir: Path, dtype: str, out: Path) -> None:
     """Write the sizes of this rank, one of two that share the model, to ``out/rank-<r>.json``."""
     joined = parallel.join(tensor_parallel_size=2, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype=dtype, parallel=joined)
-    found = {"parameters": sum(parameter.numel() for parameter in policy.module.parameters()), "none": kept_bytes(policy)}
+    found = {
+        "parameters": sum(parameter.numel() for parameter in policy.module.parameters()),
+        "none": kept_bytes(policy),
+    }
     for recompute in ("selective", "full"):
-        found[recompute] = kept_bytes(build_policy(model_dir, dtype=dtype, parallel=joined, kernels=Wanted(recompute=recompute)))
+        found[recompute] = kept_bytes(
+            build_policy(model_dir, dtype=dtype, parallel=joined, kernels=Wanted(recompute=recompute))
+        )
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
     parallel.leave()
 
@@ -176,7 +211,10 @@ def measured_experts(model_dir: Path, out: Path) -> None:
         for tensor in values.values()
         if torch.is_tensor(tensor) and tensor.dim()
     ]
-    weights = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in policy.module.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for parameter in policy.module.parameters()
+    }
     gradients = sum(buffer.grad_data.nbytes for buffer in buffers)
     found = {"weights": sum(weights.values()), "gradients": gradients, "Adam": sum(tensor.nbytes for tensor in state)}
     (out / f"rank-{joined.rank}.json").write_text(json.dumps(found))
@@ -186,7 +224,12 @@ def measured_experts(model_dir: Path, out: Path) -> None:
 def test_the_table_agrees_with_two_ranks_over_which_experts_are_spread(tmp_path: Path) -> None:
     """Weights and gradients to the byte; each rank has all of the state of its own experts, and a share of the rest."""
     model_dir = write_tiny_model(tmp_path / "model", "qwen3_moe", tied=False, num_hidden_layers=3, **SIZES)
-    given = ("learner.dtype=float32", "learner.data_parallel=2", "learner.expert_parallel=2", "learner.distributed_optimizer=true")
+    given = (
+        "learner.dtype=float32",
+        "learner.data_parallel=2",
+        "learner.expert_parallel=2",
+        "learner.distributed_optimizer=true",
+    )
     table = memory_rows(ModelShape.read(model_dir), load([], given).config, cuda=False)
     rows = {re.split("[,:]", row.part)[0]: row.bytes for row in table if row.process == "rank"}
     ranks = run_ranks(measured_experts, (model_dir,), world=2, out=tmp_path)
@@ -196,7 +239,9 @@ def test_the_table_agrees_with_two_ranks_over_which_experts_are_spread(tmp_path:
 
 
 def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> None:
-    """Write the sizes of this rank, one of two replicas with a share of the optimizer's state each, to ``out/rank-<r>.json``."""
+    """Write the sizes of this rank, one of two replicas with a share of the optimizer's state each, to
+    ``out/rank-<r>.json``.
+    """
     joined = parallel.join(tensor_parallel_size=1, device=torch.device("cpu"), seed=0)
     policy = build_policy(model_dir, dtype=dtype, parallel=joined, replicas=Replicas(distributed_optimizer=True))
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=2, offload=offload)
@@ -205,7 +250,10 @@ def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> No
         optimizer.step(1, loss=0.0)
     pieces = optimizer.sharded(policy.module.sharded_state_dict(), is_loading=True)["optimizer_pieces"]
     sizes = {piece.data.untyped_storage().data_ptr(): piece.data.untyped_storage().nbytes() for piece in pieces}
-    weights = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes() for parameter in policy.module.parameters()}
+    weights = {
+        parameter.untyped_storage().data_ptr(): parameter.untyped_storage().nbytes()
+        for parameter in policy.module.parameters()
+    }
     found = {
         "weights": sum(weights.values()),
         "gradients": sum(buffer.grad_data.untyped_storage().nbytes() for buffer in policy.ddp.buffers),
@@ -217,7 +265,9 @@ def measured_shares(model_dir: Path, dtype: str, offload: bool, out: Path) -> No
 
 @pytest.mark.parametrize("offload", [False, True], ids=["", "offloaded"])
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3", "float32"), ("qwen2", "bfloat16")])
-def test_the_table_agrees_with_two_replicas_that_share_the_optimizer(tmp_path: Path, family: str, dtype: str, offload: bool) -> None:
+def test_the_table_agrees_with_two_replicas_that_share_the_optimizer(
+    tmp_path: Path, family: str, dtype: str, offload: bool
+) -> None:
     """Weights and gradients to the byte, padding included; the shares together have the state of every weight once."""
     model_dir = write_tiny_model(tmp_path / "model", family, tied=False, num_hidden_layers=3, **SIZES)
     shape = ModelShape.read(model_dir)

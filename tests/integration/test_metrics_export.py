@@ -1,4 +1,6 @@
-"""`tidemill metrics` on a real bus: each step once, in order, over a sink that fails, a restart of the learner and the end of the run."""
+"""`tidemill metrics` on a real bus: each step once, in order, over a sink that fails, a restart of the learner and the
+end of the run.
+"""
 
 import argparse
 import asyncio
@@ -46,7 +48,9 @@ def arguments(*, from_step: int = 1, until_end: bool = True) -> argparse.Namespa
 
 
 class Collected:
-    """A sink that keeps its arguments; with ``fails`` its first calls raise. ``seen`` is set with every call that returns."""
+    """A sink that keeps its arguments; with ``fails`` its first calls raise. ``seen`` is set with every call that
+    returns.
+    """
 
     def __init__(self, fails: int = 0) -> None:
         self.of: list[StepMetrics] = []
@@ -74,7 +78,9 @@ class Collected:
         return Bound("collected", self, {}, SINK)
 
 
-async def test_each_step_is_given_once_in_order_with_the_scores(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_each_step_is_given_once_in_order_with_the_scores(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     sink = Collected()
     async with open_bus() as bus:
         await bus.plans.fence(1)
@@ -83,7 +89,14 @@ async def test_each_step_is_given_once_in_order_with_the_scores(open_bus: BusOpe
         await bus.plans.fence(2)  # a learner that has restarted executes steps 3 and 4 again
         await steps(bus, 3, 6, epoch=2)
         done = await export(nats_server.url, bus.run, sink.bound, arguments(), asyncio.Event())
-        assert [(one.step, one.epoch) for one in sink.of if not one.evaluation] == [(1, 1), (2, 1), (3, 1), (4, 1), (5, 2), (6, 2)]
+        assert [(one.step, one.epoch) for one in sink.of if not one.evaluation] == [
+            (1, 1),
+            (2, 1),
+            (3, 1),
+            (4, 1),
+            (5, 2),
+            (6, 2),
+        ]
         (held_out,) = (one for one in sink.of if one.evaluation)
         assert (held_out.step, held_out.metrics, held_out.run) == (2, {"eval/held_out/mean": 0.5}, bus.run)
         assert sink.of[0].metrics == {"train/loss": 0.25, "data/reward_mean": 1.0}
@@ -93,7 +106,9 @@ async def test_each_step_is_given_once_in_order_with_the_scores(open_bus: BusOpe
         assert [one.step for one in later.of] == [5, 6]
 
 
-async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_sink_that_fails_is_called_again_and_new_steps_follow(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     sink, draining = Collected(fails=3), asyncio.Event()
     async with open_bus() as bus:
         await bus.plans.fence(1)
@@ -152,9 +167,16 @@ def test_a_run_of_wandb_is_resumed_behind_what_it_has_and_never_another_run_s(mo
         return made[-1]
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
-    log = [StepMetrics(run="digits", run_id="digits-1", step=step, epoch=1, metrics={"train/loss": 0.5}) for step in (1, 2, 3)]
-    log.insert(2, StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/a/mean": 0.5}, evaluation=True))
-    log.append(StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/b/mean": 0.5}, evaluation=True))
+    log = [
+        StepMetrics(run="digits", run_id="digits-1", step=step, epoch=1, metrics={"train/loss": 0.5})
+        for step in (1, 2, 3)
+    ]
+    log.insert(
+        2, StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/a/mean": 0.5}, evaluation=True)
+    )
+    log.append(
+        StepMetrics(run="digits", run_id="digits-1", step=1, epoch=1, metrics={"eval/b/mean": 0.5}, evaluation=True)
+    )
     first = WeightsAndBiases(project="tide")
     for one in log[:3]:
         assert not first.has(one)
@@ -181,7 +203,9 @@ class Stuck:
         self.closed.set()
 
 
-async def test_a_sink_that_hangs_does_not_keep_the_command_from_its_end(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_sink_that_hangs_does_not_keep_the_command_from_its_end(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     sink, draining = Stuck(), asyncio.Event()
     async with open_bus() as bus:
         await bus.plans.fence(1)
@@ -218,14 +242,31 @@ def test_a_line_that_does_not_fit_is_written_whole_the_next_time(tmp_path: Path)
     assert path.read_bytes() == 2 * before
 
 
-async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path) -> None:
+async def test_the_command_writes_lines_and_event_files(
+    open_bus: BusOpener, nats_server: EmbeddedServer, tmp_path: Path
+) -> None:
     async with open_bus() as bus:
         await bus.plans.fence(1)
         await steps(bus, 1, 3)
         await scores(bus, 3)
-        command = [sys.executable, "-m", "tidemill", "metrics", "--bus", nats_server.url, "--run", bus.run, "--until-end"]
-        for words in (["jsonl", "--option", f"path={tmp_path}/m.jsonl"], ["tensorboard", "--option", f"directory={tmp_path}/events"]):
-            result = await asyncio.to_thread(subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        command = [
+            sys.executable,
+            "-m",
+            "tidemill",
+            "metrics",
+            "--bus",
+            nats_server.url,
+            "--run",
+            bus.run,
+            "--until-end",
+        ]
+        for words in (
+            ["jsonl", "--option", f"path={tmp_path}/m.jsonl"],
+            ["tensorboard", "--option", f"directory={tmp_path}/events"],
+        ):
+            result = await asyncio.to_thread(
+                subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+            )
             assert result.returncode == 0, result.stderr
             assert f"3 steps and 1 evaluations given to {words[0]}, 0 calls failed" in result.stdout
         lines = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
@@ -238,12 +279,18 @@ async def test_the_command_writes_lines_and_event_files(open_bus: BusOpener, nat
         with (tmp_path / "m.jsonl").open("a") as file:
             file.write('["not ours"]\n{"step": 4, "ep')  # a command that was killed as it wrote
         words = ["jsonl", "--option", f"path={tmp_path}/m.jsonl"]
-        result = await asyncio.to_thread(subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+        result = await asyncio.to_thread(
+            subprocess.run, [*command, *words], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S
+        )
         assert "2 steps and 1 evaluations given to jsonl, which had 4 from before, 0 calls failed" in result.stdout
         again = [json.loads(line) for line in (tmp_path / "m.jsonl").read_text().splitlines()]
         assert again[:5] == [*lines, ["not ours"]] and [line["step"] for line in again[5:]] == [4, 5, 4]
         (file,) = (tmp_path / "events" / bus.run).iterdir()
-        scalars = {(event.step, value.tag): value.simple_value for event in events(file.read_bytes()) for value in event.summary.value}
+        scalars = {
+            (event.step, value.tag): value.simple_value
+            for event in events(file.read_bytes())
+            for value in event.summary.value
+        }
         assert scalars[2, "train/loss"] == 0.5
         assert scalars[3, "eval/held_out/mean"] == 0.5
         assert len(scalars) == 7

@@ -1,4 +1,6 @@
-"""Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights survive the way back."""
+"""Every family of models in the Megatron learner: log-probs of packed rows are those of transformers, and weights
+survive the way back.
+"""
 
 import json
 from pathlib import Path
@@ -32,7 +34,13 @@ YARN = {
     "original_max_position_embeddings": 64,
 }
 LINEAR = {"rope_type": "linear", "factor": 4.0}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in DENSE | EXPERTS},
     "qwen3-tied": ("qwen3", {"tied": True}),
@@ -44,7 +52,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4, linear scaling": ("glm4", {"rope_scaling": LINEAR}),
     "qwen3_moe-tied": ("qwen3_moe", {"tied": True}),
     "qwen3_moe, scores of all experts": ("qwen3_moe", {"norm_topk_prob": False}),
-    "qwen3_moe, dense layers between": ("qwen3_moe", {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "qwen3_moe, dense layers between": (
+        "qwen3_moe",
+        {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "qwen2_moe, normalised scores": ("qwen2_moe", {"norm_topk_prob": True}),
     "glm4_moe, two shared experts": ("glm4_moe", {"n_shared_experts": 2, "n_group": 2, "attention_bias": False}),
     "glm4_moe, scores as they are": ("glm4_moe", {"norm_topk_prob": False}),
@@ -66,8 +77,12 @@ OF_TRANSFORMERS_5: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES.values(), ids=CASES)
-def test_log_probs_and_weights_are_those_of_transformers(here: Any, tmp_path: Path, family: str, changes: dict[str, Any]) -> None:
-    """Packed rows of many lengths give the log-probs of each sequence alone; export has every tensor of the files, bit for bit."""
+def test_log_probs_and_weights_are_those_of_transformers(
+    here: Any, tmp_path: Path, family: str, changes: dict[str, Any]
+) -> None:
+    """Packed rows of many lengths give the log-probs of each sequence alone; export has every tensor of the files, bit
+    for bit.
+    """
     assert_same_model(write_tiny_model(tmp_path, family, **changes), tmp_path, here)
 
 
@@ -95,7 +110,9 @@ def test_grouped_experts_train_as_those_one_after_the_other(here: Any, tmp_path:
         policy = build_policy(directory, dtype="float32", parallel=here, kernels=Wanted(grouped_experts=wanted))
         kinds = {type(module) for module in policy.chunks[0].modules() if isinstance(module, SequentialMLP)}
         assert kinds == {GroupedExperts if wanted == "always" else SequentialMLP}
-        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-2, eps=1e-5), steps=10), AlgorithmConfig(), max_lag=2)
+        trainer = Trainer(
+            policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-2, eps=1e-5), steps=10), AlgorithmConfig(), max_lag=2
+        )
         found[wanted] = trainer.train(batch), dict(policy.export())
     (grouped, weights), (sequential, theirs) = found["always"], found["never"]
     for name in ("train/loss", "train/grad_norm", "train/entropy"):
@@ -108,8 +125,12 @@ def test_grouped_experts_train_as_those_one_after_the_other(here: Any, tmp_path:
 
 @pytest.mark.parametrize("counts", [(3, 0, 5, 0, 1, 1, 0, 0), (0, 8, 0, 0, 0, 0, 0, 0), (0,) * 8])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_a_grouped_product_passes_over_experts_without_tokens(here: Any, tmp_path: Path, counts: tuple[int, ...], frozen: bool) -> None:
-    """Outputs and gradients are those of the experts one after the other; all weights get one, or none where they are frozen."""
+def test_a_grouped_product_passes_over_experts_without_tokens(
+    here: Any, tmp_path: Path, counts: tuple[int, ...], frozen: bool
+) -> None:
+    """Outputs and gradients are those of the experts one after the other; all weights get one, or none where they are
+    frozen.
+    """
     directory, found = write_tiny_model(tmp_path, "qwen3_moe"), {}
     generator = torch.Generator().manual_seed(0)
     for wanted in ("always", "never"):
@@ -117,7 +138,9 @@ def test_a_grouped_product_passes_over_experts_without_tokens(here: Any, tmp_pat
         experts = next(module for module in policy.chunks[0].modules() if isinstance(module, SequentialMLP))
         assert experts.num_local_experts == len(counts)
         weights = {name: weight.requires_grad_(not frozen) for name, weight in experts.named_parameters()}
-        inputs = torch.randn(sum(counts), experts.config.hidden_size, generator=generator.manual_seed(1)).requires_grad_()
+        inputs = torch.randn(
+            sum(counts), experts.config.hidden_size, generator=generator.manual_seed(1)
+        ).requires_grad_()
         probs = torch.rand(sum(counts), generator=generator).requires_grad_()
         asked: list[Any] = []  # an overlapped gathering of weights waits in a hook of the module that has them
         linears = [module for expert in experts.local_experts for module in (expert.linear_fc1, expert.linear_fc2)]
@@ -142,9 +165,14 @@ def test_a_bridge_of_ones_own_serves_a_family_that_is_not_known(here: Any, tmp_p
     exported = []
     for directory, bridge in ((qwen2, ""), (pond, POND)):
         policy = build_policy(directory, dtype="float32", parallel=here, bridge_class=bridge)
-        there, first = load_file(directory / "model.safetensors"), {name: tensor.clone() for name, tensor in policy.export()}
+        there, first = (
+            load_file(directory / "model.safetensors"),
+            {name: tensor.clone() for name, tensor in policy.export()},
+        )
         assert first.keys() == there.keys() and all(torch.equal(first[name], there[name]) for name in there)
-        trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2)
+        trainer = Trainer(
+            policy, PolicyOptimizer(policy, OptimizerConfig(lr=1e-3), steps=10), AlgorithmConfig(), max_lag=2
+        )
         assert trainer.train(batch)["train/skipped_minibatches"] == 0
         exported.append({name: tensor.clone() for name, tensor in policy.export()})
         assert any(not torch.equal(tensor, first[name]) for name, tensor in exported[-1].items())
@@ -170,7 +198,10 @@ def test_what_is_no_bridge_is_refused(here: Any, tmp_path: Path, path: str, mess
 
 def test_a_family_without_a_bridge_is_refused_with_the_setting(here: Any, tmp_path: Path) -> None:
     directory = write_tiny_model(tmp_path, "qwen2")
-    for name, message in (("gpt2", "or learner.bridge for another family, got 'gpt2'"), ("nowhere", "AutoConfig.register")):
+    for name, message in (
+        ("gpt2", "or learner.bridge for another family, got 'gpt2'"),
+        ("nowhere", "AutoConfig.register"),
+    ):
         (directory / "config.json").write_text(json.dumps({"model_type": name}))
         with pytest.raises(ConfigRefused, match=message):
             build_policy(directory, dtype="float32", parallel=here)
@@ -219,12 +250,22 @@ def test_bfloat16_keeps_the_biases_of_routers_in_float32(here: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("family", "wanted", "message"),
     [
-        ("qwen3_moe", Wanted(fused_activation="always"), "learner.fused_activation: want auto or never for a model with experts"),
-        ("deepseek_v3", Wanted(attention="varlen"), "learner.attention: want sdpa or auto, got 'varlen: keys and values"),
+        (
+            "qwen3_moe",
+            Wanted(fused_activation="always"),
+            "learner.fused_activation: want auto or never for a model with experts",
+        ),
+        (
+            "deepseek_v3",
+            Wanted(attention="varlen"),
+            "learner.attention: want sdpa or auto, got 'varlen: keys and values",
+        ),
         ("deepseek_v3", Wanted(attention="cudnn"), "learner.attention: want sdpa or auto, got 'cudnn: keys and values"),
     ],
 )
-def test_a_kernel_that_a_family_cannot_use_is_refused(here: Any, tmp_path: Path, family: str, wanted: Wanted, message: str) -> None:
+def test_a_kernel_that_a_family_cannot_use_is_refused(
+    here: Any, tmp_path: Path, family: str, wanted: Wanted, message: str
+) -> None:
     directory = write_tiny_model(tmp_path, family)
     with pytest.raises(ConfigRefused, match=message):
         build_policy(directory, dtype="float32", parallel=here, kernels=wanted)
@@ -232,7 +273,10 @@ def test_a_kernel_that_a_family_cannot_use_is_refused(here: Any, tmp_path: Path,
 
 
 def test_weights_of_another_shape_are_refused(here: Any, tmp_path: Path) -> None:
-    directory, other = write_tiny_model(tmp_path / "a", "mixtral"), write_tiny_model(tmp_path / "b", "mixtral", intermediate_size=48)
+    directory, other = (
+        write_tiny_model(tmp_path / "a", "mixtral"),
+        write_tiny_model(tmp_path / "b", "mixtral", intermediate_size=48),
+    )
     policy = build_policy(directory, dtype="float32", parallel=here)
     with pytest.raises(ConfigRefused, match=r"experts\.0\.w1\.weight.*want the shape \(128, 32\), got \(96, 32\)"):
         policy.bridge.load(policy.chunks, other)

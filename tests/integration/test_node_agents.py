@@ -1,4 +1,6 @@
-"""Node agents on a real bus, with ranks that end when the test ends them: attempts, ends, drains, refusals, and an outage of the bus."""
+"""Node agents on a real bus, with ranks that end when the test ends them: attempts, ends, drains, refusals, and an
+outage of the bus.
+"""
 
 import asyncio
 import math
@@ -30,7 +32,9 @@ ROW = NodeRow(node=0, nodes=2, nonce="", address="127.0.0.1", host="h", place=he
 
 @dataclass
 class Ranks:
-    """Ranks of one node: each start is in ``parts``; they end with the next of ``ends``, or when they are drained or cancelled."""
+    """Ranks of one node: each start is in ``parts``; they end with the next of ``ends``, or when they are drained or
+    cancelled.
+    """
 
     parts: "asyncio.Queue[Part]" = field(default_factory=asyncio.Queue)
     ends: "asyncio.Queue[ChildFailed | None]" = field(default_factory=asyncio.Queue)
@@ -110,15 +114,25 @@ async def test_two_agents_run_one_attempt_after_the_other_to_the_last_step(open_
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader, node(two, 1) as other:
         first, second = await leader.started(), await other.started()
         assert (first.first_rank, second.first_rank, first.world, second.world) == (0, 2, 4, 4)
-        assert first.listen and not second.listen and first.feeder_url == second.feeder_url and first.master == second.master
+        assert (
+            first.listen
+            and not second.listen
+            and first.feeder_url == second.feeder_url
+            and first.master == second.master
+        )
         assert first.epoch == second.epoch == await current_epoch(one)
-        assert first.keys.others_public == (second.keys.ranks_public,) and second.keys.feeder_public == first.keys.feeder_public
+        assert (
+            first.keys.others_public == (second.keys.ranks_public,)
+            and second.keys.feeder_public == first.keys.feeder_public
+        )
         assert second.keys.ranks_public != first.keys.ranks_public
 
         other.ranks.ends.put_nowait(killed())
         again, also = await leader.started(), await other.started()
         assert again.epoch == also.epoch == first.epoch + 1
-        assert again.keys.feeder_public != first.keys.feeder_public and also.keys.ranks_public != second.keys.ranks_public
+        assert (
+            again.keys.feeder_public != first.keys.feeder_public and also.keys.ranks_public != second.keys.ranks_public
+        )
         assert leader.agent.row.reason == "" and leader.ranks.alive == other.ranks.alive == 1
 
         for one_node in (other, leader):
@@ -166,13 +180,20 @@ async def test_a_failure_that_no_restart_cures_ends_all_agents_with_its_code(ope
 
 async def test_failures_in_a_row_end_all_agents(open_bus: BusOpener) -> None:
     few = Limits(bad_ends=2)
-    async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0, few) as leader, node(two, 1, few) as other:
+    async with (
+        open_bus(name="0") as one,
+        open_bus(name="1") as two,
+        node(one, 0, few) as leader,
+        node(two, 1, few) as other,
+    ):
         for _ in range(2):
             await leader.started()
             await other.started()
             other.ranks.ends.put_nowait(killed())
         for one_node in (leader, other):
-            with pytest.raises(LearnerEnded, match=r"2 failed attempts within 300 s; the last one: .*rank 2 killed by signal 9"):
+            with pytest.raises(
+                LearnerEnded, match=r"2 failed attempts within 300 s; the last one: .*rank 2 killed by signal 9"
+            ):
                 await one_node.ended()
 
 
@@ -188,7 +209,8 @@ async def test_nodes_that_cannot_work_together_are_refused_everywhere(open_bus: 
 async def test_missing_nodes_are_named(open_bus: BusOpener) -> None:
     async with open_bus() as bus, node(bus, 0, Limits(wait_s=1.5), nodes=3) as leader:
         with pytest.raises(
-            LearnerEnded, match=r"not all 3 nodes are there after 2 s; missing: node 1 \(never seen, or it has left\), node 2"
+            LearnerEnded,
+            match=r"not all 3 nodes are there after 2 s; missing: node 1 \(never seen, or it has left\), node 2",
         ):
             await leader.ended()
 
@@ -271,7 +293,9 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
     async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0) as leader, node(two, 1) as other:
         await leader.started()
         await other.started()
-        await one.rows("run").put("node.1", row_value(replace(ROW, node=1, nonce="3" * 12, agent="successor", host="other", pid=7)))
+        await one.rows("run").put(
+            "node.1", row_value(replace(ROW, node=1, nonce="3" * 12, agent="successor", host="other", pid=7))
+        )
         with pytest.raises(NodeReplaced, match="node 1: another agent has this node rank now: other pid 7"):
             await other.ended()
         async with asyncio.timeout(WITHIN_S):
@@ -279,9 +303,16 @@ async def test_an_agent_whose_row_was_taken_over_ends_its_ranks(open_bus: BusOpe
                 await asyncio.sleep(0.05)
 
 
-async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     short = Limits(fence_s=4.0)
-    async with open_bus(name="0") as one, open_bus(name="1") as two, node(one, 0, short) as leader, node(two, 1, short) as other:
+    async with (
+        open_bus(name="0") as one,
+        open_bus(name="1") as two,
+        node(one, 0, short) as leader,
+        node(two, 1, short) as other,
+    ):
         await leader.started()
         await other.started()
         leader.ranks.steps()
@@ -296,7 +327,9 @@ async def test_without_the_bus_ranks_that_make_steps_go_on_and_others_are_ended(
         assert (await leader.started()).epoch == (await other.started()).epoch == 2
 
 
-async def test_an_epoch_that_cannot_be_read_ends_the_leader_with_the_code_of_errors_that_no_restart_cures(open_bus: BusOpener) -> None:
+async def test_an_epoch_that_cannot_be_read_ends_the_leader_with_the_code_of_errors_that_no_restart_cures(
+    open_bus: BusOpener,
+) -> None:
     """The others wait for it, as for one that is not started yet."""
     async with open_bus(name="0") as one, open_bus(name="1") as two:
         await one.js.publish(f"$KV.TM_{one.run}_run.epoch", b"junk")

@@ -1,4 +1,6 @@
-"""The learner is right about old data: the real engine and the real Megatron against transformers and against each other."""
+"""The learner is right about old data: the real engine and the real Megatron against transformers and against each
+other.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -29,14 +31,18 @@ def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
     with ExitStack() as stack:
 
         def made(algorithm: dict[str, Any] | None = None, **settings: Any) -> PinnedLoop:
-            loop = PinnedLoop(tmp_path, AlgorithmConfig(**(algorithm or {})), parallel=here, **({"task": SMALL} | settings))
+            loop = PinnedLoop(
+                tmp_path, AlgorithmConfig(**(algorithm or {})), parallel=here, **({"task": SMALL} | settings)
+            )
             stack.callback(loop.close)
             return loop
 
         yield made
 
 
-def log_probs_of(loop: PinnedLoop, weights: Named, samples: list[Sample], temperature: float = 1.0) -> list[np.ndarray[Any, Any]]:
+def log_probs_of(
+    loop: PinnedLoop, weights: Named, samples: list[Sample], temperature: float = 1.0
+) -> list[np.ndarray[Any, Any]]:
     """Return the log-probs of every response's tokens under some weights, by transformers, one sample at a time."""
     model = AutoModelForCausalLM.from_pretrained(loop.directory / "model", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
@@ -51,7 +57,9 @@ def log_probs_of(loop: PinnedLoop, weights: Named, samples: list[Sample], temper
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0, 1.3])
 def test_both_sides_mean_the_same_distribution(make: Make, temperature: float) -> None:
-    """S2: the engine's decoding, the learner's packed forward pass and transformers agree on every log-prob, at any temperature."""
+    """S2: the engine's decoding, the learner's packed forward pass and transformers agree on every log-prob, at any
+    temperature.
+    """
     loop = make(task=replace(SMALL, temperature=temperature, lr=5e-3))
     for _ in range(6):
         loop.step()  # away from the uniform policy
@@ -64,7 +72,9 @@ def test_both_sides_mean_the_same_distribution(make: Make, temperature: float) -
 
 
 def test_fresh_data_needs_no_correction_to_the_last_bit(make: Make) -> None:
-    """S3: where mu is exactly the learner's own log-prob, weights are exactly 1: corrected and uncorrected give the same weights."""
+    """S3: where mu is exactly the learner's own log-prob, weights are exactly 1: corrected and uncorrected give the
+    same weights.
+    """
 
     def exact(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
         batch = loop.batch(samples, loop.version + 1)
@@ -112,7 +122,10 @@ def test_rejecting_changes_the_update_and_not_what_is_measured(make: Make) -> No
     def noisy(samples: list[Sample], loop: PinnedLoop) -> list[Sample]:
         generator = np.random.default_rng(0)
         noise = [generator.normal(0, 0.05, sample.response_length).astype(np.float32) for sample in samples]
-        return [replace(one, rollout_log_probs=one.rollout_log_probs + each) for one, each in zip(samples, noise, strict=True)]
+        return [
+            replace(one, rollout_log_probs=one.rollout_log_probs + each)
+            for one, each in zip(samples, noise, strict=True)
+        ]
 
     plain = make(corrupt=noisy).step()
     strict = make({"reject": ("k1 token 0.99 1.01",)}, corrupt=noisy).step()
@@ -127,6 +140,8 @@ def test_the_loop_is_the_same_every_time(make: Make) -> None:
     for _ in range(2):
         loop = make(lag=2, task=replace(SMALL, minibatches=2))
         metrics = [loop.step() for _ in range(4)]
-        runs.append((loop.policy.digest(), [{name: one[name] for name in one if "second" not in name} for one in metrics]))
+        runs.append(
+            (loop.policy.digest(), [{name: one[name] for name in one if "second" not in name} for one in metrics])
+        )
     assert runs[0][0] == runs[1][0]
     assert json.dumps(runs[0][1]) == json.dumps(runs[1][1])

@@ -1,4 +1,6 @@
-"""An engine on another machine, here a network namespace: it joins over the bus, gets pushes, and is reached by the first one's actors."""
+"""An engine on another machine, here a network namespace: it joins over the bus, gets pushes, and is reached by the
+first one's actors.
+"""
 
 import asyncio
 import os
@@ -83,7 +85,9 @@ def _ip(*words: str) -> None:
 def engine_on(machine: Machine, bus_url: str, log: Path) -> Iterator[None]:
     command = [sys.executable, "-m", "tidemill", "engine", "--bus", bus_url, "--id", "far"]
     with log.open("w") as output:
-        process = subprocess.Popen(["ip", "netns", "exec", machine.name, *command], cwd=ROOT, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", machine.name, *command], cwd=ROOT, stdout=output, stderr=output
+        )
     try:
         yield
     finally:
@@ -97,9 +101,15 @@ async def test_an_engine_elsewhere_is_reached(machine: Machine, run_id: str, tmp
     with EmbeddedServer(tmp_path / "nats", bus_config) as server:
         async with connect(server.url, run_id, bus_config, name="test", wait_s=60) as bus:
             await bus.create_layout()
-            of_run = RunConfig(run=run_id, model=ModelConfig(path=str(models[0])), engine=EngineConfig(host="127.0.0.1"))
-            await bus.rows("run").put("config", to_map(of_run))  # an address of the learner's machine is none of this one
-            publisher = Publisher(WeightsConfig(), bus_url=server.url, run=run_id, epoch=1, directory=tmp_path / "snapshots")
+            of_run = RunConfig(
+                run=run_id, model=ModelConfig(path=str(models[0])), engine=EngineConfig(host="127.0.0.1")
+            )
+            await bus.rows("run").put(
+                "config", to_map(of_run)
+            )  # an address of the learner's machine is none of this one
+            publisher = Publisher(
+                WeightsConfig(), bus_url=server.url, run=run_id, epoch=1, directory=tmp_path / "snapshots"
+            )
             with engine_on(machine, server.url, tmp_path / "engine.log"):
                 try:
                     await asyncio.to_thread(publisher.start)

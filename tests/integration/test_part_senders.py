@@ -1,4 +1,6 @@
-"""Ranks that share a model, and each send their part of it: the engine, the saved models and the final one have the same bits."""
+"""Ranks that share a model, and each send their part of it: the engine, the saved models and the final one have the
+same bits.
+"""
 
 import asyncio
 import signal
@@ -22,13 +24,22 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], int]] =
     "tp2, one sender": ({"tensor_parallel": 2}, {}, {"senders_per_stage": 1}, 1),
     "pp2": ({"pipeline_parallel": 2}, {}, {"verify": "always"}, 2),
     "ep2": ({"data_parallel": 2, "expert_parallel": 2}, MIXTURE, {"verify": "always"}, 2),
-    "tp2 x pp2": ({"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True}, {"num_hidden_layers": 4}, {}, 4),
+    "tp2 x pp2": (
+        {"tensor_parallel": 2, "pipeline_parallel": 2, "sequence_parallel": True},
+        {"num_hidden_layers": 4},
+        {},
+        4,
+    ),
 }
 """Settings of the learner, of the model and of the pushes, and ranks that send."""
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(name, marks=[pytest.mark.slow] if name in ("tp2, one sender", "tp2 x pp2") else []) for name in LAYOUTS]
+    "layout",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("tp2, one sender", "tp2 x pp2") else [])
+        for name in LAYOUTS
+    ],
 )
 async def test_ranks_that_share_the_model_push_and_save_what_they_train(
     open_learner: OpenLearner,  # noqa: F811
@@ -52,7 +63,9 @@ async def test_ranks_that_share_the_model_push_and_save_what_they_train(
     assert digest(load_file(tmp_path / "models" / "step-2" / "model.safetensors")) != digest(final)
     assert final.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
     served = [
-        rank for rank in range(learner.world.learner.num_ranks) if "part of the weights" in (tmp_path / f"rank-{rank}.log").read_text()
+        rank
+        for rank in range(learner.world.learner.num_ranks)
+        if "part of the weights" in (tmp_path / f"rank-{rank}.log").read_text()
     ]
     assert served == list(range(1, senders))
     if "lora" in settings:
@@ -61,12 +74,16 @@ async def test_ranks_that_share_the_model_push_and_save_what_they_train(
 
 
 async def test_ranks_that_leave_together_end_the_push_under_way(open_learner: OpenLearner, tmp_path: Path) -> None:  # noqa: F811
-    """The engine is stopped in the middle of the push of step 2, behind which there is none, until both ranks are drained, and goes on."""
+    """The engine is stopped in the middle of the push of step 2, behind which there is none, until both ranks are
+    drained, and goes on.
+    """
     write_tiny_model(tmp_path / "model", vocab_size=300)
     weights = {"bucket_bytes": 8_000, "phase_deadline_s": 600.0}
     async with open_learner(pipeline_parallel=2, steps=200, checkpoint_every=50, weights=weights) as learner:
         here = receivers(
-            learner.world.url, learner.world.run, {"stopped": Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)}
+            learner.world.url,
+            learner.world.run,
+            {"stopped": Behaviour(fails="stop", at="bucket", once_served=1, only_once=True)},
         )
         engines = await asyncio.to_thread(here.__enter__)
         url, engine = engines["stopped"]

@@ -1,4 +1,6 @@
-"""The closed loop of tests/bench/pinned: the lag is the requested one, and evaluations change nothing. And the sweep's conclusions."""
+"""The closed loop of tests/bench/pinned: the lag is the requested one, and evaluations change nothing. And the sweep's
+conclusions.
+"""
 
 import json
 from collections.abc import Callable, Iterator
@@ -34,17 +36,24 @@ def make(here: Parallel, tmp_path: Path) -> Iterator[Make]:
 
 
 def greedy_accuracy(loop: PinnedLoop, weights: Named) -> float:
-    """Return the accuracy of greedy decoding on the held-out prompts, by transformers, without a cache; all prompts are of one length."""
+    """Return the accuracy of greedy decoding on the held-out prompts, by transformers, without a cache; all prompts are
+    of one length.
+    """
     model = AutoModelForCausalLM.from_pretrained(loop.directory / "model", dtype=torch.float32)
     model.load_state_dict(weights, strict=False)
-    rows = [json.loads(line) for line in (loop.directory / "prompts.jsonl").read_text().splitlines()][-loop.task.held_out :]
+    rows = [json.loads(line) for line in (loop.directory / "prompts.jsonl").read_text().splitlines()][
+        -loop.task.held_out :
+    ]
     tokens_BT = torch.tensor([loop.engine.text.encode(row["prompt"]) for row in rows])
     for _ in range(loop.task.num_digits + 1):
         with torch.no_grad():
             tokens_BT = torch.cat([tokens_BT, model(tokens_BT).logits[:, -1:].argmax(-1)], 1)
     (eos_id,) = loop.engine.eos_ids
     ids = {row["label"]: [*loop.engine.text.encode(row["label"]), eos_id] for row in rows}
-    right = [answer == ids[row["label"]] for answer, row in zip(tokens_BT[:, -loop.task.num_digits - 1 :].tolist(), rows, strict=True)]
+    right = [
+        answer == ids[row["label"]]
+        for answer, row in zip(tokens_BT[:, -loop.task.num_digits - 1 :].tolist(), rows, strict=True)
+    ]
     return float(np.mean(right))
 
 
@@ -83,7 +92,9 @@ def test_evaluation_changes_nothing(make: Make) -> None:
     assert digests[0] == digests[1]
 
 
-def row(method: str, lag: int, seed: int, accuracies: list[float], entropy: float = 0.01, sampled: float = 0.95) -> dict[str, Any]:
+def row(
+    method: str, lag: int, seed: int, accuracies: list[float], entropy: float = 0.01, sampled: float = 0.95
+) -> dict[str, Any]:
     curve = [[10 * (number + 1), 1.0, sampled, accuracy] for number, accuracy in enumerate(accuracies)]
     run = {"method": method, "lag": lag, "seed": seed, "versions": VERSIONS}
     return run | {"curve": curve, "near": 10, "max_k3": 0.1, "entropy": entropy, "reward": sampled, "seconds": 1.0}
@@ -96,8 +107,12 @@ def verdicts(rows: list[dict[str, Any]]) -> list[bool]:
 def test_a_claim_is_about_the_end_and_about_every_seed() -> None:
     good = [row("tis", lag, seed, [0.5, 1.0, 1.0, 1.0]) for lag in (0, 8) for seed in range(3)]
     assert verdicts(good) == [True]
-    assert verdicts([*good[:-1], row("tis", 8, 2, [1.0, 1.0, 1.0, 0.9])]) == [False], "one seed falls back from its peak"
-    assert verdicts([*good[:-1], row("tis", 8, 2, [0.5, 0.5, 1.0, 1.0])]) == [False], "one seed gets there at the last moment"
+    assert verdicts([*good[:-1], row("tis", 8, 2, [1.0, 1.0, 1.0, 0.9])]) == [False], (
+        "one seed falls back from its peak"
+    )
+    assert verdicts([*good[:-1], row("tis", 8, 2, [0.5, 0.5, 1.0, 1.0])]) == [False], (
+        "one seed gets there at the last moment"
+    )
     assert verdicts([row("none", 8, 0, [1.0, 0.7, 0.7, 0.7]), row("none", 16, 0, [0.2, 0.3])]) == [True]
     assert verdicts([row("none", 8, 0, [1.0, 0.7, 0.7, 0.7]), row("none", 16, 0, [0.2, 1.0, 1.0, 1.0])]) == [False]
     slower = [row("bypass", 4, 0, [1.0]), row("bypass", 8, 0, [1.0], entropy=0.3, sampled=0.5)]

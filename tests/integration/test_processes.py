@@ -53,7 +53,8 @@ async def test_a_keeper_is_not_killed_with_its_parent_but_sees_its_input_end(tmp
     code = (
         "import asyncio, sys; from pathlib import Path; from tidemill.bus.system.processes import Child\n"
         "async def main():\n"
-        f"    child = Child('keeper', [sys.executable, '-c', {_KEEPER!r}], Path({str(tmp_path / 'log')!r}), keeper=True)\n"
+        f"    child = Child('keeper', [sys.executable, '-c', {_KEEPER!r}], Path({str(tmp_path / 'log')!r}), "
+        "keeper=True)\n"
         "    await child.start(); print(child.pid, flush=True); await child.wait()\n"
         "asyncio.run(main())"
     )
@@ -71,7 +72,9 @@ _KEEPER = "import sys; sys.stdin.read(); print('input ended', flush=True)"
 
 
 async def test_output_without_a_log_file_is_passed_on_behind_the_name(capfd: pytest.CaptureFixture[str]) -> None:
-    child = Child("it", [sys.executable, "-c", "print('one'); print('error: two')"], environment={"PYTHONUNBUFFERED": "1"})
+    child = Child(
+        "it", [sys.executable, "-c", "print('one'); print('error: two')"], environment={"PYTHONUNBUFFERED": "1"}
+    )
     assert child.returncode is None and not child.running
     await child.start()
     assert await child.wait() == 0
@@ -109,7 +112,8 @@ def full_log(tmp_path: Path) -> Iterator[Path]:
 async def test_the_reason_of_a_child_is_known_although_its_log_has_no_room(full_log: Path) -> None:
     """Three starts: the reason is of the last one."""
     code = (
-        "import logging, sys; from tidemill.bus import exit_codes; from tidemill.bus.system import output; output.guard_standard_files()\n"
+        "import logging, sys; from tidemill.bus import exit_codes; from tidemill.bus.system import output; "
+        "output.guard_standard_files()\n"
         "sys.exit(exit_codes.report(KeyError(sys.argv[1]), logging.getLogger()))"
     )
     child = Child("it", [sys.executable, "-c", code, "a"], full_log)
@@ -153,7 +157,10 @@ async def test_only_a_kill_that_is_not_ours_has_a_cause(by_us: bool, tmp_path: P
 @contextmanager
 def _memory_limit(limit_bytes: int) -> Iterator[Path]:
     """Make a control group with this much memory, of version 2 or 1; yield the file of its processes."""
-    for mount, name in ((Path("/sys/fs/cgroup"), "memory.max"), (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes")):
+    for mount, name in (
+        (Path("/sys/fs/cgroup"), "memory.max"),
+        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
+    ):
         group = mount / f"tidemill-test-{uuid.uuid4().hex[:8]}"
         with ExitStack() as stack:
             if not (mount / "cgroup.procs").exists():

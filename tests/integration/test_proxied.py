@@ -1,4 +1,6 @@
-"""Under the proxy variables of a company's machine: traffic inside a run goes past the proxy, downloads go through it."""
+"""Under the proxy variables of a company's machine: traffic inside a run goes past the proxy, downloads go through
+it.
+"""
 
 import os
 import re
@@ -113,7 +115,12 @@ def test_requests_of_commands_and_ranks_go_past_the_proxy(proxy: str) -> None:
     """All requests by urllib in this project go by ``direct_opener``."""
     with answering("directly") as url:
         assert direct_opener().open(url, timeout=60).read() == b"directly"
-    others = [file for room in ROOMS for file in (ROOT / room).rglob("*.py") if re.search(r"urlopen\(|build_opener\(", file.read_text())]
+    others = [
+        file
+        for room in ROOMS
+        for file in (ROOT / room).rglob("*.py")
+        if re.search(r"urlopen\(|build_opener\(", file.read_text())
+    ]
     assert others == [ROOT / "bus/system/proxies.py"]
 
 
@@ -136,5 +143,7 @@ async def test_an_agent_reaches_a_gateway_on_another_address_without_a_proxy(pro
     with answering("directly", "127.0.0.2") as url:
         host = urlsplit(url).hostname or ""
         async with Children(f"{tmp_path / 'agent_under_proxy.py'}:run", options={}, gateway_host=host) as children:
-            result = await children.run("1.0.a", base_url=url, api_key="k", task={"prompt": "", "label": "", "metadata": {}})
+            result = await children.run(
+                "1.0.a", base_url=url, api_key="k", task={"prompt": "", "label": "", "metadata": {}}
+            )
     assert result.value == {"score": 1.0}

@@ -86,7 +86,9 @@ def changes_of(family: str, chance: random.Random) -> dict[str, Any]:
 
 @pytest.fixture
 def groups_as_in_version_5(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Experts of groups that are not chosen are out, as in transformers 5; in 4.57 they have the score 0, above those below 0."""
+    """Experts of groups that are not chosen are out, as in transformers 5; in 4.57 they have the score 0, above those
+    below 0.
+    """
     original = DeepseekV3TopkRouter.get_topk_indices
 
     def indices(self: Any, scores: Tensor) -> Tensor:
@@ -122,7 +124,9 @@ def sample_of(tokens: Tensor, index: int) -> Sample:
 def by_learner(directory: Path, tokens_BT: Tensor, here: Any) -> Tensor:
     policy = build_policy(directory, dtype="float32", parallel=here)
     trainer = Trainer(policy, PolicyOptimizer(policy, OptimizerConfig(), steps=10), AlgorithmConfig(), max_lag=2)
-    batch = make_batches([sample_of(tokens_T, index) for index, tokens_T in enumerate(tokens_BT)], max_tokens=2 * ROWS * LENGTH)[0]
+    batch = make_batches(
+        [sample_of(tokens_T, index) for index, tokens_T in enumerate(tokens_BT)], max_tokens=2 * ROWS * LENGTH
+    )[0]
     found_BT = torch.full((ROWS, LENGTH - 1), torch.nan)
     for row, log_probs_T in zip(batch.micro_batches, trainer.log_probs(batch), strict=True):
         for sample in np.unique(row.sample_T[row.sample_T >= 0]):
@@ -150,11 +154,16 @@ def test_what_is_taken_is_right(family: str, seed: int, here: Any, tmp_path: Pat
     if chance.random() < 0.5:
         directory = as_transformers_5(original, tmp_path / "5")
     reference = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32).eval()
-    tokens_BT = torch.randint(3, reference.config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+    tokens_BT = torch.randint(
+        3, reference.config.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed)
+    )
     with torch.no_grad():
         wanted_BT = of_tokens(reference(tokens_BT).logits, tokens_BT)
     may_refuse = {"learner": changes.get("num_experts_per_tok") == 1, "engine": family not in FAMILIES}
-    for name, compute in (("learner", lambda: by_learner(directory, tokens_BT, here)), ("engine", lambda: by_engine(directory, tokens_BT))):
+    for name, compute in (
+        ("learner", lambda: by_learner(directory, tokens_BT, here)),
+        ("engine", lambda: by_engine(directory, tokens_BT)),
+    ):
         try:
             found_BT = compute()
         except (ConfigRefused, UnsupportedModel):

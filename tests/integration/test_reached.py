@@ -1,4 +1,6 @@
-"""Calls to engines' addresses over real sockets: the engine itself, another process at its address, a closed port, and a silent one."""
+"""Calls to engines' addresses over real sockets: the engine itself, another process at its address, a closed port, and
+a silent one.
+"""
 
 import asyncio
 import dataclasses

@@ -1,4 +1,6 @@
-"""Recomputed activations change no bit of a step, in one rank and in two that share the model, and use no kernel that CUDA lacks."""
+"""Recomputed activations change no bit of a step, in one rank and in two that share the model, and use no kernel that
+CUDA lacks.
+"""
 
 import json
 from collections.abc import Iterator
@@ -33,11 +35,19 @@ def world() -> Iterator[Parallel]:
 
 
 def trained(model_dir: Path, here: Parallel, recompute: str, dtype: str = "float32") -> dict[str, Any]:
-    """Train two steps of several micro-batches, with passes that need no gradients between them. Returns metrics and digest."""
+    """Train two steps of several micro-batches, with passes that need no gradients between them. Returns metrics and
+    digest.
+    """
     policy = build_policy(model_dir, dtype=dtype, parallel=here, kernels=Wanted(recompute=recompute))
     assert policy.bridge.kernels.recompute == recompute
     optimizer = PolicyOptimizer(policy, OptimizerConfig(lr=3e-3, weight_decay=0.01), steps=10)
-    trainer = Trainer(policy, optimizer, AlgorithmConfig(entropy_coef=0.01), max_lag=2, others=OtherModels(proximal=WeightBackup(policy)))
+    trainer = Trainer(
+        policy,
+        optimizer,
+        AlgorithmConfig(entropy_coef=0.01),
+        max_lag=2,
+        others=OtherModels(proximal=WeightBackup(policy)),
+    )
     metrics, random, raising = [], torch.get_rng_state(), RaisingOnCuda()
     for step in (3, 4):
         batch = make_batches(make_samples(vocab=VOCAB, step=step), step=step, max_tokens=70)[0]

@@ -60,7 +60,9 @@ OpenWorld = Callable[..., AbstractAsyncContextManager[RecordedWorld]]
 @pytest.fixture
 def open_world(nats_server: EmbeddedServer, run_id: str, tmp_path: Path) -> OpenWorld:
     @asynccontextmanager
-    async def opened(*, mixed: bool = False, algorithm: AlgorithmConfig, **changes: Any) -> AsyncIterator[RecordedWorld]:
+    async def opened(
+        *, mixed: bool = False, algorithm: AlgorithmConfig, **changes: Any
+    ) -> AsyncIterator[RecordedWorld]:
         values: dict[str, Any] = {"steps": 6, "groups_per_step": 2, "group_size": 2, "checkpoint_every": 2} | changes
         config = BusConfig(lease_s=2.0, rollouts=("answers",))
         (tmp_path / "checkpoints").mkdir()
@@ -94,7 +96,9 @@ async def trained_rows(world: RecordedWorld) -> Counter[str]:
 
 
 @pytest.mark.parametrize(("what", "step"), [("batch", 1), ("checkpoint", 2), ("publish", 4)])
-async def test_every_row_is_trained_once_without_actors_though_the_feeder_is_killed(open_world: OpenWorld, what: str, step: int) -> None:
+async def test_every_row_is_trained_once_without_actors_though_the_feeder_is_killed(
+    open_world: OpenWorld, what: str, step: int
+) -> None:
     async with open_world(algorithm=AlgorithmConfig(correction="sft"), num_epochs=1, steps=20) as world:
         await finish(world, stop=lambda did, at: (did, at) == (what, step))
         await finish(world)
@@ -145,7 +149,9 @@ async def test_the_ranks_get_the_rows_own_tokens_and_masks(open_world: OpenWorld
 
 
 async def test_a_mixed_run_has_groups_of_actors_and_of_rows_in_its_steps(open_world: OpenWorld) -> None:
-    async with open_world(mixed=True, algorithm=AlgorithmConfig(sft_coef=0.5), num_epochs=1, steps=20, groups_per_step=4) as world:
+    async with open_world(
+        mixed=True, algorithm=AlgorithmConfig(sft_coef=0.5), num_epochs=1, steps=20, groups_per_step=4
+    ) as world:
         async with world.actors():
             await finish(world)
         assert await trained_rows(world) == Counter({str(row["prompt"]): 2 for row in ROWS}), "once by each"
@@ -153,14 +159,20 @@ async def test_a_mixed_run_has_groups_of_actors_and_of_rows_in_its_steps(open_wo
         assert sum(recorded for recorded, _ in kinds) == sum(len(row["answers"]) for row in ROWS)
         assert sum(sampled for _, sampled in kinds) == 2 * len(ROWS)
         for batch in world.batches:
-            groups = {task: set(batch.demonstration_N[batch.groups_N == task].tolist()) for task in np.unique(batch.groups_N)}
+            groups = {
+                task: set(batch.demonstration_N[batch.groups_N == task].tolist()) for task in np.unique(batch.groups_N)
+            }
             assert all(len(found) == 1 for found in groups.values())
 
 
-async def test_another_actor_cannot_bring_demonstrations_into_a_run_that_cannot_train_them(open_world: OpenWorld) -> None:
+async def test_another_actor_cannot_bring_demonstrations_into_a_run_that_cannot_train_them(
+    open_world: OpenWorld,
+) -> None:
     async with open_world(algorithm=AlgorithmConfig(), steps=1) as world:
         async with world.feeder(recorded=world.recorded) as (url, _):
             training = asyncio.create_task(world.train(url))
-            await row_until(world.bus.rows("live"), "feeder.feeder", lambda row: row["load"].get("invalid/demonstration", 0) > 0)
+            await row_until(
+                world.bus.rows("live"), "feeder.feeder", lambda row: row["load"].get("invalid/demonstration", 0) > 0
+            )
             assert await world.plans() == []
             training.cancel()

@@ -1,4 +1,6 @@
-"""Actors that are killed at every instant of an episode: the next one goes on, and no environment gets two answers for one turn."""
+"""Actors that are killed at every instant of an episode: the next one goes on, and no environment gets two answers for
+one turn.
+"""
 
 import asyncio
 from collections import defaultdict
@@ -26,7 +28,9 @@ TURNS = 3
 
 @pytest.fixture(autouse=True)
 def _slow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record may wait for a busy machine, and so may the log of an earlier actor; no wait of these tests ends by a limit."""
+    """A record may wait for a busy machine, and so may the log of an earlier actor; no wait of these tests ends by a
+    limit.
+    """
     monkeypatch.setattr(episode_turns, "STORE_S", 60.0)
     monkeypatch.setattr(episode_turns, "NEEDED_S", 60.0)
     monkeypatch.setattr(episode_turns, "READ_S", 60.0)
@@ -38,7 +42,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Instant:
-    """Reached by one attempt, which waits there until ``over`` is set. Then it is cancelled, or, with ``wakes``, goes on."""
+    """Reached by one attempt, which waits there until ``over`` is set. Then it is cancelled, or, with ``wakes``, goes
+    on.
+    """
 
     def __init__(self, name: str = "", *, wakes: bool = False) -> None:
         self.name, self.wakes, self.reached, self.over = name, wakes, asyncio.Event(), asyncio.Event()
@@ -154,7 +160,10 @@ async def test_killed_at_every_instant_the_next_actor_goes_on(model: Path, open_
                 assert all(len(set(answers)) == 1 for answers in world.told.values()), (name, world.told)
                 assert sorted(world.told) == list(range(TURNS)), name
                 sizes = made.sample.sizes
-                assert len(sizes) == 1 and made.sample.turns is not None and len(made.sample.turns.at) == TURNS, (name, sizes)
+                assert len(sizes) == 1 and made.sample.turns is not None and len(made.sample.turns.at) == TURNS, (
+                    name,
+                    sizes,
+                )
                 lost = name.startswith("turn") and name.endswith("not stored")
                 assert len(asked) == TURNS + lost, (name, asked)
                 if again == "resume" and name.startswith("state") and name.endswith(" stored") and "not" not in name:
@@ -162,13 +171,17 @@ async def test_killed_at_every_instant_the_next_actor_goes_on(model: Path, open_
                     assert len(world.told[turn]) == 1, "the environment is not told again what is behind its state"
 
 
-async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not_stop(model: Path, open_bus: BusOpener) -> None:
+async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not_stop(
+    model: Path, open_bus: BusOpener
+) -> None:
     """Tokens, log-probs, masks and rewards of turns; only the names of attempts and the times differ."""
     world = World()
 
     async def program(client: Client) -> None:
         await world.resumed(client)
-        await client.chat(("user", "What is three plus four?"))  # a second answer to the prompt of the first turn: another seed
+        await client.chat(
+            ("user", "What is three plus four?")
+        )  # a second answer to the prompt of the first turn: another seed
 
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
@@ -200,7 +213,9 @@ async def test_the_sample_of_an_episode_that_went_on_is_that_of_one_that_did_not
             assert other.response == whole.response and other.transcript[-1] == whole.transcript[-1]
 
 
-async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(model: Path, open_bus: BusOpener) -> None:
+async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(
+    model: Path, open_bus: BusOpener
+) -> None:
     world = World()
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
@@ -218,7 +233,9 @@ async def test_a_frozen_actor_that_wakes_up_tells_its_environment_nothing_more(m
 
 
 @pytest.mark.parametrize("when", ["not stored", "stored"])
-async def test_an_actor_that_leaves_while_it_takes_an_episode_does_not_begin_it(model: Path, open_bus: BusOpener, when: str) -> None:
+async def test_an_actor_that_leaves_while_it_takes_an_episode_does_not_begin_it(
+    model: Path, open_bus: BusOpener, when: str
+) -> None:
     world = World()
     async with open_bus(rollouts=("agent",)) as bus:
         turns = StoppingTurns(bus.jet)
@@ -234,7 +251,9 @@ async def test_an_actor_that_leaves_while_it_takes_an_episode_does_not_begin_it(
 
 
 class BrokenTurns(TurnStream):
-    """TURNS that does not answer when a record of this kind and number is to be stored, once; it is stored all the same, or it is not."""
+    """TURNS that does not answer when a record of this kind and number is to be stored, once; it is stored all the
+    same, or it is not.
+    """
 
     broken = ("", 0)
     stores = False
@@ -251,12 +270,15 @@ class BrokenTurns(TurnStream):
 
 @pytest.mark.parametrize("stores", [False, True])
 @pytest.mark.parametrize(
-    ("again", "broken"), [("replay", ("turn", 1)), ("resume", ("turn", 1)), ("resume", ("state", 2)), ("replay", ("take", 0))]
+    ("again", "broken"),
+    [("replay", ("turn", 1)), ("resume", ("turn", 1)), ("resume", ("state", 2)), ("replay", ("take", 0))],
 )
 async def test_an_answer_that_may_not_be_stored_is_not_delivered(
     model: Path, open_bus: BusOpener, again: str, broken: tuple[str, int], stores: bool
 ) -> None:
-    """The episode ends and is handed back; the next attempt goes on with the stored answers, and the environment has one for each turn."""
+    """The episode ends and is handed back; the next attempt goes on with the stored answers, and the environment has
+    one for each turn.
+    """
     world = World()
     async with open_bus(rollouts=("agent",)) as bus:
         turns = BrokenTurns(bus.jet)
@@ -270,9 +292,13 @@ async def test_an_answer_that_may_not_be_stored_is_not_delivered(
             delivered = {"turn": [0], "state": [0, 1], "take": []}[broken[0]]
             assert sorted(world.told) == delivered, "no answer behind the record that is not stored"
             made = await attempt(scene.rollout, 1, "second")
-            assert sorted(world.told) == list(range(TURNS)) and all(len(set(answers)) == 1 for answers in world.told.values())
+            assert sorted(world.told) == list(range(TURNS)) and all(
+                len(set(answers)) == 1 for answers in world.told.values()
+            )
             assert made.sample.turns is not None and len(made.sample.turns.at) == TURNS
-            assert len(asked) == TURNS + (broken[0] == "turn" and not stores), "an answer that was stored is not generated again"
+            assert len(asked) == TURNS + (broken[0] == "turn" and not stores), (
+                "an answer that was stored is not generated again"
+            )
             assert (turns.counters.ended, turns.counters.unlogged) == (1, 0)
 
 
@@ -282,7 +308,10 @@ async def test_a_program_that_asks_on_gets_no_answer_without_a_log(model: Path, 
 
     async def program(client: Client) -> float:
         for turn in range(3):
-            for path, body in (("/v1/chat/completions", chat(("user", f"{turn}"), stream=turn == 2)), ("/state", {"state": turn})):
+            for path, body in (
+                ("/v1/chat/completions", chat(("user", f"{turn}"), stream=turn == 2)),
+                ("/state", {"state": turn}),
+            ):
                 async with client.session.post(client.root + path, json=body) as response:
                     answers.append(response.status)
         return 1.0
@@ -312,7 +341,9 @@ async def test_a_turn_that_can_never_be_stored_fails_the_episode(model: Path, op
             with pytest.raises(GenerationFailed, match="not stored within 2 s"):
                 await attempt(scene.rollout, 1, "first")
             await attempt(scene.rollout, 1, "second")
-            assert sorted(world.told) == list(range(TURNS)) and all(len(set(answers)) == 1 for answers in world.told.values())
+            assert sorted(world.told) == list(range(TURNS)) and all(
+                len(set(answers)) == 1 for answers in world.told.values()
+            )
 
 
 async def test_an_episode_that_failed_begins_anew(model: Path, open_bus: BusOpener) -> None:

@@ -1,4 +1,6 @@
-"""Rewards in child processes: results, and every way to fail, none of which stops the event loop or leaves a process."""
+"""Rewards in child processes: results, and every way to fail, none of which stops the event loop or leaves a
+process.
+"""
 
 import asyncio
 import contextlib
@@ -56,7 +58,9 @@ async def gone(*pids: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_a_start_that_is_cancelled_twice_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_is_cancelled_twice_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second time while the process, which hangs in its import, is waited for."""
     (tmp_path / "hangs_when_imported.py").write_text("import time\ntime.sleep(1000)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -95,7 +99,14 @@ async def test_a_reward_gets_the_whole_request_and_its_options() -> None:
                 prompt=[{"role": "user", "content": "q"}],
             )
         )
-    assert found == {"response": 300_000.0, "tokens": 70_003.0, "metadata": 7.0, "prompt": 1.0, "label": 4.0, "truncated": 1.0}
+    assert found == {
+        "response": 300_000.0,
+        "tokens": 70_003.0,
+        "metadata": 7.0,
+        "prompt": 1.0,
+        "label": 4.0,
+        "truncated": 1.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -108,7 +119,9 @@ async def test_a_reward_gets_the_whole_request_and_its_options() -> None:
         (f"{HERE}:length", {"bonus": {1, 2}}, BadRewardOption, "JSON"),
     ],
 )
-async def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(name: str, options: Any, error: type, words: str) -> None:
+async def test_a_reward_that_cannot_be_loaded_is_refused_at_the_start(
+    name: str, options: Any, error: type, words: str
+) -> None:
     before = children_of({os.getpid()})
     with pytest.raises(error, match=words):
         async with opened(name, options, LIMITS):
@@ -135,7 +148,9 @@ async def test_every_way_to_fail_is_a_reason_and_the_next_call_is_scored() -> No
             assert await score(request("ok")) == 1.0, response
 
 
-@pytest.mark.parametrize("label", [None, "x", [1.0], {}, {"score": None}, float("nan"), -1e39, {"score": 0.0, "time": 1e7}])
+@pytest.mark.parametrize(
+    "label", [None, "x", [1.0], {}, {"score": None}, float("nan"), -1e39, {"score": 0.0, "time": 1e7}]
+)
 async def test_a_result_that_is_no_number_fails(label: object) -> None:
     async with scoring("of_label") as score:
         with pytest.raises(RewardFailed):
@@ -223,7 +238,11 @@ async def test_the_credentials_of_the_bus_are_not_inherited(monkeypatch: pytest.
     for name in ("TIDEMILL_PASSWORD", "NATS_PASSWORD", "JUDGE_KEY"):
         monkeypatch.setenv(name, "secret")
     async with scoring("environment") as score:
-        assert [await score(request(name)) for name in ("TIDEMILL_PASSWORD", "NATS_PASSWORD", "JUDGE_KEY")] == [0.0, 0.0, 1.0]
+        assert [await score(request(name)) for name in ("TIDEMILL_PASSWORD", "NATS_PASSWORD", "JUDGE_KEY")] == [
+            0.0,
+            0.0,
+            1.0,
+        ]
 
 
 async def test_a_module_with_threads_is_imported_anew_by_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:

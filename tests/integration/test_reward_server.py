@@ -1,4 +1,6 @@
-"""The command ``tidemill reward-server``: it serves, it is drained, and it refuses settings that would let any client in."""
+"""The command ``tidemill reward-server``: it serves, it is drained, and it refuses settings that would let any client
+in.
+"""
 
 import asyncio
 import os
@@ -42,7 +44,10 @@ async def serving(*words: str, **environment: str) -> AsyncIterator[str]:
 
 async def test_it_serves_until_it_is_drained() -> None:
     body = {"prompt": "p", "response": "PARIS", "label": "Paris"}
-    async with serving("exact", "--option", "case_sensitive=false", "--token-env", "SECRET", SECRET="s") as url, ClientSession() as session:
+    async with (
+        serving("exact", "--option", "case_sensitive=false", "--token-env", "SECRET", SECRET="s") as url,
+        ClientSession() as session,
+    ):
         async with session.post(url, json=body) as response:
             assert response.status == 401
         async with session.post(url, json=body, headers={"Authorization": "Bearer s"}) as response:

@@ -1,4 +1,6 @@
-"""``tidemill router`` as a process: it finds an engine on the bus, reports it in its live row, answers a chat, and drains."""
+"""``tidemill router`` as a process: it finds an engine on the bus, reports it in its live row, answers a chat, and
+drains.
+"""
 
 import asyncio
 from pathlib import Path
@@ -46,7 +48,11 @@ async def test_wrong_arguments_are_refused_at_once(tmp_path: Path) -> None:
         (["--worker", "http://h:1", "--host", "auto"], "--host: auto needs --bus"),
         (["--worker", "nowhere"], "worker: want a URL like http://host:port, got 'nowhere'"),
         (["--worker", "http://h:1", "--exact", str(tmp_path)], "want a directory with a tokenizer.json"),
-        (["--worker", "http://h:1", "--middleware", "no.module:f"], "middleware: want package.module:factory, got 'no.module:f'", CONFIG),
+        (
+            ["--worker", "http://h:1", "--middleware", "no.module:f"],
+            "middleware: want package.module:factory, got 'no.module:f'",
+            CONFIG,
+        ),
     ):
         child = launched("router", ["router", "--port", "0", *wrong], tmp_path / "router.log")
         await child.start()

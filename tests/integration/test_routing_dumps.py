@@ -1,4 +1,6 @@
-"""Where tokens went, in the dumps of ``debug.save_train``: in both passes, under every kind of replay, at layouts of two ranks."""
+"""Where tokens went, in the dumps of ``debug.save_train``: in both passes, under every kind of replay, at layouts of
+two ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -40,14 +42,20 @@ def changed(dump: TrainDump, record: TrainDump) -> list[int]:
     """Return for each optimizer step the choices of experts that differ from those of the record."""
     before = decisions(record, 0)
     steps = (decisions(dump, number) for number in range(dump.num_steps))
-    return [sum(int((experts != before[sequence]).any(-1).sum()) for sequence, experts in step.items()) for step in steps]
+    return [
+        sum(int((experts != before[sequence]).any(-1).sum()) for sequence, experts in step.items()) for step in steps
+    ]
 
 
-def test_a_dump_has_the_experts_of_every_token_their_weights_and_its_affinity_to_all(model_dir: Path, tmp_path: Path) -> None:
+def test_a_dump_has_the_experts_of_every_token_their_weights_and_its_affinity_to_all(
+    model_dir: Path, tmp_path: Path
+) -> None:
     dump, record, _ = trained(model_dir, tmp_path, "plain")
     assert dump.routing_layers == record.routing_layers == [0, 1]
     data = dump.steps[0].debug_data
-    for tokens, experts, weights, scores in zip(data["unconcat_tokens"], *(data[name] for name in ROUTING), strict=True):
+    for tokens, experts, weights, scores in zip(
+        data["unconcat_tokens"], *(data[name] for name in ROUTING), strict=True
+    ):
         assert experts.shape == weights.shape == (len(tokens), 2, 2) and scores.shape == (len(tokens), 2, 8)
         np.testing.assert_allclose(scores.sum(-1), 1, rtol=1e-5)
         np.testing.assert_array_equal(experts, np.sort(scores.argsort(-1)[..., -2:], -1))  # the router's own choice
@@ -58,7 +66,9 @@ def test_a_dump_has_the_experts_of_every_token_their_weights_and_its_affinity_to
 
 
 def test_replay_is_seen(model_dir: Path, tmp_path: Path) -> None:
-    """Three optimizer steps at a high rate move the routers; training takes the experts of the first pass only where they are replayed."""
+    """Three optimizer steps at a high rate move the routers; training takes the experts of the first pass only where
+    they are replayed.
+    """
     first, *later = changed(*trained(model_dir, tmp_path, "moved")[:2])
     assert first == 0 and sum(later) > 0
     assert changed(*trained(model_dir, tmp_path, "replayed")[:2]) == [0, 0, 0]
@@ -69,7 +79,9 @@ def test_the_samples_experts_are_seen(model_dir: Path, tmp_path: Path) -> None:
     dump, record, batch = trained(model_dir, tmp_path, "given")
     compared = 0
     for one in (record, dump):
-        found = {sequence: experts for number in range(one.num_steps) for sequence, experts in decisions(one, number).items()}
+        found = {
+            sequence: experts for number in range(one.num_steps) for sequence, experts in decisions(one, number).items()
+        }
         for row in batch.micro_batches:
             given_TLK = np.sort(row.experts.reshape(-1, *batch.routing), -1)
             for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
@@ -81,9 +93,14 @@ def test_the_samples_experts_are_seen(model_dir: Path, tmp_path: Path) -> None:
 
 
 def test_every_layout_of_two_ranks_has_the_experts_of_one(model_dir: Path, tmp_path: Path) -> None:
-    """With pipelines the last stage has the layers of all; a stage with several chunks has layers that are not neighbours."""
+    """With pipelines the last stage has the layers of all; a stage with several chunks has layers that are not
+    neighbours.
+    """
     family, changes = MODELS[DEEP]
-    directories = {"qwen3_moe": model_dir, DEEP: write_tiny_model(tmp_path / "deep", family, vocab_size=VOCAB, **changes)}
+    directories = {
+        "qwen3_moe": model_dir,
+        DEEP: write_tiny_model(tmp_path / "deep", family, vocab_size=VOCAB, **changes),
+    }
     wanted_of = {model: trained(directory, tmp_path, "given")[:2] for model, directory in directories.items()}
     run_ranks(routing_ranks.dump_in_layouts, (directories,), world=2, out=tmp_path, timeout_s=300)
     for layout, model in DUMPED.items():

@@ -1,4 +1,6 @@
-"""Training with the experts that an engine has chosen (R3): every token goes to them, in every pass, layer and layout of two ranks."""
+"""Training with the experts that an engine has chosen (R3): every token goes to them, in every pass, layer and layout
+of two ranks.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ class World:
 
     def __init__(self, root: Path) -> None:
         (root / "out").mkdir()
-        dirs = {name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes) for name, (family, changes) in USED.items()}
+        dirs = {
+            name: write_tiny_model(root / name, family, vocab_size=VOCAB, **changes)
+            for name, (family, changes) in USED.items()
+        }
         with one_rank() as here:
             self.one = {(family, way): train(dirs[family], here, way) for family, way in ONE}
         self.ranks = run_ranks(routing_ranks.main, (dirs,), world=2, out=root / "out", timeout_s=400)
@@ -37,15 +42,23 @@ ALL = [*((family, "1", way) for family, way in ONE if way != "moved"), *RUNS]
 
 @pytest.mark.parametrize(("family", "layout", "way"), ALL)
 def test_every_token_goes_to_the_experts_that_its_sample_has(world: World, family: str, layout: str, way: str) -> None:
-    """100 %: in the pass for old log-probs, in training, and where a layer is computed again. The others go where the router sends them."""
+    """100 %: in the pass for old log-probs, in training, and where a layer is computed again. The others go where the
+    router sends them.
+    """
     for rank in world.results(family, layout, way):
         known = sum(row["known"] for row in rank["rows"])
-        without = layout == "PP2 VP2" and rank is world.ranks[0][f"{family} {layout} {way}"]  # its two layers have no experts
+        without = (
+            layout == "PP2 VP2" and rank is world.ranks[0][f"{family} {layout} {way}"]
+        )  # its two layers have no experts
         assert (known > 0) is (way != "unknown" and not without)
         for row in rank["rows"]:
             wanted = 2 + way.endswith("full")
-            assert row["passes"] == wanted if row["known"] > 3 else row["passes"] >= wanted  # few tokens may have the experts of others
-            if family != "glm4_moe" and (row["known"] > 3 or way == "unknown"):  # the scores of glm4_moe are not the logits alone
+            assert (
+                row["passes"] == wanted if row["known"] > 3 else row["passes"] >= wanted
+            )  # few tokens may have the experts of others
+            if family != "glm4_moe" and (
+                row["known"] > 3 or way == "unknown"
+            ):  # the scores of glm4_moe are not the logits alone
                 assert row["own"] == row["others"]
         assert rank["routers_moved"], "the shares of the experts are the router's, with a gradient"
 

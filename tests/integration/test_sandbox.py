@@ -35,12 +35,19 @@ def _nothing_left() -> Iterator[None]:
         ("print(int(input()) * 2)", "21\n", "42\n"),
         ("import sys\nfor line in sys.stdin: print(line.strip()[::-1])", "ab\ncd\n", "ba\ndc\n"),
         (
-            "import math, heapq, itertools, collections, re, json, random, datetime, functools, bisect, decimal\nprint(1)",
+            (
+                "import math, heapq, itertools, collections, re, json, random, datetime, functools, bisect, "
+                "decimal\nprint(1)"
+            ),
             "",
             "1\n",
         ),
         ("import numpy as np\nprint(int(np.eye(3).sum()))", "", "3\n"),
-        ("import threading\nx = []\nt = threading.Thread(target=lambda: x.append(1))\nt.start(); t.join(); print(x)", "", "[1]\n"),
+        (
+            "import threading\nx = []\nt = threading.Thread(target=lambda: x.append(1))\nt.start(); t.join(); print(x)",
+            "",
+            "[1]\n",
+        ),
         ("def f(n): return n and 1 + f(n - 1)\nprint(f(20_000))", "", "20000\n"),
         ("print(7 ** 20_000 > 0, len(str(7 ** 20_000)))", "", "True 16902\n"),
         ("print('é\\u4e2d')", "", "é中\n"),
@@ -81,7 +88,14 @@ FORGED = {
     "nothing": b"",
     "no UTF-8": b"\xff\xfe\x00",
 }
-ENDS = ["os._exit(0)", "os._exit(1)", "os.kill(os.getpid(), 9)", "os.kill(os.getpid(), 40)", "os.closerange(3, 64)", "pass"]
+ENDS = [
+    "os._exit(0)",
+    "os._exit(1)",
+    "os.kill(os.getpid(), 9)",
+    "os.kill(os.getpid(), 40)",
+    "os.closerange(3, 64)",
+    "pass",
+]
 """Ends of a program that has written its own result; signal 40 has no name."""
 
 
@@ -91,7 +105,9 @@ def test_a_forged_result_is_worth_nothing_and_never_fails_its_sample(result: byt
     for number, end in enumerate(ENDS):
         write = f"import os\nfor fd in range(3, 64):\n  try: os.write(fd, {result!r})\n  except OSError: pass\n"
         response = f"```python\n{write}{end}\n```"
-        request = RewardRequest(prompt="", response=response, label=labels[number % len(labels)], status=Status.COMPLETED)
+        request = RewardRequest(
+            prompt="", response=response, label=labels[number % len(labels)], status=Status.COMPLETED
+        )
         assert code(request)["score"] == 0.0, end
 
 
@@ -151,13 +167,24 @@ def test_an_interpreter_that_does_not_begin_is_no_fault_of_the_response() -> Non
         ("import resource as r; r.setrlimit(r.RLIMIT_AS, (-1, -1))", "ValueError"),
         ("import resource as r, os; r.prlimit(os.getppid(), r.RLIMIT_CPU, (0, 0))", "PermissionError"),
         ("import os; os.nice(-5)", "PermissionError"),
-        ("import os; os.unshare(os.CLONE_NEWUSER)" if hasattr(os, "unshare") else "import os; os.chroot('/')", "PermissionError"),
-        ("import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.ptrace(16, 1, 0, 0) == 0", "AssertionError"),
         (
-            "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(425, 8, 0) >= 0",  # io_uring_setup
+            "import os; os.unshare(os.CLONE_NEWUSER)" if hasattr(os, "unshare") else "import os; os.chroot('/')",
+            "PermissionError",
+        ),
+        (
+            "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.ptrace(16, 1, 0, 0) == 0",
             "AssertionError",
         ),
-        ("import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(435, 0, 0) >= 0  # clone3", "AssertionError"),
+        (
+            (
+                "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(425, 8, 0) >= 0"
+            ),  # io_uring_setup
+            "AssertionError",
+        ),
+        (
+            "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\nassert libc.syscall(435, 0, 0) >= 0  # clone3",
+            "AssertionError",
+        ),
         ("import fcntl, termios\nfcntl.ioctl(0, termios.TIOCSTI, b'x')", "OSError"),
     ],
 )
@@ -175,7 +202,10 @@ def test_what_a_program_may_not_do(program: str, reason: str) -> None:
         "import time; time.sleep(1000)",
         "input()\nimport time; time.sleep(1000)",
         "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
-        "import threading as t, time\nwhile True:\n try: t.Thread(target=time.sleep, args=(99,)).start()\n except Exception: pass",
+        (
+            "import threading as t, time\nwhile True:\n try: t.Thread(target=time.sleep, args=(99,)).start()\n "
+            "except Exception: pass"
+        ),
         "import signal, time\nfor n in (2, 15, 24): signal.signal(n, signal.SIG_IGN)\nwhile True: pass",
         "x = 9 ** 9 ** 9",
         "import re; re.fullmatch('(a+)+b', 'a' * 60)",
@@ -212,7 +242,9 @@ def test_programs_run_beside_each_other() -> None:
 
 def test_a_machine_without_a_sandbox_is_refused_before_the_first_response(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    with pytest.raises(UnknownReward, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"):
+    with pytest.raises(
+        UnknownReward, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"
+    ):
         bind("code")
     with pytest.raises(RewardFailed, match="want Linux on x86_64 or aarch64 for its sandbox, this is linux on riscv64"):
         run("print(1)", BOUNDS)
@@ -228,11 +260,17 @@ async def test_the_reward_in_an_actor_s_children_leaves_nothing_running() -> Non
             assert (found["score"], found["tests"]) == (want, 2.0)
     async with opened("code", {"seconds": 30.0}, ProcessLimits(timeout_s=0.5, workers=1)) as score:
         with pytest.raises(TimeoutError):
-            await score(RewardRequest(prompt="p", response="```python\nwhile True: pass\n```", label=label, status=Status.COMPLETED))
+            await score(
+                RewardRequest(
+                    prompt="p", response="```python\nwhile True: pass\n```", label=label, status=Status.COMPLETED
+                )
+            )
 
 
 async def test_an_actor_with_many_open_files_has_its_children_too() -> None:
-    """A process inherits its socket under the number that it has in the actor, and ``select.select`` takes numbers up to 1023 only."""
+    """A process inherits its socket under the number that it has in the actor, and ``select.select`` takes numbers up
+    to 1023 only.
+    """
     files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
     try:
         async with opened("code", {"seconds": 60.0}, ProcessLimits(timeout_s=120.0, workers=1)) as score:

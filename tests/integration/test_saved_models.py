@@ -1,4 +1,6 @@
-"""Models saved beside training: the weights of their step, whatever happens afterwards; a disk that refuses one ends nothing."""
+"""Models saved beside training: the weights of their step, whatever happens afterwards; a disk that refuses one ends
+nothing.
+"""
 
 import logging
 import threading
@@ -50,8 +52,12 @@ def held(policy: Policy, directory: Path, *, keep: int = 0) -> Held:
 
 
 @pytest.mark.parametrize("lora", [LoraConfig(), LoraConfig(rank=2)], ids=["whole", "adapters"])
-def test_the_weights_are_those_of_the_step_although_training_goes_on(here: parallel.Parallel, tmp_path: Path, lora: LoraConfig) -> None:
-    policy = build_policy(write_tiny_model(tmp_path / "model"), dtype="float32", parallel=here, tuning=Tuning(lora=lora))
+def test_the_weights_are_those_of_the_step_although_training_goes_on(
+    here: parallel.Parallel, tmp_path: Path, lora: LoraConfig
+) -> None:
+    policy = build_policy(
+        write_tiny_model(tmp_path / "model"), dtype="float32", parallel=here, tuning=Tuning(lora=lora)
+    )
     wanted = {name: tensor.clone() for name, tensor in policy.export()}
     models = held(policy, tmp_path)
     models.after(1, checkpointed=False)  # not due

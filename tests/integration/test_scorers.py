@@ -1,4 +1,6 @@
-"""Rewards in processes of their own: scorers that join, drain, freeze and are killed while actors wait for their answers."""
+"""Rewards in processes of their own: scorers that join, drain, freeze and are killed while actors wait for their
+answers.
+"""
 
 import asyncio
 import re
@@ -87,9 +89,17 @@ def gated(tmp_path: Path) -> ActorConfig:
 
 
 async def test_scorers_give_the_rewards_of_the_actor_itself(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    async with scene(open_bus, nats_server.url, ActorConfig(reward="digits", scorers=ON)) as run, run.scorer("s1"), run.scorer("s2"):
+    async with (
+        scene(open_bus, nats_server.url, ActorConfig(reward="digits", scorers=ON)) as run,
+        run.scorer("s1"),
+        run.scorer("s2"),
+    ):
         there = await run.scored(await issue(run.bus, await take_over(run.bus), 3))
-    async with open_bus() as bus, engine(bus), actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1"):
+    async with (
+        open_bus() as bus,
+        engine(bus),
+        actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="a1"),
+    ):
         tasks = await issue(bus, await take_over(bus), 3)
         here = await samples_until(bus, complete(tasks))
     rewards = [{(s.task % 3, s.index): s.reward for s in samples} for samples in (there, here)]
@@ -165,14 +175,18 @@ async def test_a_drained_scorer_answers_what_it_has_and_is_asked_no_more(
 
 
 async def test_a_reward_of_groups_is_asked_of_scorers_too(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
-    config = ActorConfig(reward="digits", group_reward="tests.actor_child:ranked", group_reward_options={"step": 0.25}, scorers=ON)
+    config = ActorConfig(
+        reward="digits", group_reward="tests.actor_child:ranked", group_reward_options={"step": 0.25}, scorers=ON
+    )
     async with scene(open_bus, nats_server.url, config) as run, run.scorer("s1"):
         found = await run.scored(await issue(run.bus, await take_over(run.bus), 2))
     assert {sample.reward for sample in found if sample.index == 3} == {0.75}
     assert {(sample.index, sample.reward) for sample in found} == {(index, index * 0.25) for index in range(4)}
 
 
-async def test_a_reward_that_hangs_there_fails_the_sample(open_bus: BusOpener, nats_server: EmbeddedServer, gated: ActorConfig) -> None:
+async def test_a_reward_that_hangs_there_fails_the_sample(
+    open_bus: BusOpener, nats_server: EmbeddedServer, gated: ActorConfig
+) -> None:
     async with scene(open_bus, nats_server.url, replace(gated, reward_timeout_s=0.2)) as run, run.scorer("s1"):
         await issue(run.bus, await take_over(run.bus))
         async with asyncio.timeout(300):
@@ -198,14 +212,20 @@ async def test_a_resumed_run_keeps_the_numbers_of_scale_and_gets_scorers_that_it
         assert await desired.begin(bus, counts, keep=False) == counts
 
 
-async def test_a_scorer_of_a_run_without_scorers_says_that_none_is_asked(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_scorer_of_a_run_without_scorers_says_that_none_is_asked(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     """It is no error that would end the run: `tidemill scale scorers=1` may start one."""
     async with (
         open_bus() as bus,
-        actor_process(nats_server.url, bus.run, ActorConfig(reward="digits"), id="s1", program=actor_child.scorer) as process,
+        actor_process(
+            nats_server.url, bus.run, ActorConfig(reward="digits"), id="s1", program=actor_child.scorer
+        ) as process,
     ):
         row = await row_until(bus.rows("live"), "scorer.s1", lambda row: row["phase"] == "waiting")
-        assert row["waits_for"].startswith("actor.scorers.enabled: true; the actors of this run compute their rewards themselves")
+        assert row["waits_for"].startswith(
+            "actor.scorers.enabled: true; the actors of this run compute their rewards themselves"
+        )
         assert row["address"] == ""
         process.terminate()
         assert await process.exit_code() == 0

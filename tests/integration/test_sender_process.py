@@ -1,4 +1,5 @@
-"""The learner's end of a process group in a process of its own, over gloo: bytes, lost receivers, and the loss of the process itself.
+"""The learner's end of a process group in a process of its own, over gloo: bytes, lost receivers, and the loss of the
+process itself.
 
 NCCL runs in the same process on GPUs (tests/gpu/test_gpu_nccl_group.py); here it is gloo that is killed.
 """
@@ -75,7 +76,11 @@ def test_every_receiver_gets_the_bytes_of_the_staging_memory() -> None:
     memory = HostMemory()
     block = memory.empty(LARGE + SMALL)
     small, large = block[LARGE:], block[:LARGE]
-    with hosted(3, memory) as sender, piped(receive_all, sender.port, 1, 3) as (one, _), piped(receive_all, sender.port, 2, 3) as (two, _):
+    with (
+        hosted(3, memory) as sender,
+        piped(receive_all, sender.port, 1, 3) as (one, _),
+        piped(receive_all, sender.port, 2, 3) as (two, _),
+    ):
         sender.meet()
         for flat, following in ((small, large), (large, small), (small, None)):
             flat.copy_(pattern(flat.numel()))  # filled after the process has mapped it
@@ -104,12 +109,18 @@ def test_a_receiver_lost_in_a_broadcast_ends_the_call(how: signal.Signals) -> No
 
 @pytest.mark.parametrize(
     ("how", "reason"),
-    [(signal.SIGSTOP, "has no answer after 1 s, and is killed"), (signal.SIGKILL, "has ended: signal 9"), (signal.SIGABRT, "signal 6")],
+    [
+        (signal.SIGSTOP, "has no answer after 1 s, and is killed"),
+        (signal.SIGKILL, "has ended: signal 9"),
+        (signal.SIGABRT, "signal 6"),
+    ],
 )
 def test_a_process_that_hangs_or_ends_costs_the_group_and_no_more(
     how: signal.Signals, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """NCCL's watchdog ends its process by SIGABRT; a call that cannot be interrupted looks as a stopped process does."""
+    """NCCL's watchdog ends its process by SIGABRT; a call that cannot be interrupted looks as a stopped process
+    does.
+    """
     monkeypatch.setattr(sender_process, "GRACE_S", 1.0 if how == signal.SIGSTOP else LIMIT_S)
     memory = HostMemory()
     flat = memory.empty(SMALL)
@@ -161,7 +172,9 @@ async def pushed(group: PushGroup, version: int, memory: HostMemory) -> Outcome:
 
 
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "in turn"])
-async def test_an_engine_killed_in_a_broadcast_costs_a_process_and_the_next_push_works(bus_url: str, run_id: str, at_once: bool) -> None:
+async def test_an_engine_killed_in_a_broadcast_costs_a_process_and_the_next_push_works(
+    bus_url: str, run_id: str, at_once: bool
+) -> None:
     deadlines, memory = Deadlines(60.0), HostMemory()
     rules = GroupRules(3, HERE, "gloo", deadlines, memory=memory, apart=("gloo",))
     lost = Behaviour(fails="kill", at="bucket", once_served=1, at_once=at_once)
@@ -172,7 +185,15 @@ async def test_an_engine_killed_in_a_broadcast_costs_a_process_and_the_next_push
             for id, (url, process) in engines.items():
                 assert process.pid is not None
                 stated = Capabilities(single_request_push=at_once)
-                row = LiveRow(role="engine", id=id, host="test", pid=process.pid, phase="serving", address=url, capabilities=stated)
+                row = LiveRow(
+                    role="engine",
+                    id=id,
+                    host="test",
+                    pid=process.pid,
+                    phase="serving",
+                    address=url,
+                    capabilities=stated,
+                )
                 members[id] = Member(row, HttpReceiver(session, url, epoch=1, deadlines=deadlines), deadlines=deadlines)
             group = PushGroup(rules, members.values())
             try:

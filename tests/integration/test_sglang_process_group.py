@@ -23,7 +23,14 @@ WAIT_S = 60.0
 
 @pytest.fixture
 def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
-    words = [sys.executable, "-m", "tidemill.actors.serving.sglang.process_group", "bash", "-c", getattr(request, "param", PROGRAM)]
+    words = [
+        sys.executable,
+        "-m",
+        "tidemill.actors.serving.sglang.process_group",
+        "bash",
+        "-c",
+        getattr(request, "param", PROGRAM),
+    ]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, cwd=ROOT, text=True, start_new_session=True, **pipes) as process:  # type: ignore[call-overload]
         try:
@@ -34,11 +41,16 @@ def keeper(request: pytest.FixtureRequest) -> Iterator["subprocess.Popen[str]"]:
 
 
 def parts(keeper: "subprocess.Popen[str]") -> dict[str, psutil.Process]:
-    """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by its first argument."""
+    """Wait until all parts have a command line of their own, and the keeper watches two of them. Returns them by its
+    first argument.
+    """
     deadline = time.monotonic() + WAIT_S
     while True:
         below = {(one.cmdline() or [""])[0]: one for one in psutil.Process(keeper.pid).children(recursive=True)}
-        if below.keys() == {"bash", "sglang::scheduler_TP0", "helper", "sglang::detokenizer"} and watched(keeper.pid) == 2:
+        if (
+            below.keys() == {"bash", "sglang::scheduler_TP0", "helper", "sglang::detokenizer"}
+            and watched(keeper.pid) == 2
+        ):
             return below
         assert time.monotonic() < deadline, list(below)
         time.sleep(0.02)
@@ -101,7 +113,11 @@ def test_a_command_of_a_part_that_is_called_as_the_part_itself_may_end(keeper: "
     assert keeper.stdout is not None and keeper.stdout.readline() == "copied\n"
     with pytest.raises(subprocess.TimeoutExpired):
         keeper.wait(timeout=3)
-    (scheduler,) = [one for one in psutil.Process(keeper.pid).children(recursive=True) if one.cmdline()[0] == "sglang::scheduler_TP0"]
+    (scheduler,) = [
+        one
+        for one in psutil.Process(keeper.pid).children(recursive=True)
+        if one.cmdline()[0] == "sglang::scheduler_TP0"
+    ]
     until(lambda: watched(keeper.pid) == 2)
     scheduler.kill()
     assert f"sglang::scheduler_TP0 ({scheduler.pid}) has ended" in told(keeper)

@@ -1,4 +1,6 @@
-"""Results of tools in episodes of a real engine: the learner does not train them, and a learner that did would end elsewhere."""
+"""Results of tools in episodes of a real engine: the learner does not train them, and a learner that did would end
+elsewhere.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +25,9 @@ def told(text: str) -> str:
 
 
 async def episodes(model: Path) -> list[Sample]:
-    """Return a group of episodes in which the tool is called after each answer but the last, with rewards that differ."""
+    """Return a group of episodes in which the tool is called after each answer but the last, with rewards that
+    differ.
+    """
     rollout = MultiTurn(tools=[f"{HERE}:told"], protocol="text", call=r"([\s\S]*)", max_turns=3)
 
     async def program(client: Client) -> Any:
@@ -45,13 +49,17 @@ async def test_tool_tokens_are_not_trained(make: Any, tmp_path: Path) -> None:  
         return trainer.train(make_batches(given, step=1)[0]), policy.digest()
 
     metrics, weights = trained(samples)
-    assert metrics["train/tokens"] == sum(int(one.loss_mask.sum()) for one in samples) and metrics["train/grad_norm"] > 0
+    assert (
+        metrics["train/tokens"] == sum(int(one.loss_mask.sum()) for one in samples) and metrics["train/grad_norm"] > 0
+    )
     others = [
         replace(one, rollout_log_probs=np.where(mask, np.float32(-3.0), one.rollout_log_probs))
         for one, mask in zip(samples, tool, strict=True)
     ]
     unread, same = trained(others)
-    assert same == weights and unread["train/grad_norm"] == metrics["train/grad_norm"], "log-probs of tool tokens are not read"
+    assert same == weights and unread["train/grad_norm"] == metrics["train/grad_norm"], (
+        "log-probs of tool tokens are not read"
+    )
     unmasked, moved = trained([replace(one, loss_mask=np.ones_like(one.loss_mask)) for one in samples])
     assert unmasked["train/tokens"] == sum(one.response_length for one in samples)
     assert moved != weights and unmasked["train/grad_norm"] != pytest.approx(metrics["train/grad_norm"], rel=1e-3)

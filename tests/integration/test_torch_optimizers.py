@@ -1,4 +1,6 @@
-"""The optimizer is torch's where Megatron has found another package's: its state, and the checkpoints, are the same everywhere."""
+"""The optimizer is torch's where Megatron has found another package's: its state, and the checkpoints, are the same
+everywhere.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,9 @@ class FusedAdam(torch.optim.Adam):
 def fused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave Megatron as it is after the import of another package's optimizers."""
     for module, name, wanted in optimizer.NAMES:
-        assert getattr(module, name) is wanted, f"{module.__name__}.{name}: Megatron has changed; correct torch_optimizers.py"
+        assert getattr(module, name) is wanted, (
+            f"{module.__name__}.{name}: Megatron has changed; correct torch_optimizers.py"
+        )
         monkeypatch.setattr(module, name, {"Adam": FusedAdam, "SGD": FusedAdam, "USING_PYTORCH_OPTIMIZER": False}[name])
 
 
@@ -38,7 +42,9 @@ def test_the_optimizer_is_torchs(tmp_path: Path, family: str) -> None:
     with one_rank() as here:
         for name, kind in wanted.items():
             for shares in (False, True) if name != "sgd" else (False,):
-                policy = build_policy(model_dir, dtype="bfloat16", parallel=here, replicas=Replicas(distributed_optimizer=shares))
+                policy = build_policy(
+                    model_dir, dtype="bfloat16", parallel=here, replicas=Replicas(distributed_optimizer=shares)
+                )
                 inner = PolicyOptimizer(policy, OptimizerConfig(name=name), steps=3).inner
                 assert {type(each.optimizer) for each in inner.chained_optimizers} == {kind}
     for module, name, _ in optimizer.NAMES:

@@ -1,4 +1,6 @@
-"""The stream TURNS on a real server: one actor at a time writes an episode's log, and nothing that is wrong with it ends an episode."""
+"""The stream TURNS on a real server: one actor at a time writes an episode's log, and nothing that is wrong with it
+ends an episode.
+"""
 
 import asyncio
 from typing import Any
@@ -37,7 +39,9 @@ def turn(number: int, length: int = 2, **changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _slow_stores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A record may wait for a busy machine, and so may the log of an earlier actor; the tests of the limit set their own."""
+    """A record may wait for a busy machine, and so may the log of an earlier actor; the tests of the limit set their
+    own.
+    """
     monkeypatch.setattr(episode_turns, "STORE_S", 60.0)
     monkeypatch.setattr(episode_turns, "READ_S", 60.0)
 
@@ -97,7 +101,9 @@ async def test_an_actor_that_thinks_it_is_the_first_reads_what_there_is(open_bus
 
 @pytest.mark.parametrize("first", [True, False])
 async def test_the_episode_of_a_settled_task_is_not_begun_again(open_bus: BusOpener, first: bool) -> None:
-    """A killed server may deliver an acknowledged task again, as if for the first time; the task's log is removed by then."""
+    """A killed server may deliver an acknowledged task again, as if for the first time; the task's log is removed by
+    then.
+    """
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True)
         await log.append(TurnKind.TURN, **turn(0))
@@ -109,7 +115,9 @@ async def test_the_episode_of_a_settled_task_is_not_begun_again(open_bus: BusOpe
         assert records == [] and log.kept, "the next task is not settled"
 
 
-async def test_without_the_floor_the_episode_goes_on_unlogged(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_floor_the_episode_goes_on_unlogged(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its records may have been removed: it may be told other answers, and the actor says so."""
     async with open_bus(**WITH) as bus:
 
@@ -131,7 +139,9 @@ async def test_whose_log_is_removed_has_no_answer_to_give(open_bus: BusOpener) -
         assert bus.turns.counters.unlogged == 0
 
 
-async def test_a_record_whose_answer_was_lost_is_found_as_its_own(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_record_whose_answer_was_lost_is_found_as_its_own(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also when the server has forgotten its message id: then it names another last sequence than the record does."""
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True)
@@ -160,7 +170,9 @@ async def test_a_record_whose_answer_was_lost_is_found_as_its_own(open_bus: BusO
         {"text": "\ud800"},
     ],
 )
-async def test_a_record_that_cannot_be_written_leaves_the_episode_unlogged(open_bus: BusOpener, wrong: dict[str, Any]) -> None:
+async def test_a_record_that_cannot_be_written_leaves_the_episode_unlogged(
+    open_bus: BusOpener, wrong: dict[str, Any]
+) -> None:
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True)
         await log.append(TurnKind.TURN, **(turn(0) | wrong))
@@ -169,7 +181,9 @@ async def test_a_record_that_cannot_be_written_leaves_the_episode_unlogged(open_
         assert await kinds(bus) == ["take"]
 
 
-async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_bus(**WITH, turns_max_bytes=60_000) as bus:
         logs: list[EpisodeLog] = []
         for index in range(4):
@@ -183,7 +197,9 @@ async def test_a_full_stream_or_a_large_record_leaves_the_episode_unlogged(open_
         assert not huge.kept
 
 
-async def test_the_log_of_a_run_without_the_stream_is_not_kept(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_log_of_a_run_without_the_stream_is_not_kept(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(episode_turns, "STORE_S", 0.3)
     async with open_bus() as bus:
         for first in (True, False):
@@ -209,7 +225,9 @@ async def test_rubbish_in_a_log_is_passed_over_and_others_logs_are_trimmed(open_
         assert await kinds(bus, 10) == ["take", "turn"]
 
 
-async def test_a_log_that_is_needed_raises_where_another_goes_on_without(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_that_is_needed_raises_where_another_goes_on_without(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also for every later record but those of the end, which nothing depends on."""
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True, needed=True)
@@ -265,7 +283,9 @@ async def test_a_cancelled_record_may_be_stored_or_not(open_bus: BusOpener, monk
             await log.append(TurnKind.TURN, **turn(1))
 
 
-async def test_what_is_not_read_ends_an_episode_that_needs_its_log(open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_is_not_read_ends_an_episode_that_needs_its_log(
+    open_bus: BusOpener, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_bus(**WITH) as bus:
         _, log = await bus.turns.take(1, 0, "a", first=True)
         await log.append(TurnKind.TURN, **turn(0))

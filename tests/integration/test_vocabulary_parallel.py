@@ -1,4 +1,6 @@
-"""Log-probs, entropies and their gradients in float64, of an output weight whose rows lie on two ranks, against the whole one."""
+"""Log-probs, entropies and their gradients in float64, of an output weight whose rows lie on two ranks, against the
+whole one.
+"""
 
 import json
 import os
@@ -31,7 +33,9 @@ def computed(weight_VH: Tensor, group: dist.ProcessGroup | None) -> dict[str, li
     hidden_TH.requires_grad_()
     weight_VH = weight_VH.clone().requires_grad_()
     outputs = listed_log_probs(hidden_TH, weight_VH, targets_T, listed_TK, temperature=0.7, group=group)
-    total = sum((each * torch.linspace(0.5, 2.0, each.numel(), dtype=torch.float64).view_as(each)).sum() for each in outputs)
+    total = sum(
+        (each * torch.linspace(0.5, 2.0, each.numel(), dtype=torch.float64).view_as(each)).sum() for each in outputs
+    )
     assert isinstance(total, Tensor)
     total.backward()
     assert hidden_TH.grad is not None and weight_VH.grad is not None
@@ -65,7 +69,10 @@ def test_two_parts_are_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert ours[0]["values"] == ours[1]["values"], "the same bits on each"
         for mine, whole in zip(ours[0]["values"], wanted["values"], strict=True):
             torch.testing.assert_close(
-                torch.tensor(mine, dtype=torch.float64), torch.tensor(whole, dtype=torch.float64), atol=1e-13, rtol=1e-13
+                torch.tensor(mine, dtype=torch.float64),
+                torch.tensor(whole, dtype=torch.float64),
+                atol=1e-13,
+                rtol=1e-13,
             )
         for rank in ours:
             assert rank["most_probable"] == wanted["most_probable"]

@@ -1,4 +1,6 @@
-"""The live row of a process that cannot begin: an actor and an engine without the run's configuration, an engine without its model."""
+"""The live row of a process that cannot begin: an actor and an engine without the run's configuration, an engine
+without its model.
+"""
 
 import asyncio
 import dataclasses
@@ -15,7 +17,9 @@ from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 NOTHING_LISTENS = "http://127.0.0.1:9/v0"
 
 
-async def test_a_process_without_the_configuration_says_what_it_waits_for(open_bus: BusOpener, nats_server: EmbeddedServer) -> None:
+async def test_a_process_without_the_configuration_says_what_it_waits_for(
+    open_bus: BusOpener, nats_server: EmbeddedServer
+) -> None:
     draining = asyncio.Event()
     async with open_bus() as bus, asyncio.TaskGroup() as tasks:
         own = workers.LocalSettings()
@@ -37,7 +41,9 @@ async def test_an_engine_without_its_model_names_the_address_and_the_cure(
     async with open_bus() as bus, asyncio.TaskGroup() as tasks:
         config = RunConfig(run=bus.run, model=ModelConfig(path=str(tmp_path / "nowhere")))
         fetching = tasks.create_task(workers.model_here(config, nats_server.url, "e", tmp_path / "model", draining))
-        await row_until(bus.rows("live"), "engine.e", lambda row: row["waits_for"].startswith("version 0 from the learner"))
+        await row_until(
+            bus.rows("live"), "engine.e", lambda row: row["waits_for"].startswith("version 0 from the learner")
+        )
         published = VersionRow(version=0, step=0, epoch=1, state="published", digest="d", snapshot=NOTHING_LISTENS)
         for key in ("v.0", "head", "snapshot"):
             await bus.rows("weights").put(key, dataclasses.asdict(published))

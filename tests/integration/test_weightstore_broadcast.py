@@ -59,13 +59,17 @@ def join_in_vain(port: int, rank: int, world_size: int, deadline_s: float, pipe:
 
 
 def receive_like_sglang(port: int, rank: int, world_size: int, pipe: Any) -> None:
-    """Join a group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every device."""
+    """Join a group by torch's own constructors: a rendezvous, the store under the group's name, then a group for every
+    device.
+    """
     from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, rendezvous
 
     timeout = timedelta(seconds=DEADLINE_S)
     store, rank, size = next(iter(rendezvous(f"tcp://127.0.0.1:{port}", rank, world_size, timeout=timeout)))
     store.set_timeout(timeout)
-    group, _ = _new_process_group_helper(size, rank, [], Backend("gloo"), PrefixStore("pair", store), group_name="pair", timeout=timeout)
+    group, _ = _new_process_group_helper(
+        size, rank, [], Backend("gloo"), PrefixStore("pair", store), group_name="pair", timeout=timeout
+    )
     flat = torch.empty(LARGE, dtype=torch.uint8)
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = 0, 0
@@ -130,7 +134,9 @@ def test_a_dead_or_hung_receiver_ends_the_senders_wait(how: signal.Signals) -> N
 
 
 async def test_behind_a_message_that_is_lost_none_is_tried() -> None:
-    """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for them at its end."""
+    """Several messages wait in a channel's thread: each would block for a deadline of its own, and the process wait for
+    them at its end.
+    """
     group = await asyncio.to_thread(BroadcastGroup.host, "127.0.0.1", "pair", 2, "gloo", FAR_S)
     with piped(hang_before_receiving, group.port, 1, 2) as (pipe, _):
         await asyncio.to_thread(group.meet)
@@ -174,7 +180,9 @@ def test_absent_peers_end_the_wait_with_an_error() -> None:
 
 
 def test_closing_a_group_ends_the_wait_for_its_members_at_once() -> None:
-    """One member of three never joins: neither the learner's thread nor the member that joined waits for the deadline."""
+    """One member of three never joins: neither the learner's thread nor the member that joined waits for the
+    deadline.
+    """
     began, deadline_s = time.monotonic(), 300.0
     group = BroadcastGroup.host("127.0.0.1", "pair", 3, "gloo", deadline_s)
     with piped(join_in_vain, group.port, 1, 3, deadline_s) as (pipe, _), ThreadPoolExecutor(1) as thread:
@@ -224,7 +232,10 @@ Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 8000"""
     [
         (
             NCCL_ERROR,
-            "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9: Duplicate GPU detected : rank 1 and rank 0",
+            (
+                "invalid usage (run with NCCL_DEBUG=WARN for details), NCCL version 2.28.9: Duplicate GPU "
+                "detected : rank 1 and rank 0"
+            ),
         ),
         ("[pair.cc:534] Connection closed by peer\nmore", "Connection closed by peer"),
         ("", "RuntimeError"),

@@ -1,4 +1,6 @@
-"""Pushes by handles: the engines that get them, the learner's memory after deaths, and the requests that an engine refuses."""
+"""Pushes by handles: the engines that get them, the learner's memory after deaths, and the requests that an engine
+refuses.
+"""
 
 import asyncio
 import logging
@@ -70,7 +72,10 @@ def test_engines_elsewhere_are_pushed_to_by_broadcast_and_named_once(
     ):
         with publishing(bus_url, run_id, tmp_path, transport="handles", verify="always") as publisher:
             reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3)]
-            assert [report.engines for report in reports] == [("elsewhere", "here"), *[("elsewhere", "here", "old")] * 2]
+            assert [report.engines for report in reports] == [
+                ("elsewhere", "here"),
+                *[("elsewhere", "here", "old")] * 2,
+            ]
             assert [report.verified for report in reports] == [report.engines for report in reports]
             assert sorted(reports[-1].gb_per_s) == ["gloo", "host_handles"]
         states = {id: state(url) for id, (url, _) in engines.items()}
@@ -97,7 +102,10 @@ def test_an_engine_that_cannot_read_handles_is_pushed_to_by_broadcast_from_the_n
         states = {id: state(url) for id, (url, _) in engines.items()}
     assert {each["digest"] for each in states.values()} == {digest(tiny_tensors(3))}
     assert {id: bool(each["read"]) for id, each in states.items()} == {"good": True, "blind": False, "odd": False}
-    assert re.findall(r"no handles for this engine.* engine=(\w+) reason=it cannot take them", caplog.text) == ["odd", "blind"]
+    assert re.findall(r"no handles for this engine.* engine=(\w+) reason=it cannot take them", caplog.text) == [
+        "odd",
+        "blind",
+    ]
 
 
 def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: str, run_id: str, tmp_path: Path) -> None:
@@ -107,7 +115,12 @@ def test_a_stopped_engine_that_wakes_up_later_serves_no_torn_weights(bus_url: st
         with publishing(bus_url, run_id, tmp_path, transport="handles", phase_deadline_s=8.0) as publisher:
             url, process = engines["slow"]
             assert publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0).engines == ("good", "slow")
-            assert publisher.publish(2, tiny_tensors(2).items(), wait=True).result(0).evicted["slow"].startswith("transfer: no answer")
+            assert (
+                publisher.publish(2, tiny_tensors(2).items(), wait=True)
+                .result(0)
+                .evicted["slow"]
+                .startswith("transfer: no answer")
+            )
             for step in (3, 4):  # both copies are used again while it is stopped
                 assert publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0).engines == ("good",)
             assert process.pid is not None
@@ -138,7 +151,9 @@ for step in range(1, 1_000_000):
 
 
 def test_a_killed_learner_leaves_no_memory_behind(bus_url: str, run_id: str, tmp_path: Path) -> None:
-    """The learner's memory has no name, and the engines that have mapped it unmap it by themselves; the next learner goes on with them."""
+    """The learner's memory has no name, and the engines that have mapped it unmap it by themselves; the next learner
+    goes on with them.
+    """
     with receivers(bus_url, run_id, {"a": GOOD, "b": GOOD}) as engines:
         pids = [process.pid for _, process in engines.values() if process.pid is not None]
         words = [sys.executable, "-c", PUSHES_FOR_EVER, bus_url, run_id, str(tmp_path)]
@@ -163,7 +178,9 @@ async def pushing(
     served: Served, memory: HostMemory, *, epoch: int = 1, refused: Callable[[str], None] = lambda reason: None
 ) -> AsyncIterator[HandleReceiver]:
     context, deadlines = zmq.asyncio.Context(), Deadlines(DEADLINE_S)
-    receiver = HandleReceiver(context, served.engine.handles, epoch=epoch, deadlines=deadlines, memory=memory, refused=refused)
+    receiver = HandleReceiver(
+        context, served.engine.handles, epoch=epoch, deadlines=deadlines, memory=memory, refused=refused
+    )
     try:
         await receiver.join(None)
         yield receiver
@@ -183,7 +200,9 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def test_all_or_nothing(directory: Path) -> None:
-    """Nothing of a push is served before its end, and nothing at all of one with a hole, a doubled tensor or a flipped bit."""
+    """Nothing of a push is served before its end, and nothing at all of one with a hole, a doubled tensor or a flipped
+    bit.
+    """
     (prompt,) = prompts(1)
     memory, models = HostMemory(), [tiny_model(seed=seed) for seed in range(3)]
     stagings = [staged(dict(model.state_dict()), memory) for model in models]
@@ -207,9 +226,13 @@ async def test_all_or_nothing(directory: Path) -> None:
         assert told is not None and stagings[1].differences(told) == []
         stagings[2].buckets[0][1][5] ^= 1
         assert len(stagings[2].differences(told)) > 1, "other weights"
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[0], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[0], prompt, 8
+        )
         await receiver.end()
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
         assert served.engine.version == 1
     memory.close()
 
@@ -235,17 +258,23 @@ async def test_all_or_nothing_in_one_request(directory: Path) -> None:
             with pytest.raises(ReceiverFailed, match="want begin_weight_update first"):
                 await receiver.end()
         await receiver.receive(1, buckets, serve=True)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[0], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[0], prompt, 8
+        )
         told = await receiver.checksums()
         assert told is not None and staging.differences(told) == []
         await receiver.end()
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
         with pytest.raises(ReceiverFailed, match="want >= 1"):
             await push(receiver, staging, 0)
         assert not refused, "it has read the memory"
         for version in (2, 3, 4, 5):  # into either copy, and with the buckets that are known by then
             await push(receiver, staging, version)
-        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(models[1], prompt, 8)
+        assert (await served.generate(prompt, temperature=0, max_new_tokens=8))["output_ids"] == await greedy(
+            models[1], prompt, 8
+        )
     memory.close()
 
 
@@ -329,7 +358,9 @@ def restarts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return moved
 
 
-async def test_the_deadline_of_a_push_in_one_request_begins_anew_with_each_bucket(directory: Path, restarts: list[float]) -> None:
+async def test_the_deadline_of_a_push_in_one_request_begins_anew_with_each_bucket(
+    directory: Path, restarts: list[float]
+) -> None:
     memory = HostMemory()
     staging = staged(dict(tiny_model(seed=1).state_dict()), memory)
     async with serving(directory) as served, pushing(served, memory) as receiver:
@@ -340,12 +371,16 @@ async def test_the_deadline_of_a_push_in_one_request_begins_anew_with_each_bucke
     memory.close()
 
 
-async def test_an_engine_that_says_without_end_that_it_is_at_work_has_no_more_time_for_it(restarts: list[float]) -> None:
+async def test_an_engine_that_says_without_end_that_it_is_at_work_has_no_more_time_for_it(
+    restarts: list[float],
+) -> None:
     memory, context = HostMemory(), zmq.asyncio.Context()
     (bucket,) = staged({"model.norm.weight": torch.zeros(3)}, memory).buckets
     engine = context.socket(zmq.ROUTER)
     engine.bind_to_random_port("tcp://127.0.0.1")
-    receiver = HandleReceiver(context, engine.last_endpoint.decode(), epoch=1, deadlines=Deadlines(LIMIT_S), memory=memory)
+    receiver = HandleReceiver(
+        context, engine.last_endpoint.decode(), epoch=1, deadlines=Deadlines(LIMIT_S), memory=memory
+    )
     receiving = asyncio.create_task(receiver.receive(1, [bucket, bucket], serve=False))
     sender, request = await engine.recv_multipart()
     for status in (*[102] * 50, 200):
@@ -416,7 +451,9 @@ async def test_a_stale_learner_is_fenced_in_every_verb(directory: Path) -> None:
 
 
 async def test_late_messages_from_before_a_join_are_refused(directory: Path) -> None:
-    """An engine was evicted and taken in again by the same learner: requests of the two sockets may arrive in any order."""
+    """An engine was evicted and taken in again by the same learner: requests of the two sockets may arrive in any
+    order.
+    """
     memory = HostMemory()
     old_weights, staging = (staged(dict(tiny_model(seed=seed).state_dict()), memory) for seed in (1, 2))
     async with serving(directory) as served, pushing(served, memory) as old:
@@ -449,7 +486,9 @@ async def test_an_engine_that_ends_is_noticed_at_once(directory: Path) -> None:
         await receiver.begin(1)
     receiver.close()
     refused: list[str] = []
-    nobody = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory, refused=refused.append)
+    nobody = HandleReceiver(
+        context, served.engine.handles, epoch=1, deadlines=Deadlines(3600.0), memory=memory, refused=refused.append
+    )
     with pytest.raises(ReceiverFailed, match=r"join: connection lost"):
         await nobody.join(None)
     nobody.close()
@@ -462,15 +501,26 @@ class ForeignMemory(HostMemory):
     """Handles of a GPU that an engine may not see."""
 
     def handle(self, flat: torch.Tensor, ranks: int) -> dict[str, Any]:
-        return {"device": "aaaa", "start": 0, "num_bytes": flat.numel(), "shares": [[b"one", 100, 0, b"", 0, b"", True]]}
+        return {
+            "device": "aaaa",
+            "start": 0,
+            "num_bytes": flat.numel(),
+            "shares": [[b"one", 100, 0, b"", 0, b"", True]],
+        }
 
 
 async def test_a_handle_of_a_gpu_that_the_engine_does_not_see_is_refused_before_any_server_opens_it() -> None:
     refused: list[str] = []
     engine, authority = Engine(GOOD), Authority(visible_devices=("GPU-bbbb",))
-    listener, context, memory = HandleListener(cast(Updates, ByHandles(engine)), authority), zmq.asyncio.Context(), ForeignMemory()
+    listener, context, memory = (
+        HandleListener(cast(Updates, ByHandles(engine)), authority),
+        zmq.asyncio.Context(),
+        ForeignMemory(),
+    )
     url = await listener.start()
-    receiver = HandleReceiver(context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory, refused=refused.append)
+    receiver = HandleReceiver(
+        context, url, epoch=1, deadlines=Deadlines(DEADLINE_S), memory=memory, refused=refused.append
+    )
     try:
         await receiver.join(None)
         await receiver.begin(1)
@@ -495,7 +545,11 @@ async def test_an_unreadable_message_is_refused_and_the_socket_stays_open(direct
         socket.connect(served.engine.handles)
 
         async def ask(message: Any) -> tuple[int, str]:
-            await socket.send(message if isinstance(message, bytes) else msgpack.packb({"id": 1, "epoch": 1, "timeout_s": 5.0, **message}))
+            await socket.send(
+                message
+                if isinstance(message, bytes)
+                else msgpack.packb({"id": 1, "epoch": 1, "timeout_s": 5.0, **message})
+            )
             async with asyncio.timeout(LIMIT_S):
                 answer = msgpack.unpackb(await socket.recv())
             return answer["status"], answer["message"]
@@ -561,7 +615,10 @@ class Late:
 
 async def test_a_copy_that_outlasts_its_deadline_is_not_written_into_what_is_served_then(directory: Path) -> None:
     wrong = list(tiny_model(seed=1).state_dict().items())
-    specs = [TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)) for name, tensor in wrong]
+    specs = [
+        TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))
+        for name, tensor in wrong
+    ]
     bucket = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
     late = Late(torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for _, tensor in wrong]))
     model, (prompt,) = tiny_model(seed=2), prompts(1)

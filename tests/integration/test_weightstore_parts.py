@@ -1,4 +1,6 @@
-"""Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a lost rank."""
+"""Weights in parts that several ranks of a learner send, each from memory of its own: exact bytes, checks, snapshots, a
+lost rank.
+"""
 
 import asyncio
 import signal
@@ -77,7 +79,9 @@ def learning(
     config = WeightsConfig(**{"bucket_bytes": BUCKET_BYTES, "phase_deadline_s": DEADLINE_S, **settings})
     own, *others = [Manifest.of(part.items()) for part in split(tiny_tensors(0), parts)]
     with ExitStack() as stack:
-        servers = [PartServer(manifest, config, rank=rank, at=HERE) for rank, manifest in enumerate(others[len(places) :], 2)]
+        servers = [
+            PartServer(manifest, config, rank=rank, at=HERE) for rank, manifest in enumerate(others[len(places) :], 2)
+        ]
         for server in servers:
             stack.callback(server.close)
         found = [*places, *(server.start() for server in servers)]
@@ -100,11 +104,15 @@ def learning(
 
 @pytest.mark.parametrize("transport", ["broadcast", "handles"])
 @pytest.mark.parametrize("group", ["pairs", "all"])
-def test_every_rank_sends_its_part_and_the_engines_have_all(bus_url: str, run_id: str, tmp_path: Path, transport: str, group: str) -> None:
+def test_every_rank_sends_its_part_and_the_engines_have_all(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str, group: str
+) -> None:
     engines = {f"e{number}": Behaviour(**kind) for number, kind in enumerate(KINDS)}
     with (
         receivers(bus_url, run_id, engines) as started,
-        learning(bus_url, run_id, tmp_path, transport=transport, group=group, verify="always", snapshot_every=2) as learner,
+        learning(
+            bus_url, run_id, tmp_path, transport=transport, group=group, verify="always", snapshot_every=2
+        ) as learner,
     ):
         for step in (1, 2, 3):
             report = learner.push(step, tiny_tensors(step))
@@ -116,7 +124,10 @@ def test_every_rank_sends_its_part_and_the_engines_have_all(bus_url: str, run_id
             assert told["groups"] == (3 if transport == "broadcast" else 0), "one for each rank that sends"
             assert bool(told["read"]) == (transport == "handles")
         row = learner.publisher.latest()
-        assert row is not None and row.digest == joined(Manifest.of(part.items()) for part in split(tiny_tensors(0))).digest
+        assert (
+            row is not None
+            and row.digest == joined(Manifest.of(part.items()) for part in split(tiny_tensors(0))).digest
+        )
         found = load_file(tmp_path / "snapshots" / "v2" / "model.safetensors")
         assert digest(found) == digest(tiny_tensors(2)), "written by rank 0, from the memory of all"
 
@@ -136,7 +147,9 @@ def test_no_rank_has_the_tensors_of_another(bus_url: str, run_id: str, tmp_path:
 
 
 @pytest.mark.parametrize("parts", [3, 4], ids=["of rank 1", "of rank 0"])
-def test_an_engine_with_a_changed_tensor_of_any_rank_is_found(bus_url: str, run_id: str, tmp_path: Path, parts: int) -> None:
+def test_an_engine_with_a_changed_tensor_of_any_rank_is_found(
+    bus_url: str, run_id: str, tmp_path: Path, parts: int
+) -> None:
     flips = Behaviour(fails="flip", at="checksums")
     where = [rank for rank, part in enumerate(split(tiny_tensors(0), parts)) if max(tiny_tensors(0)) in part]
     assert where == [1 if parts == 3 else 0], "the engine changes the tensor with the last name"
@@ -151,7 +164,9 @@ def test_an_engine_with_a_changed_tensor_of_any_rank_is_found(bus_url: str, run_
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("group", ["pairs", "all"])
-def test_an_engine_that_fails_is_evicted_alone(bus_url: str, run_id: str, tmp_path: Path, at_once: bool, group: str) -> None:
+def test_an_engine_that_fails_is_evicted_alone(
+    bus_url: str, run_id: str, tmp_path: Path, at_once: bool, group: str
+) -> None:
     bad = {how: Behaviour(fails=how, at="bucket", once_served=1, at_once=at_once) for how in ("kill", "stop", "refuse")}
     with (
         receivers(bus_url, run_id, {"good": Behaviour(at_once=at_once), **bad}) as engines,
@@ -183,7 +198,9 @@ def rank_apart(config: WeightsConfig) -> Iterator[tuple[Any, Forked, PartPlace]]
 
 
 @pytest.mark.parametrize("transport", ["broadcast", "handles"])
-def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
+def test_no_engine_is_evicted_where_the_rank_of_a_part_is_gone(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str
+) -> None:
     config = WeightsConfig(bucket_bytes=BUCKET_BYTES, phase_deadline_s=DEADLINE_S, transport=transport)
     with (
         rank_apart(config) as (pipe, process, place),
@@ -252,7 +269,9 @@ def test_a_push_is_repeated_when_the_rank_of_a_part_was_frozen(bus_url: str, run
         assert {state(engines[id][0])["digest"] for id in engines} == {digest(tiny_tensors(1))}
 
 
-def test_a_part_elsewhere_is_broadcast_although_rank_0_shares_its_memory(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_a_part_elsewhere_is_broadcast_although_rank_0_shares_its_memory(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
     manifest = Manifest.of(split(tiny_tensors(0))[1].items())
     config = WeightsConfig(bucket_bytes=BUCKET_BYTES, phase_deadline_s=DEADLINE_S, transport="handles")
     server = PartServer(manifest, config, rank=1, at=HERE)
@@ -280,7 +299,9 @@ def server() -> Iterator[tuple[PartServer, PartPlace]]:
 
 def ask(place: PartPlace, method: str, path: str, body: bytes = b"{}", key: str | None = None) -> tuple[int, bytes]:
     headers = {"Authorization": f"Bearer {place.key if key is None else key}"}
-    request = urllib.request.Request(place.url + path, method=method, data=body if method != "GET" else None, headers=headers)
+    request = urllib.request.Request(
+        place.url + path, method=method, data=body if method != "GET" else None, headers=headers
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
             return answer.status, answer.read()
@@ -303,10 +324,19 @@ PATHS = [
 ]
 
 
-def test_nothing_is_answered_without_the_key_and_bad_requests_are_survived(server: tuple[PartServer, PartPlace]) -> None:
+def test_nothing_is_answered_without_the_key_and_bad_requests_are_survived(
+    server: tuple[PartServer, PartPlace],
+) -> None:
     one, place = server
     one.stage(0, tiny_tensors(4).items())
-    bodies = [b"", b"[]", b"no json", b"{}", b'{"copy": 9, "bucket": 0, "ranks": 1}', b'{"copy": 0, "bucket": "x", "ranks": []}']
+    bodies = [
+        b"",
+        b"[]",
+        b"no json",
+        b"{}",
+        b'{"copy": 9, "bucket": 0, "ranks": 1}',
+        b'{"copy": 0, "bucket": "x", "ranks": []}',
+    ]
     for method, path in PATHS:
         for key in ("", "another"):
             assert ask(place, method, path, key=key)[0] == 401
@@ -314,7 +344,13 @@ def test_nothing_is_answered_without_the_key_and_bad_requests_are_survived(serve
         for body in bodies:
             if method != "DELETE":  # which may be asked twice
                 assert 400 <= ask(place, method, path, body)[0] <= 500, (method, path, body)
-    for path in ("/buckets/7/0", "/buckets/0/99", "/buckets/x/y", "/tensors/staged-0?name=none", "/tensors/none?name=model.scale"):
+    for path in (
+        "/buckets/7/0",
+        "/buckets/0/99",
+        "/buckets/x/y",
+        "/tensors/staged-0?name=none",
+        "/tensors/none?name=model.scale",
+    ):
         assert 400 <= ask(place, "GET", path)[0] < 500, path
     assert digest({name: PartTensors(place, staged(0))[name] for name in tiny_tensors(0)}) == digest(tiny_tensors(4))
     assert place.key not in repr(place)
@@ -327,7 +363,9 @@ def test_a_rank_that_is_cut_off_is_told_again_that_its_tensors_are_read(server: 
     one, place = server
     one.offer("saved", tiny_tensors(5))
     with pytest.raises(OSError, match="refused"):
-        release(replace(place, url=place.url.rpartition(":")[0] + ":9"), "saved")  # no process listens there: the rank has ended
+        release(
+            replace(place, url=place.url.rpartition(":")[0] + ":9"), "saved"
+        )  # no process listens there: the rank has ended
     with pytest.raises(OSError, match="401"):
         release(replace(place, key="another"), "saved")
     assert not one.wait_until_read("saved", 0)
@@ -352,7 +390,9 @@ def test_an_offered_set_is_read_and_released(server: tuple[PartServer, PartPlace
 
 
 async def test_a_lost_engine_is_no_lost_rank(server: tuple[PartServer, PartPlace]) -> None:
-    """An engine that dies in a broadcast of another rank is charged with it; a rank that has ended is not taken for an engine."""
+    """An engine that dies in a broadcast of another rank is charged with it; a rank that has ended is not taken for an
+    engine.
+    """
     one, place = server
     one.stage(0, tiny_tensors(4).items())
     remote = RemotePart(place, 1)

@@ -1,4 +1,6 @@
-"""Late engines take their weights from engines that are there: bodies of processes on a real bus, and their failures."""
+"""Late engines take their weights from engines that are there: bodies of processes on a real bus, and their
+failures.
+"""
 
 import asyncio
 import threading
@@ -121,7 +123,10 @@ async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: st
             async with engine(bus_url, run_id, model_dir, "second") as second:
                 await until(lambda: serves("second", 1))
                 assert await same(second[0], weights(1))
-            assert list(shelf.iterdir()) == [] and (await asyncio.to_thread(look, bus_url, run_id, "row", 1)).snapshot == ""
+            assert (
+                list(shelf.iterdir()) == []
+                and (await asyncio.to_thread(look, bus_url, run_id, "row", 1)).snapshot == ""
+            )
             # An engine with other dtypes lacks the learner's exact weights, so none fetches them from it.
             async with engine(bus_url, run_id, model_dir, "rounded", dtype="bfloat16") as rounded:
                 await until(lambda: serves("rounded", 1))
@@ -135,7 +140,9 @@ async def test_a_late_engine_asks_another_engine_and_not_the_learner(bus_url: st
         assert [path.name for path in shelf.iterdir()] == ["v1"]
 
 
-async def test_an_engine_with_weights_that_were_never_published_is_not_asked(bus_url: str, run_id: str, tmp_path: Path) -> None:
+async def test_an_engine_with_weights_that_were_never_published_is_not_asked(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
     model_dir = write_tiny_model(tmp_path / "model")
     with publishing(bus_url, run_id, tmp_path / "shelf", model_dir=model_dir) as publisher:
         await asyncio.to_thread(lambda: publisher.publish(1, weights(1).items(), wait=True).result(0))
@@ -227,11 +234,17 @@ async def test_a_lent_snapshot_is_a_model_directory_of_its_version_alone(tmp_pat
         assert {"config.json", "tokenizer.json", "model.safetensors"} <= set(info.files)
         await served.engine.load_snapshot(tmp_path / "got", 8)
         assert await same(served.engine, sent)
-        async with served.session.get(f"{url}/v8-{digest_of(sent)}/model.safetensors", headers={"Range": "bytes=100-199"}) as part:
+        async with served.session.get(
+            f"{url}/v8-{digest_of(sent)}/model.safetensors", headers={"Range": "bytes=100-199"}
+        ) as part:
             whole = (tmp_path / "got" / "model.safetensors").read_bytes()
             assert (part.status, await part.read()) == (206, whole[100:200])
         name = f"v8-{digest_of(sent)}"
-        for path in (f"v6-{digest_of(sent)}/manifest.json", f"v8-{'0' * 64}/manifest.json", f"{name}/..%2f{name}%2fmanifest.json"):
+        for path in (
+            f"v6-{digest_of(sent)}/manifest.json",
+            f"v8-{'0' * 64}/manifest.json",
+            f"{name}/..%2f{name}%2fmanifest.json",
+        ):
             async with served.session.get(URL(f"{url}/{path}", encoded=True)) as refused:
                 assert refused.status == 404, path
 
@@ -251,7 +264,9 @@ async def test_pushes_are_not_delayed_and_torn_snapshots_are_not_lent(tmp_path: 
             for _ in range(3):
                 await push.whole(tiny_model(seed=0), 0)
         served.engine.peer_snapshots = PeerSnapshotServer(served.engine.updates.served, directories[0], write=slowly)
-        asked = asyncio.create_task(fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got"))
+        asked = asyncio.create_task(
+            fetch(f"{served.engine.url}/snapshots/v0-{digest_of(weights(0))}", tmp_path / "got")
+        )
         await asyncio.to_thread(begun.wait, LIMIT_S)
         for version in range(1, pushes + 1):
             if way == "load":

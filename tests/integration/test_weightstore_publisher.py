@@ -69,7 +69,9 @@ def publishing(
     dead_after_s: float = DEADLINE_S,
     **settings: Any,
 ) -> Iterator[Publisher]:
-    """``dead_after_s``: a push leaves out engines that have been silent so long, as a good one may be on a busy machine."""
+    """``dead_after_s``: a push leaves out engines that have been silent so long, as a good one may be on a busy
+    machine.
+    """
     config = WeightsConfig(**{"bucket_bytes": BUCKET_BYTES, "phase_deadline_s": DEADLINE_S, **settings})
     publisher = Publisher(config, bus_url=bus_url, run=run, epoch=epoch, directory=directory, model_dir=model_dir)
     try:
@@ -111,10 +113,19 @@ def test_versions_reach_every_engine_bit_for_bit(bus_url: str, run_id: str, tmp_
             ((by, rate),) = report.gb_per_s.items()
             assert by == {"broadcast": "gloo", "handles": "host_handles"}[transport]
             assert rate >= 2 * report.num_bytes / 1e9 / report.transfer_s, "to two engines, in a part of the transfer"
-            assert report.num_bytes == sum(tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values())
+            assert report.num_bytes == sum(
+                tensor.numel() * tensor.element_size() for tensor in tiny_tensors(5).values()
+            )
             for id in ("a", "b"):
                 over_group = transport == "broadcast"
-                told = {"version": 2, "epoch": 1, "digest": digest(tiny_tensors(5)), "asked": 1, "groups": int(over_group), "ended": [1, 2]}
+                told = {
+                    "version": 2,
+                    "epoch": 1,
+                    "digest": digest(tiny_tensors(5)),
+                    "asked": 1,
+                    "groups": int(over_group),
+                    "ended": [1, 2],
+                }
                 read = 0 if over_group else 2 * len(Manifest.of(tensors.items()).buckets(BUCKET_BYTES))
                 assert state(engines[id][0]) == told | {"sizes": [2] if over_group else [], "read": read}
             assert state(engines["away"][0])["version"] == 0
@@ -150,7 +161,9 @@ def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(
         assert second.engines == ("good-1", "good-2")
         for how in ("kill", "stop", "refuse"):
             for at in ("begin", "bucket", "end"):
-                assert second.evicted[f"{how}-{at}"].startswith(("transfer", "bucket") if at_once else at), second.evicted
+                assert second.evicted[f"{how}-{at}"].startswith(("transfer", "bucket") if at_once else at), (
+                    second.evicted
+                )
         for id in second.engines:
             assert state(engines[id][0])["digest"] == digest(tiny_tensors(2))
         for at in ("begin", "bucket", "end"):  # refused, and alive: it serves the earlier version
@@ -158,9 +171,14 @@ def test_dead_and_hung_engines_are_evicted_within_the_deadline_and_named(
 
 
 @over_both
-def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
+def test_an_evicted_engine_comes_back_with_the_next_push(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str
+) -> None:
     once = Behaviour(fails="refuse", at="bucket", only_once=True)
-    with receivers(bus_url, run_id, {"once": once}) as engines, publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
+    with (
+        receivers(bus_url, run_id, {"once": once}) as engines,
+        publishing(bus_url, run_id, tmp_path, transport=transport) as publisher,
+    ):
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert first.engines == () and "refused at bucket" in first.evicted["once"]
         assert "refused at bucket" in look(bus_url, run_id, "evicted")["once"]
@@ -170,11 +188,18 @@ def test_an_evicted_engine_comes_back_with_the_next_push(bus_url: str, run_id: s
 
 
 @over_both
-def test_too_few_engines_fail_the_push_and_the_number_stays_used(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
+def test_too_few_engines_fail_the_push_and_the_number_stays_used(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str
+) -> None:
     once = Behaviour(fails="refuse", at="end", only_once=True)
-    with receivers(bus_url, run_id, {"once": once}), publishing(bus_url, run_id, tmp_path, transport=transport, min_engines=1) as publisher:
+    with (
+        receivers(bus_url, run_id, {"once": once}),
+        publishing(bus_url, run_id, tmp_path, transport=transport, min_engines=1) as publisher,
+    ):
         publisher.publish_initial(tmp_path / "model")
-        with pytest.raises(PushFailed, match=r"version 1: want >= 1 engines, 0 took it; once: (transfer|end): .*refused at end"):
+        with pytest.raises(
+            PushFailed, match=r"version 1: want >= 1 engines, 0 took it; once: (transfer|end): .*refused at end"
+        ):
             publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         head = publisher.latest()
         assert head is not None and head.version == 0
@@ -193,7 +218,10 @@ def test_a_second_publish_waits_for_the_first_and_disturbs_nothing(bus_url: str,
 
 def test_a_replaced_learner_cannot_push(bus_url: str, run_id: str, tmp_path: Path) -> None:
     with receivers(bus_url, run_id, {"a": GOOD}) as engines:
-        with publishing(bus_url, run_id, tmp_path / "old", epoch=1) as old, publishing(bus_url, run_id, tmp_path / "new", epoch=2) as new:
+        with (
+            publishing(bus_url, run_id, tmp_path / "old", epoch=1) as old,
+            publishing(bus_url, run_id, tmp_path / "new", epoch=2) as new,
+        ):
             with pytest.raises(Fenced):
                 old.publish(1, tiny_tensors(1).items(), wait=True).result(0)
             with pytest.raises(Fenced):
@@ -205,10 +233,17 @@ def test_a_replaced_learner_cannot_push(bus_url: str, run_id: str, tmp_path: Pat
 
 
 @over_both
-def test_an_engine_that_knows_a_newer_learner_ends_this_one(bus_url: str, run_id: str, tmp_path: Path, transport: str) -> None:
-    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, transport=transport) as publisher:
+def test_an_engine_that_knows_a_newer_learner_ends_this_one(
+    bus_url: str, run_id: str, tmp_path: Path, transport: str
+) -> None:
+    with (
+        receivers(bus_url, run_id, {"a": GOOD}) as engines,
+        publishing(bus_url, run_id, tmp_path, transport=transport) as publisher,
+    ):
         body = json.dumps({"weight_version": "9", "epoch": 5}).encode()
-        urllib.request.urlopen(urllib.request.Request(f"{engines['a'][0]}/begin_weight_update", data=body), timeout=60).close()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{engines['a'][0]}/begin_weight_update", data=body), timeout=60
+        ).close()
         with pytest.raises(Fenced, match="epoch 1 is fenced off by epoch 5"):
             publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert publisher.latest() is None
@@ -303,7 +338,9 @@ class Loader:
 async def caught_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: float) -> Any:
     async with connect(bus_url, run, BusConfig(), name="late", wait_s=60) as bus:
         version = lambda: loader.version  # noqa: E731
-        joiner = Joiner(engine="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append)
+        joiner = Joiner(
+            engine="late", version=version, load=loader.load, directory=directory, on_wait=loader.said.append
+        )
         return await catch_up_to_head(bus, joiner, deadline_s=deadline_s)
 
 
@@ -311,7 +348,9 @@ def catch_up(bus_url: str, run: str, directory: Path, loader: Any, deadline_s: f
     return asyncio.run(caught_up(bus_url, run, directory, loader, deadline_s))
 
 
-def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
     model = write_tiny_companions(tmp_path / "model")
     loader = Loader()
     begun = tmp_path / "late" / f"v0{ASIDE}"
@@ -337,7 +376,9 @@ def test_a_late_engine_gets_a_snapshot_of_the_head_while_the_learner_waits(bus_u
         loader.said.clear()
         asking = asyncio.create_task(caught_up(bus_url, run_id, tmp_path / "late", loader, SLACK_S))
         async with asyncio.timeout(SLACK_S):
-            while not any(text.startswith("a snapshot of version 4 from the learner (last failure: ") for text in loader.said):  # noqa: ASYNC110
+            while not any(  # noqa: ASYNC110
+                text.startswith("a snapshot of version 4 from the learner (last failure: ") for text in loader.said
+            ):
                 await asyncio.sleep(0.01)
         asking.cancel()
         await asyncio.wait({asking})
@@ -382,7 +423,9 @@ def test_an_engine_that_pushes_pass_by_notices_and_catches_up(bus_url: str, run_
                 fresh.set()
 
         async with connect(bus_url, run_id, BusConfig(), name="late", wait_s=60) as bus:
-            joiner = Joiner(engine="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late")
+            joiner = Joiner(
+                engine="late", version=lambda: loader.version, load=loader.load, directory=tmp_path / "late"
+            )
             following = asyncio.create_task(keep_up(bus, joiner, deadline_s=60, stale=stale, grace_s=0.2))
             async with asyncio.timeout(60):
                 await fresh.wait()
@@ -411,7 +454,9 @@ def test_the_copy_that_a_snapshot_is_written_from_is_not_overwritten(bus_url: st
         assert head is not None and head.version == 3
 
 
-def test_snapshots_taken_while_versions_fly_by_are_each_of_one_version(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_snapshots_taken_while_versions_fly_by_are_each_of_one_version(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
     model = write_tiny_companions(tmp_path / "model")
     loader = Loader()
     with publishing(bus_url, run_id, tmp_path / "snapshots", model_dir=model) as publisher:

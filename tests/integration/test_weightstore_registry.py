@@ -71,7 +71,9 @@ async def test_the_number_of_a_row_marked_as_deleted_is_not_used_again(open_bus:
         first, second = VersionRegistry(bus), VersionRegistry(bus)
         await second.reserve(1, 1)
         row = await first.reserve(2, 1)
-        await bus.js.publish(f"$KV.TM_{bus.run}_weights.v.{row.version}", b"", headers={"KV-Operation": "DEL"}, timeout=60)
+        await bus.js.publish(
+            f"$KV.TM_{bus.run}_weights.v.{row.version}", b"", headers={"KV-Operation": "DEL"}, timeout=60
+        )
         assert (await second.reserve(2, 1)).version == row.version + 1
         assert (await VersionRegistry(bus).reserve(3, 1)).version == row.version + 2
 
@@ -149,7 +151,9 @@ async def test_a_lower_epoch_is_refused(open_bus: BusOpener, what: str) -> None:
         assert await registry.fence(3) == new
 
 
-async def test_the_row_of_a_head_whose_learner_was_killed_in_between_is_published_by_the_next_learner(open_bus: BusOpener) -> None:
+async def test_the_row_of_a_head_whose_learner_was_killed_in_between_is_published_by_the_next_learner(
+    open_bus: BusOpener,
+) -> None:
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         row = await registry.reserve(1, 1)
@@ -205,7 +209,9 @@ async def test_the_newest_snapshot_is_known_until_it_is_gone(open_bus: BusOpener
 
 
 async def test_a_version_comes_after_the_samples_there_are(open_bus: BusOpener) -> None:
-    """The first to write it counts: the publisher before it pushes, or the feeder, for a sample that names a version not pushed yet."""
+    """The first to write it counts: the publisher before it pushes, or the feeder, for a sample that names a version
+    not pushed yet.
+    """
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         initial = await registry.publish_initial("model", 1)
@@ -226,7 +232,9 @@ JUNK = (b"", b"\xff\x00", b"[1]", b'{"version": "x"}', b'{"version": 1, "step": 
 
 
 @pytest.mark.parametrize("junk", JUNK)
-async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alone(open_bus: BusOpener, junk: bytes) -> None:
+async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alone(
+    open_bus: BusOpener, junk: bytes
+) -> None:
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         epoch = await raise_epoch(bus)
@@ -237,7 +245,9 @@ async def test_an_unreadable_head_is_lost_and_restored_by_the_newest_learner_alo
             await bus.js.publish(f"$KV.TM_{bus.run}_weights.head", junk, timeout=60)
 
         await spoil()
-        with pytest.raises(UnreadableRow, match=r"row weights\.head, revision"):  # an engine waits until there is a head again
+        with pytest.raises(
+            UnreadableRow, match=r"row weights\.head, revision"
+        ):  # an engine waits until there is a head again
             await registry.head()
         assert await registry.lost({1: 1})
         assert await registry.repaired_head(epoch) == rows[-1] == await registry.head()
@@ -275,7 +285,9 @@ async def test_an_unreadable_head_of_a_run_without_a_version_has_the_fence_alone
         assert (await registry.head()) == await registry.row(0)
 
 
-async def test_unreadable_rows_of_versions_are_restored_with_the_head_and_no_number_is_skipped(open_bus: BusOpener) -> None:
+async def test_unreadable_rows_of_versions_are_restored_with_the_head_and_no_number_is_skipped(
+    open_bus: BusOpener,
+) -> None:
     async with open_bus() as bus:
         registry = VersionRegistry(bus)
         for step in (1, 2):
@@ -284,7 +296,10 @@ async def test_unreadable_rows_of_versions_are_restored_with_the_head_and_no_num
             await bus.js.publish(f"$KV.TM_{bus.run}_weights.{key}", b"junk", timeout=60)
         assert await registry.repaired_head(1) is None, "no version is known to be published"
         await registry.restore({1: 1, 2: 2}, 1)
-        assert [row and (row.version, row.step) for row in (await registry.head(), await registry.row(1))] == [(2, 2), (1, 1)]
+        assert [row and (row.version, row.step) for row in (await registry.head(), await registry.row(1))] == [
+            (2, 2),
+            (1, 1),
+        ]
         assert (await VersionRegistry(bus).reserve(3, 1)).version == 3
 
 

@@ -56,7 +56,12 @@ async def test_directories_of_another_run_are_not_taken_for_ours(open_bus: BusOp
                 assert torch.equal(load_file(directory / f"v{row.version}" / "model.safetensors")["w"], OURS["w"])
             assert names(directory) == ["v2", "v3"]
             newest, first = await registry.snapshot(), await registry.row(1)
-            assert newest is not None and newest.snapshot == f"{store.url}/v3" and first is not None and first.snapshot == ""
+            assert (
+                newest is not None
+                and newest.snapshot == f"{store.url}/v3"
+                and first is not None
+                and first.snapshot == ""
+            )
         finally:
             await store.close()
 

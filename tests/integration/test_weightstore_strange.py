@@ -26,7 +26,11 @@ from tidemill.weightstore.transport.http_receiver import HttpReceiver
 from tidemill.weightstore.transport.port import WeightReceiver
 
 __all__ = ["bus_url"]
-LATIN = {"status": 200, "body": b"Passerelle d\xe9faillante", "headers": {"Content-Type": "text/html; charset=none-such"}}
+LATIN = {
+    "status": 200,
+    "body": b"Passerelle d\xe9faillante",
+    "headers": {"Content-Type": "text/html; charset=none-such"},
+}
 PART: dict[str, Any] = {"names": ["w"], "dtype": "float32", "sum": "0"}
 
 
@@ -50,14 +54,22 @@ async def member_of(path: str, answer: dict[str, Any]) -> AsyncIterator[Member]:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         url = f"http://127.0.0.1:{runner.addresses[0][1]}"
         async with aiohttp.ClientSession() as session:
-            yield Member(row_of(url), HttpReceiver(session, url, epoch=3, deadlines=Deadlines(20)), deadlines=Deadlines(20))
+            yield Member(
+                row_of(url), HttpReceiver(session, url, epoch=3, deadlines=Deadlines(20)), deadlines=Deadlines(20)
+            )
     finally:
         await runner.cleanup()
 
 
 def row_of(url: str) -> LiveRow:
     return LiveRow(
-        role="engine", id="strange", host="test", pid=1, phase="serving", address=url, capabilities=Capabilities(single_request_push=True)
+        role="engine",
+        id="strange",
+        host="test",
+        pid=1,
+        phase="serving",
+        address=url,
+        capabilities=Capabilities(single_request_push=True),
     )
 
 
@@ -111,7 +123,9 @@ async def test_a_strange_answer_is_a_failure_of_its_engine_alone(path: str, answ
         ({"body": b'{"stall_s": "long"}'}, "transfer: stall_s: want seconds, got 'long'"),
     ],
 )
-async def test_a_strange_answer_to_a_single_request_push_is_a_failure_of_its_engine(answer: dict[str, Any], why: str) -> None:
+async def test_a_strange_answer_to_a_single_request_push_is_a_failure_of_its_engine(
+    answer: dict[str, Any], why: str
+) -> None:
     async with member_of("/receive_push", answer) as member:
         with pytest.raises(ReceiverFailed, match=why):
             await member.receive(1, [], serve=True)
@@ -166,7 +180,9 @@ async def test_the_learners_own_comparison_has_no_deadline_of_a_phase(monkeypatc
             open_s.pop()
             return await super().__aexit__(*error)
 
-    monkeypatch.setattr(asyncio, "timeout", lambda delay_s: Limit(delay_s and asyncio.get_running_loop().time() + delay_s))
+    monkeypatch.setattr(
+        asyncio, "timeout", lambda delay_s: Limit(delay_s and asyncio.get_running_loop().time() + delay_s)
+    )
     limits: dict[str, list[float | None]] = {}
 
     class Whole:
@@ -200,7 +216,9 @@ async def test_whatever_an_adapter_raises_is_a_failure_of_its_engine() -> None:
         await Member(row_of("odd"), cast(WeightReceiver, Odd()), deadlines=Deadlines(20)).begin(1)
 
 
-def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(bus_url: str, run_id: str, tmp_path: Path) -> None:
+def test_a_want_without_a_version_is_passed_over_and_the_next_one_answered(
+    bus_url: str, run_id: str, tmp_path: Path
+) -> None:
     async def want(**row: Any) -> None:
         async with connect(bus_url, run_id, BusConfig(), name="odd", wait_s=60) as bus:
             await bus.rows("weights").put("want", row)

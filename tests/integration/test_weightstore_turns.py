@@ -1,4 +1,6 @@
-"""Ownership of the accelerator when two learners write it: the newer one prevails, however late the other's write comes."""
+"""Ownership of the accelerator when two learners write it: the newer one prevails, however late the other's write
+comes.
+"""
 
 import asyncio
 from typing import Any, cast

@@ -1,4 +1,6 @@
-"""Checksums on both sides of a push: a receiver with one flipped bit never serves it, and is named. Real engines, real groups."""
+"""Checksums on both sides of a push: a receiver with one flipped bit never serves it, and is named. Real engines, real
+groups.
+"""
 
 import asyncio
 import logging
@@ -40,7 +42,10 @@ def bus_url(nats_server: EmbeddedServer, run_id: str) -> str:
 
 def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_id: str, tmp_path: Path) -> None:
     flips = Behaviour(fails="flip", at="checksums", only_once=True)
-    with receivers(bus_url, run_id, {"good": GOOD, "flips": flips}) as engines, publishing(bus_url, run_id, tmp_path) as publisher:
+    with (
+        receivers(bus_url, run_id, {"good": GOOD, "flips": flips}) as engines,
+        publishing(bus_url, run_id, tmp_path) as publisher,
+    ):
         first = publisher.publish(1, tiny_tensors(1).items(), wait=True).result(0)
         assert (first.engines, first.verified) == (("good",), ("good",))
         assert first.evicted["flips"].startswith(
@@ -58,13 +63,19 @@ def test_a_receiver_with_one_flipped_bit_is_evicted_and_named(bus_url: str, run_
 def test_checksums_are_compared_as_often_as_the_setting_requires(
     bus_url: str, run_id: str, tmp_path: Path, verify: str, caught: bool
 ) -> None:
-    with receivers(bus_url, run_id, {"a": GOOD}) as engines, publishing(bus_url, run_id, tmp_path, verify=verify) as publisher:
+    with (
+        receivers(bus_url, run_id, {"a": GOOD}) as engines,
+        publishing(bus_url, run_id, tmp_path, verify=verify) as publisher,
+    ):
         reports = [publisher.publish(step, tiny_tensors(step).items(), wait=True).result(0) for step in (1, 2, 3, 4)]
         assert [report.engines for report in reports] == [("a",)] * 4  # copies are used again, their sums are not
         assert [bool(report.verified) for report in reports] == [verify != "never", *[verify == "always"] * 3]
         assert state(engines["a"][0])["asked"] == {"never": 0, "first": 1, "always": 4}[verify]
     flips = Behaviour(fails="flip", at="checksums", once_served=1)
-    with receivers(bus_url, run_id, {"b": flips}), publishing(bus_url, run_id, tmp_path, verify=verify, epoch=2) as publisher:
+    with (
+        receivers(bus_url, run_id, {"b": flips}),
+        publishing(bus_url, run_id, tmp_path, verify=verify, epoch=2) as publisher,
+    ):
         publisher.publish(5, tiny_tensors(5).items(), wait=True).result(0)
         assert ("b" in publisher.publish(6, tiny_tensors(6).items(), wait=True).result(0).evicted) == caught
 
@@ -98,11 +109,17 @@ class Flipping(HttpReceiver):
 
 
 @pytest.mark.parametrize(("family", "tied", "dtype"), [("qwen3", False, "float32"), ("qwen2", True, "bfloat16")])
-async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, family: str, tied: bool, dtype: str) -> None:
-    """This holds also where it keeps another dtype than was sent, and the output projection is the embedding under another name."""
+async def test_the_built_in_engine_never_serves_a_flipped_bit(
+    tmp_path: Path, family: str, tied: bool, dtype: str
+) -> None:
+    """This holds also where it keeps another dtype than was sent, and the output projection is the embedding under
+    another name.
+    """
     directory = write_tiny_model(tmp_path / "model", family, tied=tied)
     staging = staged(tiny_model(family, seed=1, tied=tied).state_dict())
-    assert ("lm_head.weight" in staging.manifest.by_name) and staging.manifest.by_name["model.norm.weight"].dtype == "float32"
+    assert ("lm_head.weight" in staging.manifest.by_name) and staging.manifest.by_name[
+        "model.norm.weight"
+    ].dtype == "float32"
     async with serving(directory, dtype=dtype) as served:
         before = (await served.post("/weights_checksums", {}))[1]
         receiver = Flipping(served, served.session, "model.layers.1.self_attn.k_proj.weight")
@@ -112,9 +129,11 @@ async def test_the_built_in_engine_never_serves_a_flipped_bit(tmp_path: Path, fa
             member = Member(row, receiver, deadlines=Deadlines(DEADLINE_S))
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(DEADLINE_S)), [member])
             try:
-                how = (await Push(1, staging.buckets, lambda _: StagedModel(staging, (), Deadlines(60.0)).differences).update(group))[
-                    member
-                ]
+                how = (
+                    await Push(
+                        1, staging.buckets, lambda _: StagedModel(staging, (), Deadlines(60.0)).differences
+                    ).update(group)
+                )[member]
                 if flipped:
                     wrong = rf"verify: version 1 .* in 1 tensors: {flipped} \({dtype}\): want sum64"
                     assert isinstance(how, ReceiverFailed) and re.search(wrong, str(how))

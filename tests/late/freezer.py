@@ -1,7 +1,8 @@
-"""Run a command and stop its descendants at random, each for a moment: ``python tests/late/freezer.py COMMAND ...``; ``make test-frozen``.
+"""Run a command and stop its descendants at random, each for a moment: ``python tests/late/freezer.py COMMAND ...``;
+``make test-frozen``.
 
-A test that fails then has relied on the speed of a process, as it may on a machine that is busy. About four processes stand still at any
-time. Processes that a test has stopped itself are left alone.
+A test that fails then has relied on the speed of a process, as it may on a machine that is busy. About four processes
+stand still at any time. Processes that a test has stopped itself are left alone.
 """
 
 import random
@@ -42,7 +43,9 @@ def freeze(root: psutil.Process) -> None:
 
 
 def _may_stop(process: psutil.Process) -> bool:
-    """Return False for one that stands still already, and for a child of a program that stops itself with its child, and stays so."""
+    """Return False for one that stands still already, and for a child of a program that stops itself with its child,
+    and stays so.
+    """
     parent = process.parent()
     return process.status() not in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE) and (
         parent is None or parent.name() not in STOP_WITH_CHILD

@@ -1,7 +1,9 @@
-"""Late answers: with this folder in PYTHONPATH, answers of the bus, of HTTP servers and of threads come late at random, in every process.
+"""Late answers: with this folder in PYTHONPATH, answers of the bus, of HTTP servers and of threads come late at random,
+in every process.
 
-``LATE_ANSWERS="SHARE,SECONDS"``: this share of the waits before and after a call takes up to so many seconds more. A test that fails then
-has relied on the order of things that happen at once, as it may on a machine that stands still for a moment. ``make test-late``
+``LATE_ANSWERS="SHARE,SECONDS"``: this share of the waits before and after a call takes up to so many seconds more. A
+test that fails then has relied on the order of things that happen at once, as it may on a machine that stands still for
+a moment. ``make test-late``
 """
 
 import asyncio

@@ -1,13 +1,14 @@
-"""Machines on one machine: sets of Linux namespaces with links to one bridge. Wants root on Linux, iproute2, nftables and util-linux.
+"""Machines on one machine: sets of Linux namespaces with links to one bridge. Wants root on Linux, iproute2, nftables
+and util-linux.
 
     with Lab(tmp_path, "bus", "node") as lab:
         child = lab["node"].start([sys.executable, "-m", "tidemill", "learner", ...], log=tmp_path / "node.log")
         lab["node"].cut(); lab["node"].heal(); lab["node"].vanish(); lab["node"].boot()
 
-Each machine has its own network, host name, hosts file, process ids, /dev/shm, and a disk (``Lab.disk``) that no other machine sees and
-that stays when it is off; all other files are those of this machine. No namespace has a name and none outlives its first process, which
-the kernel ends with the test process, however that ends. So nothing of a killed test is left over, labs beside each other cannot meet,
-and the network of this machine sees neither bridge nor addresses.
+Each machine has its own network, host name, hosts file, process ids, /dev/shm, and a disk (``Lab.disk``) that no other
+machine sees and that stays when it is off; all other files are those of this machine. No namespace has a name and none
+outlives its first process, which the kernel ends with the test process, however that ends. So nothing of a killed test
+is left over, labs beside each other cannot meet, and the network of this machine sees neither bridge nor addresses.
 """
 
 import contextlib
@@ -32,7 +33,9 @@ MADE_S = 120.0
 ENDED_S = 30.0
 HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 TRAP = HOSTS + "127.0.1.1 {name}\n"
-"""Hosts file as Debian's installer writes it: the machine's own name is an address of the loopback interface, and peers have no names."""
+"""Hosts file as Debian's installer writes it: the machine's own name is an address of the loopback interface, and peers
+have no names.
+"""
 
 
 class NoLab(RuntimeError):
@@ -141,9 +144,26 @@ class Machine:
             f"hostname {self.name}",
         )
         self._init.start(("--net", "--uts", "--mount", "--pid", "--mount-proc"), "; ".join(setting_up))
-        switch, mac = self._lab.switch, f"02:77:00:00:00:{self._number + 10:02x}"  # of the card, as it was before a restart
+        switch, mac = (
+            self._lab.switch,
+            f"02:77:00:00:00:{self._number + 10:02x}",
+        )  # of the card, as it was before a restart
         switch.sh("ip", "link", "del", self._link, check=False)
-        switch.sh("ip", "link", "add", self._link, "type", "veth", "peer", "name", "eth0", "address", mac, "netns", str(self._init.pid))
+        switch.sh(
+            "ip",
+            "link",
+            "add",
+            self._link,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "eth0",
+            "address",
+            mac,
+            "netns",
+            str(self._init.pid),
+        )
         switch.sh("ip", "link", "set", self._link, "master", "switch", "up")
         bits, options = (64, ("nodad",)) if self._lab.is_ipv6 else (24, ())
         self._init.sh("ip", "addr", "add", f"{self.address}/{bits}", "dev", "eth0", *options)
@@ -152,13 +172,28 @@ class Machine:
         for table in self._dropped:
             self._drop(*table)
 
-    def start(self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Started:
+    def start(
+        self, command: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> Started:
         """Start a process there, with this process's environment and ``env``; it ends with the machine."""
-        inside = ["nsenter", "-t", str(self._init.pid), "-n", "-u", "-m", "-p", f"--wd={cwd or os.getcwd()}", "--", *command]
+        inside = [
+            "nsenter",
+            "-t",
+            str(self._init.pid),
+            "-n",
+            "-u",
+            "-m",
+            "-p",
+            f"--wd={cwd or os.getcwd()}",
+            "--",
+            *command,
+        ]
         with log.open("ab") as output:
             variables = {**os.environ, **(env or {})}
             self._started.append(
-                Started(subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables), log)
+                Started(
+                    subprocess.Popen(inside, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=variables), log
+                )
             )
         return self._started[-1]
 
@@ -199,7 +234,9 @@ class Machine:
         """Limit the rate at which it sends, such as 100mbit; "" = no limit."""
         self._init.sh("tc", "qdisc", "del", "dev", "eth0", "root", check=False)
         if rate:
-            self._init.sh("tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64k", "latency", "200ms")
+            self._init.sh(
+                "tc", "qdisc", "add", "dev", "eth0", "root", "tbf", "rate", rate, "burst", "64k", "latency", "200ms"
+            )
 
     def drop_from(self, other: "Machine") -> None:
         """Drop the packets that arrive from another machine: one direction of two. ``receive_all`` ends it."""
@@ -225,7 +262,8 @@ class Machine:
 
     def _filter(self, table: str, rule: str) -> None:
         chain = (
-            f'table inet {table} {{\n chain in {{\n type filter hook input priority 0; policy accept;\n iifname "eth0" {rule}\n }}\n}}\n'
+            f"table inet {table} {{\n chain in {{\n type filter hook input priority 0; policy accept;\n iifname "
+            f'"eth0" {rule}\n }}\n}}\n'
         )
         self._init.sh("nft", "-f", "-", feed=chain)
 
@@ -262,7 +300,9 @@ class Lab:
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -329,7 +369,9 @@ def _entered(code: int, namespace: "IO[str]") -> None:
 
 
 def _child_of(parent: "subprocess.Popen[bytes]") -> int:
-    """Return the one child of a process that makes a child and waits for it; its own id if it ended without. Raises NoLab."""
+    """Return the one child of a process that makes a child and waits for it; its own id if it ended without. Raises
+    NoLab.
+    """
     children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children")
     deadline = time.monotonic() + MADE_S
     while time.monotonic() < deadline:

@@ -1,4 +1,5 @@
-"""A learner of two nodes, each a machine with a stage of a pipeline, which it pushes itself, and with a disk of its own; and its rows.
+"""A learner of two nodes, each a machine with a stage of a pipeline, which it pushes itself, and with a disk of its
+own; and its rows.
 
 Set are the sizes of the model and a checkpoint every three steps, so that each start has one; all else is a default.
 """
@@ -61,7 +62,9 @@ async def until_node(bus: Bus, node: int, what: Callable[[NodeRow], bool], withi
 
 
 async def latest(bus: Bus, after: int = -1) -> tuple[str, int]:
-    """Wait until a checkpoint of a step behind ``after`` is the latest: each of its files is on both nodes. Return its name and step."""
+    """Wait until a checkpoint of a step behind ``after`` is the latest: each of its files is on both nodes. Return its
+    name and step.
+    """
     async with asyncio.timeout(RESTART_S):
         async for row in bus.rows("run").watch(CHECKPOINT_KEY, 0.2):
             if row is not None and row[0]["step"] > after:
@@ -70,11 +73,16 @@ async def latest(bus: Bus, after: int = -1) -> tuple[str, int]:
 
 
 async def ranks_held(run: Site, bus: Bus, checkpoint: str) -> list[set[int]]:
-    """Return for each node the ranks of which it has the file of a checkpoint. Its server must be at the node's own address."""
+    """Return for each node the ranks of which it has the file of a checkpoint. Its server must be at the node's own
+    address.
+    """
     found = await holders(bus)
     for node, name in enumerate(NODES):
         assert found[node].url.startswith(f"http://{run.lab[name].in_url}:"), found
-    files = [[file for file in found[node].held.get(checkpoint, ()) if file.endswith(".distcp")] for node in range(len(NODES))]
+    files = [
+        [file for file in found[node].held.get(checkpoint, ()) if file.endswith(".distcp")]
+        for node in range(len(NODES))
+    ]
     return [{int(file.split("_")[2]) for file in of_one} for of_one in files]
 
 

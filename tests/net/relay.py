@@ -1,4 +1,5 @@
-"""A distant network: a TCP relay that delays every byte by a time each way. It delays bytes, not packets, so no handshake and no loss.
+"""A distant network: a TCP relay that delays every byte by a time each way. It delays bytes, not packets, so no
+handshake and no loss.
 
 python -m tests.net.relay LISTEN_HOST LISTEN_PORT TARGET_HOST TARGET_PORT DELAY_MS
 """

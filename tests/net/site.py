@@ -33,11 +33,15 @@ class Site:
     """One run. ``start`` its machines; ``end_all_but_bus`` and ``audited`` at the end."""
 
     def __init__(self, lab: Lab, config: Path, *settings: str, run: str, machines: Sequence[str] = SITE) -> None:
-        """With ``node1`` among the machines the learner has two nodes, each with the run's directory on a disk of its own."""
+        """With ``node1`` among the machines the learner has two nodes, each with the run's directory on a disk of its
+        own.
+        """
         self.lab, self.config, self.run, self.names = lab, config, run, tuple(machines)
         self.nodes = tuple(name for name in NODES if name in machines)
         self._given = settings
-        self._giventings = [word for setting in (f"directory={lab.disk / 'run'}", *settings) for word in ("--set", setting)]
+        self._giventings = [
+            word for setting in (f"directory={lab.disk / 'run'}", *settings) for word in ("--set", setting)
+        ]
         self.started: dict[str, Started] = {}
 
     @property
@@ -55,7 +59,9 @@ class Site:
         return self.lab[name].disk / "run"
 
     def replace_disk(self, name: str) -> None:
-        """Give a machine that is off an empty disk. A node of the learner gets model and prompts, which are copies everywhere."""
+        """Give a machine that is off an empty disk. A node of the learner gets model and prompts, which are copies
+        everywhere.
+        """
         shutil.rmtree(self.lab[name].disk)
         if name in self.nodes:
             self.prepare(name)
@@ -81,7 +87,9 @@ class Site:
 
     def _rank(self, name: str) -> list[str]:
         """Return the words of the command for one of several nodes."""
-        return ["--nodes", str(len(self.nodes)), "--node-rank", str(self.nodes.index(name))] if len(self.nodes) > 1 else []
+        return (
+            ["--nodes", str(len(self.nodes)), "--node-rank", str(self.nodes.index(name))] if len(self.nodes) > 1 else []
+        )
 
     def start(self, *names: str) -> None:
         """Start the processes of these machines; default: all."""
@@ -92,7 +100,9 @@ class Site:
     def logs(self, last: int = 1500) -> str:
         """Return the ends of all logs, for a failure's message."""
         files = sorted([*self.lab.directory.glob("*.log"), *self.lab.directory.glob("disks/*/host/logs/*.log")])
-        return "\n".join(f"== {file.relative_to(self.lab.directory)}\n{file.read_text(errors='replace')[-last:]}" for file in files)
+        return "\n".join(
+            f"== {file.relative_to(self.lab.directory)}\n{file.read_text(errors='replace')[-last:]}" for file in files
+        )
 
     @contextlib.asynccontextmanager
     async def bus(self) -> AsyncIterator[Bus]:
@@ -113,7 +123,9 @@ class Site:
         return codes
 
     async def audited(self) -> RunAccounting:
-        """Audit a run at rest, which must be right: by the project's own audit, and by the tests' auditor, which shares no code with it."""
+        """Audit a run at rest, which must be right: by the project's own audit, and by the tests' auditor, which shares
+        no code with it.
+        """
         async with self.bus() as bus:
             accounting, _ = await audit(bus, await asyncio.to_thread(read_cursor, self.directory / "checkpoints"))
         assert (accounting.lost, accounting.trained_twice, accounting.problems) == (0, 0, []), accounting

@@ -1,7 +1,8 @@
-"""The smoke run where machines have IPv6 addresses only: bus, pushes, snapshots and a router, and a learner of two nodes.
+"""The smoke run where machines have IPv6 addresses only: bus, pushes, snapshots and a router, and a learner of two
+nodes.
 
-The nodes are stages of a pipeline, and both push. Between them are the agents' calls, torch's store and gloo (MASTER_ADDR), the feeder, and
-the servers of checkpoints, of which each file is copied to the other node.
+The nodes are stages of a pipeline, and both push. Between them are the agents' calls, torch's store and gloo
+(MASTER_ADDR), the feeder, and the servers of checkpoints, of which each file is copied to the other node.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""The lab itself: machines reach each other, are cut off, deaf, lossy or slow, lose power and return, and leave nothing behind."""
+"""The lab itself: machines reach each other, are cut off, deaf, lossy or slow, lose power and return, and leave nothing
+behind.
+"""
 
 import os
 import signal
@@ -54,7 +56,9 @@ def answer(here: Machine, there: str) -> str:
 
 
 def reached(here: Machine, there: str) -> str:
-    """Return the answer of the server at a host, once it comes: after a trouble the kernel asks for the address again only every second."""
+    """Return the answer of the server at a host, once it comes: after a trouble the kernel asks for the address again
+    only every second.
+    """
     deadline = time.monotonic() + 60
     while not (found := answer(here, there)):
         assert time.monotonic() < deadline, f"{there} does not answer"
@@ -100,7 +104,10 @@ def test_the_trap_of_a_host_name_on_loopback(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_lab_whose_process_is_killed(tmp_path: Path) -> None:
     code = "import sys, time\nfrom pathlib import Path\nfrom tests.net.lab import Lab\n"
-    code += "with Lab(Path(sys.argv[1]), 'a') as lab:\n    lab['a'].start(['sleep', '1000'], log=Path(sys.argv[1]) / 'log')\n"
+    code += (
+        "with Lab(Path(sys.argv[1]), 'a') as lab:\n    lab['a'].start(['sleep', '1000'], log=Path(sys.argv[1]) / "
+        "'log')\n"
+    )
     code += "    print(lab['a'].init, flush=True)\n    time.sleep(1000)\n"
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout is not None

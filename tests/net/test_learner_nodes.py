@@ -1,4 +1,6 @@
-"""A learner of two machines with a disk each, of which each is cut off for 10 s and for 60 s. Printed (-s): the times to the next step."""
+"""A learner of two machines with a disk each, of which each is cut off for 10 s and for 60 s. Printed (-s): the times
+to the next step.
+"""
 
 import asyncio
 import sys

@@ -1,4 +1,5 @@
-"""A learner of two machines with a disk each: each vanishes and returns, once with an empty disk, and they lose their way to each other.
+"""A learner of two machines with a disk each: each vanishes and returns, once with an empty disk, and they lose their
+way to each other.
 
 Printed (-s): the times to the next step.
 """
@@ -32,13 +33,17 @@ async def test_a_node_that_returns_with_an_empty_disk_has_its_files_from_the_oth
     async with healed.bus() as bus:
         step, log = await _vanishes_and_returns(healed, bus, name, loses_disk=True)
         own = f"__{NODES.index(name)}_0.distcp"
-        assert [line for line in log.splitlines() if "files fetched=" in line and own in line], f"its own part was not copied:\n{log}"
+        assert [line for line in log.splitlines() if "files fetched=" in line and own in line], (
+            f"its own part was not copied:\n{log}"
+        )
         checkpoint, _ = await latest(bus, after=step)
         assert await ranks_held(healed, bus, checkpoint) == [{0, 1}, {0, 1}], "it is a holder of the next one"
 
 
 async def _vanishes_and_returns(run: Site, bus: Bus, name: str, *, loses_disk: bool) -> tuple[int, str]:
-    """Let a node vanish until the other one has ended its ranks, and return; the step that its rank began with, and its log since."""
+    """Let a node vanish until the other one has ended its ranks, and return; the step that its rank began with, and its
+    log since.
+    """
     node = NODES.index(name)
     before = await until(bus, State.RUNNING)
     _, step = await latest(bus)

@@ -1,8 +1,9 @@
-"""One run on six machines with the defaults, under faults of networks, one after the other; its accounting is audited at the end.
+"""One run on six machines with the defaults, under faults of networks, one after the other; its accounting is audited
+at the end.
 
-The host names of its machines are an address of the loopback interface, as Debian's installer writes them. Nothing that concerns a network
-is set but that the bus and the router listen to other machines, as docs/operating.md has it: no other host, no lease, deadline or interval.
-Printed (-s): the time from the end of each trouble to the next step.
+The host names of its machines are an address of the loopback interface, as Debian's installer writes them. Nothing that
+concerns a network is set but that the bus and the router listen to other machines, as docs/operating.md has it: no
+other host, no lease, deadline or interval. Printed (-s): the time from the end of each trouble to the next step.
 """
 
 import asyncio
@@ -31,7 +32,9 @@ from tidemill.launch.cli.status import ProcessStatus, RunStatus, read_status
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not())
 DIGITS = ROOT / "launch/configs/digits.yaml"
 SETTINGS = (f"learner.steps={NO_END}", "learner.groups_per_step=16", "learner.checkpoint_every=10")
-"""Sizes of the run: it goes on until the test ends it, its steps are short on a core or two, and every restart finds a new checkpoint."""
+"""Sizes of the run: it goes on until the test ends it, its steps are short on a core or two, and every restart finds a
+new checkpoint.
+"""
 REWARD = 0.9
 CUT_S = 10.0
 LONG_CUT_S = 60.0
@@ -76,7 +79,9 @@ async def step(bus: Bus) -> int:
 
 
 async def next_steps(run: Site, bus: Bus, number: int = 1, within_s: float = 200.0) -> float:
-    """Wait until the bus answers, then for that many further steps; return the seconds from the call to the first of them."""
+    """Wait until the bus answers, then for that many further steps; return the seconds from the call to the first of
+    them.
+    """
     begin, first = time.monotonic(), 0.0
     before = await step(bus)
     try:
@@ -140,7 +145,9 @@ def healed(run: Site) -> Iterator[Site]:
 
 
 async def test_six_machines_with_the_defaults_learn(run: Site) -> None:
-    """Of launch/configs/digits.yaml the settings are as they are, but for ``SETTINGS``: sizes of the run on a small machine."""
+    """Of launch/configs/digits.yaml the settings are as they are, but for ``SETTINGS``: sizes of the run on a small
+    machine.
+    """
     begin = time.monotonic()
     async with run.bus() as bus:
         await next_steps(run, bus, within_s=LEARNS_S)
@@ -205,7 +212,9 @@ async def _cut(run: Site, name: str, seconds: float) -> None:
 
 
 async def test_one_direction_dropped(healed: Site) -> None:
-    """Packets from the learner to the engine are dropped: no pushes, no snapshots. The engine is named; steps go on afterwards."""
+    """Packets from the learner to the engine are dropped: no pushes, no snapshots. The engine is named; steps go on
+    afterwards.
+    """
     async with healed.bus() as bus:
         before = await complete(healed, bus)
         healed.lab["gpu"].drop_from(healed.lab["node"])
@@ -255,7 +264,9 @@ def first(rows: Sequence[tuple[float, JsonObject]], what: Callable[[JsonObject],
 
 
 async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
-    """From the engine's first row with its address to the row of a witness with the error, both as they are written, and status then."""
+    """From the engine's first row with its address to the row of a witness with the error, both as they are written,
+    and status then.
+    """
     machine, wrong = run.lab["act1"], "10.77.0.200"
     command = [sys.executable, "-m", "tidemill", "engine", "--bus", run.url, "--id", "wrong", "--advertise", wrong]
     engine = machine.start(command, log=run.lab.directory / "wrong.log", cwd=ROOT)
@@ -268,20 +279,31 @@ async def test_status_names_an_engine_that_nobody_reaches(run: Site) -> None:
             row = one_of(status, "wrong")
             begin = first(rows, lambda row: row["nonce"] == nonce and row["address"] != "")
             seconds = first(rows, lambda row: bool(row["reached"].get(nonce))) - begin
-            print(f"an address that nobody reaches: in a row after {seconds:.1f} s: {row['unreachable']}", file=sys.stderr)
+            print(
+                f"an address that nobody reaches: in a row after {seconds:.1f} s: {row['unreachable']}", file=sys.stderr
+            )
             assert row["unreachable"], status
             assert seconds < NAMED_S
-            while not any(text.startswith("unreachable from learner learner: ") for text in one_of(status, "wrong")["unreachable"]):
+            while not any(
+                text.startswith("unreachable from learner learner: ") for text in one_of(status, "wrong")["unreachable"]
+            ):
                 status = await read_status(bus)  # the first caller, the router or the learner, is named first
-            assert (one_of(status, "engine-gpu-0")["verified"], one_of(status, "engine-gpu-0")["unreachable"]) == (True, [])
+            assert (one_of(status, "engine-gpu-0")["verified"], one_of(status, "engine-gpu-0")["unreachable"]) == (
+                True,
+                [],
+            )
             await row_of(bus, "engine", "wrong", lambda row: "cure: engine: --advertise ADDRESS" in row.trouble)
-            assert "unreachable from learner learner" in engine.log or "unreachable from router router" in engine.log, "whoever was first"
+            assert "unreachable from learner learner" in engine.log or "unreachable from router router" in engine.log, (
+                "whoever was first"
+            )
     finally:
         await asyncio.to_thread(engine.end)
 
 
 async def test_an_actor_and_an_engine_behind_a_delay_of_50_ms(run: Site) -> None:
-    """The actor's machine reaches one other alone, with relays to the bus and to an engine that advertises its relay: 25 ms each way."""
+    """The actor's machine reaches one other alone, with relays to the bus and to an engine that advertises its relay:
+    25 ms each way.
+    """
     far, gate, gpu = run.lab[FAR], run.lab[GATE], run.lab["gpu"]
     port = "7001"
     for machine in run.lab.machines.values():
@@ -309,7 +331,12 @@ async def test_an_actor_and_an_engine_behind_a_delay_of_50_ms(run: Site) -> None
         async with run.bus() as bus:
             row = await row_of(bus, "engine", "behind", lambda row: row.phase == "serving")
             assert row.address == f"http://{gate.address}:{port}"
-            await row_of(bus, "actor", "distant", lambda row: row.load.get("samples_published", 0) - row.load.get("failures", 0) > 64)
+            await row_of(
+                bus,
+                "actor",
+                "distant",
+                lambda row: row.load.get("samples_published", 0) - row.load.get("failures", 0) > 64,
+            )
         for relay in relays:
             assert f"from {far.address}" in relay.log, relay.log
         assert await asyncio.to_thread(actor.end) == 0, actor.log
@@ -349,4 +376,7 @@ async def test_the_books_are_right(run: Site) -> None:
     codes = await asyncio.to_thread(run.end_all_but_bus)
     assert set(codes.values()) <= {0}, (codes, run.logs())
     accounting = await run.audited()
-    print(f"{accounting.trained} samples trained, {dict(accounting.dropped)} dropped, {accounting.duplicates} duplicates", file=sys.stderr)
+    print(
+        f"{accounting.trained} samples trained, {dict(accounting.dropped)} dropped, {accounting.duplicates} duplicates",
+        file=sys.stderr,
+    )

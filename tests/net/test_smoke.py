@@ -1,4 +1,6 @@
-"""Four machines with host names and the defaults: bus, learner, an engine's host, an actor's host. In `make test`, as it is cheap."""
+"""Four machines with host names and the defaults: bus, learner, an engine's host, an actor's host. In `make test`, as
+it is cheap.
+"""
 
 import asyncio
 from collections.abc import Iterator

@@ -40,7 +40,9 @@ def server(python: str, sglang_servers: SglangServers, directories: list[Path]) 
 
 @pytest.fixture
 def brake(sglang_servers: SglangServers) -> Iterator[Brake]:
-    """Have the server decode slowly until the brake is opened, so that a push or a pause comes before a response ends."""
+    """Have the server decode slowly until the brake is opened, so that a push or a pause comes before a response
+    ends.
+    """
     brake = Brake(sglang_servers.slowed)
     brake.put_on()
     yield brake

@@ -35,7 +35,9 @@ def config(python: str, *, url: str = "", log: str = "", pause: str = "in_place"
 @asynccontextmanager
 async def serving(python: str, server: str, directory: Path, *, pause: str = "in_place") -> AsyncIterator[Served]:
     """Serve the weights of ``directory`` as version 0 through a proxy of one test in front of the server."""
-    engine = SglangEngine(directory, config(python, url=server, pause=pause), version=-1, authority=Authority(unguarded=True))
+    engine = SglangEngine(
+        directory, config(python, url=server, pause=pause), version=-1, authority=Authority(unguarded=True)
+    )
     await asyncio.to_thread(engine.load)
     client = HttpEngine(await engine.start())
     try:

@@ -1,4 +1,6 @@
-"""The Engine port on a real SGLang server: log-probs, spans across pushes, abort, pause, interrupted pushes, bad input, no orphans."""
+"""The Engine port on a real SGLang server: log-probs, spans across pushes, abort, pause, interrupted pushes, bad input,
+no orphans.
+"""
 
 import asyncio
 import json
@@ -44,8 +46,15 @@ PROMPT = [5, 6, 7, 8]
 @pytest.mark.slow
 async def test_the_port_gets_what_it_asks_for(python: str, server: str, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
-        made = await served.client.generate(np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), id="one")
-        states = [one async for one in served.client.stream(np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0))]
+        made = await served.client.generate(
+            np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0), id="one"
+        )
+        states = [
+            one
+            async for one in served.client.stream(
+                np.array(PROMPT, np.int32), Sampling(max_new_tokens=8, temperature=0.0)
+            )
+        ]
         info = await served.client.info()
         assert await served.client.healthy()
     assert made.finish in ("length", "stop") and made.id == "one"
@@ -58,7 +67,9 @@ async def test_the_port_gets_what_it_asks_for(python: str, server: str, director
 async def test_one_request_lives_through_pushes_and_says_which_weights_made_what(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any], pause: str
 ) -> None:
-    """Three pushes in one HTTP request: four sets of weights; the log-probs of each stretch are those of its weights."""
+    """Three pushes in one HTTP request: four sets of weights; the log-probs of each stretch are those of its
+    weights.
+    """
     kept = pause == "in_place"
     async with serving(python, server, directories[0], pause=pause) as served, joined(served, timeout_s=60) as push:
         async with watching(served, PROMPT, max_new_tokens=1600, ignore_eos=True) as one:
@@ -170,7 +181,9 @@ async def test_memory_is_given_up_and_taken_again_and_every_request_goes_on(
 async def test_a_request_that_a_push_overtakes_before_it_is_begun_is_of_the_new_weights_alone(
     python: str, server: str, directories: list[Path], models: list[Any], stream: bool, length: int
 ) -> None:
-    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the proxy. None is refused or mixes versions."""
+    """It waits in SGLang with its prompt cached, or arrives during the push and waits in the proxy. None is refused or
+    mixes versions.
+    """
     prompt = list(range(5, 69))
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.generate(prompt, max_new_tokens=4, temperature=0.0, ignore_eos=True)
@@ -233,7 +246,9 @@ async def test_weights_that_differ_from_what_was_sent_are_not_served(
             group = PushGroup(GroupRules(1, HERE, "gloo", Deadlines(60.0)), [member])
             try:
                 compare = StagedModel(copy, (), Deadlines(60.0)).differences
-                how = (await Push(2 if good else 1, staging.buckets, lambda _, compare=compare: compare).update(group))[member]
+                how = (await Push(2 if good else 1, staging.buckets, lambda _, compare=compare: compare).update(group))[
+                    member
+                ]
                 if good:
                     assert isinstance(how, Updated) and how.verify_s is not None
                 else:
@@ -274,9 +289,11 @@ async def test_two_ranks_of_a_learner_send_their_parts_to_one_server(
                     rank.stage(0, theirs.items())
                     whole = StagedModel(staged(own), (part,), Deadlines(60.0))
                     assert len({bucket.part for bucket, _ in whole.buckets}) == 2
-                    how = (await Push(version, whole.buckets, lambda _, check=whole.differences if checked else None: check).update(group))[
-                        member
-                    ]
+                    how = (
+                        await Push(
+                            version, whole.buckets, lambda _, check=whole.differences if checked else None: check
+                        ).update(group)
+                    )[member]
                     assert isinstance(how, Updated) and (how.verify_s is not None) == checked
                     made = await served.generate(PROMPT, max_new_tokens=8, ignore_eos=True)
                     wanted = log_probs_of(await scores(models[version], PROMPT, made["output_ids"]), made["output_ids"])
@@ -298,7 +315,14 @@ async def test_a_group_whose_learner_is_gone_is_refused_before_the_server_hears_
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    body = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "gone", "timeout_s": 5.0}
+    body = {
+        "master_address": "127.0.0.1",
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "gone",
+        "timeout_s": 5.0,
+    }
     async with serving(python, server, directories[0]) as served:
         status, answer = await served.post("/init_weights_update_group", body)
         assert (status, f"127.0.0.1:{port}: the connection is refused" in str(answer)) == (400, True)

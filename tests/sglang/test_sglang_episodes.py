@@ -1,4 +1,6 @@
-"""Episodes on real SGLang: an agent with OpenAI's client asks the server through the gateway, twice, and its tokens are trained."""
+"""Episodes on real SGLang: an agent with OpenAI's client asks the server through the gateway, twice, and its tokens are
+trained.
+"""
 
 from pathlib import Path
 

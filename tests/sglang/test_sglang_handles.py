@@ -1,4 +1,6 @@
-"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the proxy has ended."""
+"""Pushes by handles to a real SGLang server: accepted and refused ones, and no files in /dev/shm after the proxy has
+ended.
+"""
 
 import asyncio
 from pathlib import Path
@@ -33,10 +35,14 @@ async def test_pushes_by_handles(python: str, server: str, directories: list[Pat
     """A push is verified bit by bit and served; an interrupted one is not, and the next one repairs it."""
     before = _shared_files()
     memory, context = HostMemory(), zmq.asyncio.Context()
-    stagings = [staged({name: tensor.detach() for name, tensor in model.state_dict().items()}, memory) for model in models]
+    stagings = [
+        staged({name: tensor.detach() for name, tensor in model.state_dict().items()}, memory) for model in models
+    ]
     try:
         async with serving(python, server, directories[0]) as served:
-            receiver = HandleReceiver(context, served.engine.handles, epoch=1, deadlines=Deadlines(120.0), memory=memory)
+            receiver = HandleReceiver(
+                context, served.engine.handles, epoch=1, deadlines=Deadlines(120.0), memory=memory
+            )
             await receiver.join(None)
 
             async def push(version: int, *, buckets: int | None = None) -> float:

@@ -1,4 +1,6 @@
-"""The whole loop on real SGLang: it learns, every server receives pushes while it generates, engines join, the accounting balances."""
+"""The whole loop on real SGLang: it learns, every server receives pushes while it generates, engines join, the
+accounting balances.
+"""
 
 from pathlib import Path
 
@@ -35,7 +37,9 @@ def assert_agreement(run: Up) -> None:
 @pytest.mark.slow
 def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
     """Every push reaches every server while it generates; nothing is aborted, lost or trained twice."""
-    settings = on_sglang(python, "up.engines=2", "learner.steps=12", "sampling.max_new_tokens=24", "weights.min_engines=2")
+    settings = on_sglang(
+        python, "up.engines=2", "learner.steps=12", "sampling.max_new_tokens=24", "weights.min_engines=2"
+    )
     with up(tmp_path, *settings, config=(SMOKE, OVERLAY)) as run:
         assert run.wait(LIMIT_S) == 0, run.log[-4000:]
     assert_pushed_without_a_pause_in_the_run(run, steps=12, engines=2)
@@ -45,7 +49,13 @@ def test_a_run_on_two_real_servers(python: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp_path: Path) -> None:
     """The server releases its memory for every step, has it back with every version, and ends no request."""
-    settings = ("learner.colocated=true", "learner.steps=8", "learner.checkpoint_every=4", "weights.push_every=2", "weights.min_engines=1")
+    settings = (
+        "learner.colocated=true",
+        "learner.steps=8",
+        "learner.checkpoint_every=4",
+        "weights.push_every=2",
+        "weights.min_engines=1",
+    )
     longer = ("sampling.max_new_tokens=24",)
     with up(tmp_path, *on_sglang(python, *settings, *longer), config=(SMOKE, OVERLAY)) as run:
         assert run.wait(LIMIT_S) == 0, run.log[-4000:]
@@ -55,7 +65,11 @@ def test_a_run_in_turns_on_a_server_that_shares_the_accelerator(python: str, tmp
     assert all(step["turn/engines"] == 1 or step["step"] == 1 for step in run.metrics), run.metrics
     engine = (run.directory / "logs" / "engine-0.log").read_text()
     assert engine.count("memory released") >= 7
-    assert engine.count("memory resumed tags=weights") == engine.count("memory resumed tags=kv_cache") == engine.count("memory released")
+    assert (
+        engine.count("memory resumed tags=weights")
+        == engine.count("memory resumed tags=kv_cache")
+        == engine.count("memory released")
+    )
 
 
 @pytest.mark.slow

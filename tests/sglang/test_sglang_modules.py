@@ -1,4 +1,6 @@
-"""``debug score --by sglang``: a real server agrees with the learner in every module, and the layer with a fault is named."""
+"""``debug score --by sglang``: a real server agrees with the learner in every module, and the layer with a fault is
+named.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,20 @@ class Scene:
 
     def score(self, by: str, *words: str) -> Ended:
         prompts, dump = self.root / "prompts.jsonl", self.root / by
-        score = ["debug", "score", "--model", str(self.model), "--prompts", str(prompts), "--by", by, "--out", str(dump), "--names", "*"]
+        score = [
+            "debug",
+            "score",
+            "--model",
+            str(self.model),
+            "--prompts",
+            str(prompts),
+            "--by",
+            by,
+            "--out",
+            str(dump),
+            "--names",
+            "*",
+        ]
         return run_tidemill(*score, *words)
 
     def compare(self) -> Ended:
@@ -33,18 +48,32 @@ class Scene:
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen2", "llama", "mistral", "mixtral", "glm4", "glm4_moe"))],
+    [
+        "qwen3_moe",
+        *(
+            pytest.param(one, marks=pytest.mark.slow)
+            for one in ("qwen2", "llama", "mistral", "mixtral", "glm4", "glm4_moe")
+        ),
+    ],
 )
 def test_it_agrees_in_every_module_and_a_fault_is_named(python: str, tmp_path: Path, family: str) -> None:
     scene = Scene(tmp_path, family)
-    (tmp_path / "server.yaml").write_text(f"engine: {{sglang: {{python: {Path(python).absolute()}, log: {tmp_path / 'log'}}}}}\n")
-    for done in (scene.score("sglang", "--config", str(OVERLAY), "--config", str(tmp_path / "server.yaml")), scene.score("learner")):
+    (tmp_path / "server.yaml").write_text(
+        f"engine: {{sglang: {{python: {Path(python).absolute()}, log: {tmp_path / 'log'}}}}}\n"
+    )
+    for done in (
+        scene.score("sglang", "--config", str(OVERLAY), "--config", str(tmp_path / "server.yaml")),
+        scene.score("learner"),
+    ):
         assert done.returncode == 0, done.output
         assert "prompt 1: 11 tokens, mean log-prob" in done.out
     found = scene.compare()
     assert (found.returncode, found.out.count("\n")) == (0, 1), found.output  # no module is in one dump only
     mixture = family in MIXTURES
-    layer = [f"layers.1{part}" for part in (".attention.qkv", ".attention.core", ".attention", *[".mlp.experts"] * mixture, ".mlp", "")]
+    layer = [
+        f"layers.1{part}"
+        for part in (".attention.qkv", ".attention.core", ".attention", *[".mlp.experts"] * mixture, ".mlp", "")
+    ]
     theirs = read_modules(tmp_path / "sglang")
     assert [name for name in theirs.outputs if name.startswith("1.layers.1")] == [f"1.{name}" for name in layer]
     assert theirs.dtype == "float32"

@@ -29,7 +29,14 @@ class Chat:
         self.log_probs: list[float] = []
         self.versions: list[Any] = []
         self.errors: list[Any] = []
-        body = {"messages": CHAT, "max_tokens": LENGTH, "ignore_eos": True, "stream": True, "return_token_ids": True, **more}
+        body = {
+            "messages": CHAT,
+            "max_tokens": LENGTH,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            **more,
+        }
         self.task = asyncio.create_task(self._read(served, body))
 
     async def _read(self, served: Served, body: dict[str, Any]) -> None:
@@ -54,7 +61,9 @@ class Chat:
     async def beyond(self, tokens: int) -> None:
         async with asyncio.timeout(120):
             while len(self.tokens) <= tokens:
-                assert not self.task.done(), f"{len(self.tokens)} tokens, wanted > {tokens}: {self.finish} {self.errors} {self.text!r}"
+                assert not self.task.done(), (
+                    f"{len(self.tokens)} tokens, wanted > {tokens}: {self.finish} {self.errors} {self.text!r}"
+                )
                 await asyncio.sleep(0.01)
 
 
@@ -81,11 +90,18 @@ async def test_a_chat_goes_on_through_three_pushes(
             await chat.task
         assert (chat.finish, chat.ended, chat.errors, len(chat.tokens)) == ("length", True, [], LENGTH)
         assert chat.text == text.decode(chat.tokens)
-        prompt = text.encode(f"<|im_start|>user\n{CHAT[0]['content']}<|im_end|>\n<|im_start|>assistant\n", add_special=False)
+        prompt = text.encode(
+            f"<|im_start|>user\n{CHAT[0]['content']}<|im_end|>\n<|im_start|>assistant\n", add_special=False
+        )
         wanted = await wanted_of(models, prompt, chat)
         assert np.abs(np.array(chat.log_probs) - wanted).max() < TOLERANCE
         stats = served.engine.stats()
-        assert (stats["requests"], stats["requests_aborted"], stats["requests_aborted_by_pushes"], stats["running"]) == (1, 0, 0, 0)
+        assert (
+            stats["requests"],
+            stats["requests_aborted"],
+            stats["requests_aborted_by_pushes"],
+            stats["running"],
+        ) == (1, 0, 0, 0)
 
 
 async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_weights(
@@ -96,7 +112,9 @@ async def test_a_chat_that_comes_in_an_update_waits_and_finds_nothing_of_older_w
     async def cached(served: Served) -> tuple[int, Any]:
         status, answer = await served.post(PATHS[0], body)
         assert status == 200, answer
-        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["weight_versions"][0]["version"]
+        return answer["usage"]["prompt_tokens_details"]["cached_tokens"], answer["choices"][0]["weight_versions"][0][
+            "version"
+        ]
 
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         assert (await cached(served))[0] == 0
@@ -118,7 +136,9 @@ async def test_what_would_end_the_server_is_refused(python: str, server: str, di
                 status, answer = await served.post(PATHS[1], {"prompt": prompt, "stream": stream})
                 assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
                 assert answer["error"]["param"].startswith("prompt")
-            status, answer = await served.post(PATHS[0], {"messages": CHAT, "stream": stream, "stop_token_ids": [2**40]})
+            status, answer = await served.post(
+                PATHS[0], {"messages": CHAT, "stream": stream, "stop_token_ids": [2**40]}
+            )
             assert status == 400, answer
             status, answer = await served.post(PATHS[0], {"messages": CHAT, "stream": stream, "regex": "("})
             assert status == 400 and answer["error"]["type"] == "invalid_request_error", answer
@@ -152,7 +172,9 @@ async def test_a_drain_waits_for_a_chat(python: str, server: str, brake: Brake, 
         assert (status, answer["error"]["type"], answer["unavailable"]) == (503, "server_error", "EngineUnavailable")
 
 
-async def test_who_aborts_a_chat_or_goes_is_heard(python: str, server: str, brake: Brake, directories: list[Path]) -> None:
+async def test_who_aborts_a_chat_or_goes_is_heard(
+    python: str, server: str, brake: Brake, directories: list[Path]
+) -> None:
     async with serving(python, server, directories[0]) as served:
         left, aborted = Chat(served, max_tokens=3000), Chat(served, max_tokens=3000, rid="abortme")
         await asyncio.gather(left.beyond(5), aborted.beyond(5))

@@ -1,4 +1,6 @@
-"""An SGLang server that an engine starts: it ends with the engine, a dead or silent one is detected, and it refuses other clients."""
+"""An SGLang server that an engine starts: it ends with the engine, a dead or silent one is detected, and it refuses
+other clients.
+"""
 
 import asyncio
 import json
@@ -41,7 +43,9 @@ PROMPT = [5, 6, 7, 8]
         pytest.param("sglang::detokenizer", marks=pytest.mark.slow),
     ],
 )
-def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, directories: list[Path], tmp_path: Path, part: str) -> None:
+def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(
+    python: str, directories: list[Path], tmp_path: Path, part: str
+) -> None:
     """One of its processes is killed: the engine detects it at once; processes that SGLang leaves behind are ended too.
 
     Before that, requests that go around its proxy are refused.
@@ -59,12 +63,15 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
             (victim,) = [
                 one
                 for one in whole
-                if part in " ".join(one.cmdline()) and "tidemill.actors.serving.sglang.process_group" not in one.cmdline()
+                if part in " ".join(one.cmdline())
+                and "tidemill.actors.serving.sglang.process_group" not in one.cmdline()
             ]
             if "::" in part:
                 await _until_watched(whole[0].pid, victim.pid)
             victim.kill()
-            with pytest.raises(EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")):
+            with pytest.raises(
+                EngineFailed, match=r"(?s)ended with code 137" + (f".*{part} .* has ended" if "::" in part else "")
+            ):
                 await asyncio.wait_for(engine.failed(), 30)
             assert not engine.servable
             with pytest.raises(aiohttp.ClientError):  # rather than wait for more
@@ -75,7 +82,9 @@ def test_a_server_that_dies_is_noticed_and_nobody_of_it_is_left(python: str, dir
 
 
 def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path], tmp_path: Path) -> None:
-    """The server's scheduler is frozen, while its HTTP side still answers; a pause does not count as frozen; no process is left."""
+    """The server's scheduler is frozen, while its HTTP side still answers; a pause does not count as frozen; no process
+    is left.
+    """
 
     async def started() -> None:
         settings = config(python, log=str(tmp_path / "sglang.log"))
@@ -96,7 +105,9 @@ def test_a_frozen_server_is_given_up_in_time(python: str, directories: list[Path
 
 
 async def _only_the_proxy_asks(engine: SglangEngine, whole: list[psutil.Process], log: Path) -> None:
-    """Other users of this machine cannot: the server requires a key that neither its command line, its log nor the proxy reveals."""
+    """Other users of this machine cannot: the server requires a key that neither its command line, its log nor the
+    proxy reveals.
+    """
     async with aiohttp.ClientSession() as session:
         body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 1}}
         for path in ("/generate", "/pause_generation", "/update_weights_from_disk", "/flush_cache", "/abort_request"):
@@ -125,7 +136,14 @@ async def _stream_for_ever(url: str, begun: asyncio.Event) -> None:
 async def _join_for_ever(engine: SglangEngine) -> None:
     listening = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.1", 0)
     host, port = listening.sockets[0].getsockname()
-    body = {"master_address": host, "master_port": port, "rank_offset": 1, "world_size": 2, "group_name": "g", "timeout_s": 2.0}
+    body = {
+        "master_address": host,
+        "master_port": port,
+        "rank_offset": 1,
+        "world_size": 2,
+        "group_name": "g",
+        "timeout_s": 2.0,
+    }
     async with listening:
         while True:
             with pytest.raises(UpdateRefused):
@@ -133,7 +151,9 @@ async def _join_for_ever(engine: SglangEngine) -> None:
 
 
 @asynccontextmanager
-async def started_engine(directory: Path, settings: EngineConfig) -> AsyncIterator[tuple[SglangEngine, list[psutil.Process]]]:
+async def started_engine(
+    directory: Path, settings: EngineConfig
+) -> AsyncIterator[tuple[SglangEngine, list[psutil.Process]]]:
     """Start an engine with a server of its own; yield it and all processes of the server."""
     engine = SglangEngine(directory, settings, authority=Authority(unguarded=True))
     await asyncio.to_thread(engine.load)
@@ -154,7 +174,8 @@ def test_a_server_ends_with_the_process_that_started_it(python: str, directories
         "import asyncio; from pathlib import Path\n"
         "from tidemill.actors.serving.sglang.engine import SglangEngine; from tests.sglang.server import config\n"
         "async def run():\n"
-        f"    engine = SglangEngine(Path({str(directories[0])!r}), config({python!r}, log={str(tmp_path / 'sglang.log')!r}))\n"
+        f"    engine = SglangEngine(Path({str(directories[0])!r}), config({python!r}, "
+        f"log={str(tmp_path / 'sglang.log')!r}))\n"
         "    engine.load(); await engine.start(); print('up', flush=True); await asyncio.Event().wait()\n"
         "asyncio.run(run())"
     )
@@ -223,7 +244,9 @@ def test_arguments_that_are_passed_on_have_an_effect(python: str, directories: l
 
 
 def _without_named_turn(directory: Path, copy: Path) -> Path:
-    """Return a copy of a model whose files name another end token than the one behind an answer in its chat template."""
+    """Return a copy of a model whose files name another end token than the one behind an answer in its chat
+    template.
+    """
     shutil.copytree(directory, copy)
     other = json.loads((copy / "tokenizer.json").read_text())["model"]["vocab"][PAD]
     changes: dict[str, dict[str, Any]] = {
@@ -247,7 +270,9 @@ async def _ends_with_the_turn(api: Api, tokens: EndTokens) -> None:
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": end}
 
 
-def test_a_server_that_cannot_start_is_told_with_its_last_lines(python: str, directories: list[Path], tmp_path: Path) -> None:
+def test_a_server_that_cannot_start_is_told_with_its_last_lines(
+    python: str, directories: list[Path], tmp_path: Path
+) -> None:
     async def refused() -> None:
         wrong = config(python, log=str(tmp_path / "refused.log"))
         wrong = replace(wrong, sglang=replace(wrong.sglang, arguments={**ARGUMENTS, "no_such_argument": 1}))

@@ -1,4 +1,6 @@
-"""A real SGLang engine, or its server alone, is killed or frozen in each phase of a push: the learner goes on, the engine comes back."""
+"""A real SGLang engine, or its server alone, is killed or frozen in each phase of a push: the learner goes on, the
+engine comes back.
+"""
 
 import re
 from pathlib import Path
@@ -23,7 +25,12 @@ def victims(python: str, tmp_path: Path) -> tuple[str, ...]:
 
 
 def test_a_real_engine_that_dies_in_the_middle_of_a_push_holds_up_nobody(python: str, tmp_path: Path) -> None:
-    play(tmp_path, [Round(phase="sglang receiving", how="KILL")], deadline_s=DEADLINE_S, victims=victims(python, tmp_path))
+    play(
+        tmp_path,
+        [Round(phase="sglang receiving", how="KILL")],
+        deadline_s=DEADLINE_S,
+        victims=victims(python, tmp_path),
+    )
 
 
 @pytest.mark.slow
@@ -35,7 +42,9 @@ def test_a_real_engine_that_freezes_in_the_middle_of_a_push_holds_up_nobody(pyth
 @pytest.mark.slow
 def test_a_real_engine_that_dies_in_a_cohort_with_a_built_in_one(python: str, tmp_path: Path) -> None:
     rounds = [Round(phase="sglang receiving", how="KILL")]
-    log = play(tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",))
+    log = play(
+        tmp_path, rounds, deadline_s=DEADLINE_S, victims=victims(python, tmp_path), settings=("weights.group=all",)
+    )
     assert re.search(r"push broke off .* phase=bucket .* engines=2 failed=engine-0\n", log), "they shared a group"
 
 
@@ -73,5 +82,7 @@ def test_rounds_over_every_phase_in_a_cohort(python: str, tmp_path: Path, how: s
 
 
 @pytest.mark.slow
-def test_a_real_engine_that_joins_serves_the_newest_version_first_and_nobody_waits_for_it(python: str, tmp_path: Path) -> None:
+def test_a_real_engine_that_joins_serves_the_newest_version_first_and_nobody_waits_for_it(
+    python: str, tmp_path: Path
+) -> None:
     join(tmp_path, victims(python, tmp_path))

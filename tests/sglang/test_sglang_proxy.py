@@ -1,4 +1,6 @@
-"""Requests to a real SGLang server through its proxy: invalid ones one by one, and requests through the router. None ends the server."""
+"""Requests to a real SGLang server through its proxy: invalid ones one by one, and requests through the router. None
+ends the server.
+"""
 
 import asyncio
 import json
@@ -48,7 +50,23 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "unknown_param": (1,),
 }
 BODY: dict[str, tuple[Any, ...]] = {
-    "input_ids": ([], [[]], [5.5], ["a"], [True], [[[5]]], [[5], [6, "x"]], {}, "x", 5, [299], [-1], [2**31], [5] * CONTEXT, None),
+    "input_ids": (
+        [],
+        [[]],
+        [5.5],
+        ["a"],
+        [True],
+        [[[5]]],
+        [[5], [6, "x"]],
+        {},
+        "x",
+        5,
+        [299],
+        [-1],
+        [2**31],
+        [5] * CONTEXT,
+        None,
+    ),
     "rid": (5, "", [], ["a", "b"], {}),
     "sampling_params": (5, "x", [], [{}, {}], [[]]),
     "logprob_start_len": ("x", LARGE, -5),
@@ -86,12 +104,18 @@ async def until(reached: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_wrong_request_is_refused_and_ends_nothing(python: str, server: str, directories: list[Path], stream: bool) -> None:
-    """Every invalid field is sent alone; most are refused, the few that SGLang accepts are answered; the server survives each."""
+async def test_a_wrong_request_is_refused_and_ends_nothing(
+    python: str, server: str, directories: list[Path], stream: bool
+) -> None:
+    """Every invalid field is sent alone; most are refused, the few that SGLang accepts are answered; the server
+    survives each.
+    """
     async with serving(python, server, directories[0]) as served:
         good = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 2}, "return_logprob": True, "stream": stream}
         wrong = [
-            (name, value, {**good, "sampling_params": {"max_new_tokens": 2, name: value}}) for name in SAMPLING for value in SAMPLING[name]
+            (name, value, {**good, "sampling_params": {"max_new_tokens": 2, name: value}})
+            for name in SAMPLING
+            for value in SAMPLING[name]
         ]
         wrong += [(name, value, {**good, name: value}) for name in BODY for value in BODY[name]]
         wrong += [("text", value, {**good, "input_ids": None, "text": value}) for value in NO_TOKENS]
@@ -123,14 +147,24 @@ async def test_a_wrong_request_is_refused_and_ends_nothing(python: str, server: 
         assert not {name for name, _ in taken} & never, taken
         for more in HARMLESS:
             assert (await served.post("/generate", {**good, "stream": False, **more}))[0] == 200, more
-        for path in ("/abort_request", "/pause_generation", "/flush_cache", "/update_weights_from_disk", "/init_weights_update_group"):
-            async with served.session.post(served.engine.url + path, data=b'{"mode": 5, "rid": 5, "model_path": 5}') as response:
+        for path in (
+            "/abort_request",
+            "/pause_generation",
+            "/flush_cache",
+            "/update_weights_from_disk",
+            "/init_weights_update_group",
+        ):
+            async with served.session.post(
+                served.engine.url + path, data=b'{"mode": 5, "rid": 5, "model_path": 5}'
+            ) as response:
                 assert response.status in (200, 400, 422), (path, await response.text())
         await served.client.resume()
         assert await lives(served)
 
 
-async def test_what_another_request_began_is_continued(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
+async def test_what_another_request_began_is_continued(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
     """An engine that has no state of the request continues it; also as a stream, and after an abort."""
     async with serving(python, server, directories[0]) as served:
         sampling = Sampling(max_new_tokens=400, temperature=1.0)
@@ -165,14 +199,20 @@ async def test_the_cache_is_flushed_when_nobody_needs_it(python: str, server: st
 
 async def test_the_router_in_front_of_it(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
     async with serving(python, server, directories[0]) as served, routing(served.engine.url) as door:
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 64, "ignore_eos": True}, "return_logprob": True}
+        body = {
+            "input_ids": PROMPT,
+            "sampling_params": {"max_new_tokens": 64, "ignore_eos": True},
+            "return_logprob": True,
+        }
         status, whole = await door.post("/generate", body)
         assert status == 200
         wanted = log_probs_of(await scores(models[0], PROMPT, whole["output_ids"]), whole["output_ids"])
         assert np.abs(told_log_probs(whole) - wanted).max() < TOLERANCE
         assert whole["meta_info"]["weight_versions"] == [{"version": "0", "start": 0, "end": 64}]
         async with door.session.post(door.url + "/generate", json={**body, "stream": True}) as response:
-            states = [json.loads(line[6:]) for line in (await response.text()).split("\n") if line.startswith("data: {")]
+            states = [
+                json.loads(line[6:]) for line in (await response.text()).split("\n") if line.startswith("data: {")
+            ]
         assert len(states[-1]["output_ids"]) == 64 and states[-1]["meta_info"]["finish_reason"]["type"] == "length"
         assert len(states) > 1, "it came piece by piece"
         chat = {"messages": [{"role": "user", "content": "say it"}], "max_tokens": 8, "model": "default"}
@@ -186,8 +226,12 @@ async def test_the_router_in_front_of_it(python: str, server: str, directories: 
         assert await lives(served)
 
 
-async def test_an_update_that_is_left_alone_is_let_go(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
-    """The learner dies between begin and the first bucket: the present weights serve on. A session that another proxy left is closed."""
+async def test_an_update_that_is_left_alone_is_let_go(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
+    """The learner dies between begin and the first bucket: the present weights serve on. A session that another proxy
+    left is closed.
+    """
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await served.engine.api.call("POST", "/begin_weight_update", {})
         await push.begin(1)
@@ -243,8 +287,15 @@ async def test_what_a_client_aborts_is_never_held_against_a_push(
 
 async def test_who_waits_for_a_version_can_be_aborted(python: str, server: str, directories: list[Path]) -> None:
     async with serving(python, server, directories[0]) as served:
-        body = {"input_ids": PROMPT, "rid": "early", "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "min_version": 1}
-        early, other = (asyncio.create_task(served.post("/generate", {**body, **more})) for more in ({}, {"rid": "b", **SHORT}))
+        body = {
+            "input_ids": PROMPT,
+            "rid": "early",
+            "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+            "min_version": 1,
+        }
+        early, other = (
+            asyncio.create_task(served.post("/generate", {**body, **more})) for more in ({}, {"rid": "b", **SHORT})
+        )
         await until(lambda: len(served.engine._server._backend._aborts._watches) == 2)
         assert (await served.post("/abort_request", {"rid": "early"}))[0] == 200
         await served.engine.load_snapshot(directories[1], 1)
@@ -259,7 +310,11 @@ async def test_one_response_of_a_request_that_waits_for_weights_is_aborted_alone
 ) -> None:
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         await push.begin(1)
-        body = {"input_ids": [PROMPT, PROMPT[:2]], "rid": "both", "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True}}
+        body = {
+            "input_ids": [PROMPT, PROMPT[:2]],
+            "rid": "both",
+            "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
+        }
         both = asyncio.create_task(served.post("/generate", body))
         await until(lambda: served.engine.unfinished == 2)
         assert (await served.post("/abort_request", {"rid": "both_0"}))[0] == 200
@@ -272,13 +327,19 @@ async def test_one_response_of_a_request_that_waits_for_weights_is_aborted_alone
         assert served.engine.counters["requests_aborted_by_pushes"] == 0 < served.engine.counters["requests_aborted"]
 
 
-async def test_a_server_that_says_it_has_version_0_is_believed(python: str, server: str, directories: list[Path]) -> None:
-    """It is like one on another host that cannot read this machine's files; a server of any other version may have any weights."""
+async def test_a_server_that_says_it_has_version_0_is_believed(
+    python: str, server: str, directories: list[Path]
+) -> None:
+    """It is like one on another host that cannot read this machine's files; a server of any other version may have any
+    weights.
+    """
     async with serving(python, server, directories[0]) as served:
         for version, believed in (("0", 0), ("3", -1)):
             await served.engine.load_snapshot(directories[0], int(version))
             await served.engine.api.call("POST", "/pause_generation", {"mode": "in_place"})
-            second = SglangEngine(directories[0], config(python, url=server), version=-1, authority=Authority(unguarded=True))
+            second = SglangEngine(
+                directories[0], config(python, url=server), version=-1, authority=Authority(unguarded=True)
+            )
             await asyncio.to_thread(second.load)
             await second.start()
             try:
@@ -290,7 +351,9 @@ async def test_a_server_that_says_it_has_version_0_is_believed(python: str, serv
                 await served.engine.api.call("POST", "/continue_generation", {})
 
 
-async def test_a_server_without_the_flag_of_routed_experts_is_refused_by_name(python: str, server: str, directories: list[Path]) -> None:
+async def test_a_server_without_the_flag_of_routed_experts_is_refused_by_name(
+    python: str, server: str, directories: list[Path]
+) -> None:
     async with serving(python, server, directories[0]) as served:
         client = HttpEngine(served.engine.url, routed_experts=True)
         with pytest.raises(EngineFailed, match="--enable-return-routed-experts"):

@@ -1,4 +1,6 @@
-"""Requests that a real SGLang server works on while weights are pushed: streams, batches, a full queue, aborts, and a continuation."""
+"""Requests that a real SGLang server works on while weights are pushed: streams, batches, a full queue, aborts, and a
+continuation.
+"""
 
 import asyncio
 import itertools
@@ -24,7 +26,11 @@ SAMPLING = Sampling(max_new_tokens=LENGTH, temperature=1.0)
 
 
 async def pushed_while(
-    asked: Sequence["asyncio.Future[Any]"], push: Any, models: Sequence[Any], made: Callable[[], int], versions: Sequence[int]
+    asked: Sequence["asyncio.Future[Any]"],
+    push: Any,
+    models: Sequence[Any],
+    made: Callable[[], int],
+    versions: Sequence[int],
 ) -> None:
     """Push each version once ten more tokens are made."""
     for version in versions:
@@ -49,7 +55,9 @@ async def decoding(served: Served, responses: int) -> None:
             await asyncio.sleep(0.01)
 
 
-async def assert_true(models: Sequence[Any], prompt: Sequence[int], answer: Mapping[str, Any], *, kept: bool) -> list[int]:
+async def assert_true(
+    models: Sequence[Any], prompt: Sequence[int], answer: Mapping[str, Any], *, kept: bool
+) -> list[int]:
     """Check that every token's log-prob is that of the weights its span names; return the spans' versions."""
     meta, tokens = answer["meta_info"], answer["output_ids"]
     spans = meta["weight_versions"]
@@ -69,7 +77,13 @@ async def test_streams_and_batches_go_on_through_pushes(
     states: list[Any] = []
 
     async def streamed(served: Served) -> None:
-        body = {"input_ids": PROMPTS[0], "sampling_params": params, "return_logprob": True, "stream": True, "rid": "mine"}
+        body = {
+            "input_ids": PROMPTS[0],
+            "sampling_params": params,
+            "return_logprob": True,
+            "stream": True,
+            "rid": "mine",
+        }
         async with served.session.post(served.engine.url + "/generate", json=body) as response:
             assert response.status == 200
             rest = b""
@@ -91,7 +105,9 @@ async def test_streams_and_batches_go_on_through_pushes(
         assert await assert_true(models, prompt, answer, kept=pause == "in_place") == [0, 1, 2]
         assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": LENGTH}
     for before, after in itertools.pairwise(states):
-        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"], "no token that was sent changes"
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"], (
+            "no token that was sent changes"
+        )
         assert before["meta_info"]["finish_reason"] is None
     assert await assert_true(models, PROMPTS[0], states[-1], kept=pause == "in_place") == [0, 1, 2]
     assert {one["meta_info"]["id"] for one in states} == {"mine"}
@@ -100,9 +116,14 @@ async def test_streams_and_batches_go_on_through_pushes(
 async def test_more_requests_than_run_together_all_end_well(
     python: str, server: str, brake: Brake, directories: list[Path], models: list[Any]
 ) -> None:
-    """Pushes that flush the cache meet running requests, requests in the server's queue, and requests that are about to end."""
+    """Pushes that flush the cache meet running requests, requests in the server's queue, and requests that are about to
+    end.
+    """
     async with serving(python, server, directories[0], pause="retract") as served, joined(served, timeout_s=60) as push:
-        asked = [asyncio.ensure_future(served.generate([5 + i, 6], max_new_tokens=20 + 7 * i, temperature=1.0)) for i in range(40)]
+        asked = [
+            asyncio.ensure_future(served.generate([5 + i, 6], max_new_tokens=20 + 7 * i, temperature=1.0))
+            for i in range(40)
+        ]
         for version in (1, 2):
             await asyncio.wait(asked[: 10 * version], return_when=asyncio.FIRST_COMPLETED)
             await push.whole(models[version], version)
@@ -119,9 +140,15 @@ async def test_more_requests_than_run_together_all_end_well(
     assert crossed, "the pushes came too late for this test to show anything"
 
 
-async def test_an_abort_during_a_push_ends_its_request_alone(python: str, server: str, directories: list[Path], models: list[Any]) -> None:
+async def test_an_abort_during_a_push_ends_its_request_alone(
+    python: str, server: str, directories: list[Path], models: list[Any]
+) -> None:
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
-        body = {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True}, "return_logprob": True}
+        body = {
+            "input_ids": PROMPTS[0],
+            "sampling_params": {"max_new_tokens": 3000, "ignore_eos": True},
+            "return_logprob": True,
+        }
         asked = [asyncio.ensure_future(served.post("/generate", {**body, "rid": f"task-{i}"})) for i in (1, 10)]
         await running(served, 2)
         assert (await push.begin(1))[0] == 200
@@ -139,14 +166,18 @@ async def test_an_abort_during_a_push_ends_its_request_alone(python: str, server
         assert (stats["requests_aborted"], stats["requests_aborted_by_pushes"]) == (2, 0)
 
 
-async def test_an_abort_that_precedes_its_request_at_the_scheduler_ends_it(python: str, server: str, directories: list[Path]) -> None:
+async def test_an_abort_that_precedes_its_request_at_the_scheduler_ends_it(
+    python: str, server: str, directories: list[Path]
+) -> None:
     """The paused server would ignore it, and forward it only once; requests around it run to their ends."""
     params = {"max_new_tokens": 3000, "ignore_eos": True}
     async with serving(python, server, directories[0]) as served:
         other = asyncio.create_task(served.generate(PROMPTS[1], max_new_tokens=LENGTH, ignore_eos=True))
         await running(served, 1)
         await served.client.pause()
-        early = asyncio.create_task(served.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": params, "rid": "early"}))
+        early = asyncio.create_task(
+            served.post("/generate", {"input_ids": PROMPTS[0], "sampling_params": params, "rid": "early"})
+        )
         await running(served, 2)
         await asyncio.sleep(0.2)
         await served.client.abort("early")
@@ -182,7 +213,9 @@ async def cut_off(served: Served, begun: Generation | None) -> Generation:
 async def test_a_response_that_is_cut_at_each_update_is_continued_with_the_new_weights(
     python: str, server: str, directories: list[Path], models: list[Any]
 ) -> None:
-    """The client aborts it, and sends it again with the tokens so far. Spans and log-probs are exact, the length is the requested one."""
+    """The client aborts it, and sends it again with the tokens so far. Spans and log-probs are exact, the length is the
+    requested one.
+    """
     async with serving(python, server, directories[0]) as served, joined(served, timeout_s=60) as push:
         begun = None
         for version in (1, 2):
@@ -197,5 +230,7 @@ async def test_a_response_that_is_cut_at_each_update_is_continued_with_the_new_w
     ends = list(itertools.accumulate((span.num_tokens for span in made.spans), initial=0))
     assert ends[-1] == len(made.tokens)
     for span, (start, end) in zip(made.spans, itertools.pairwise(ends), strict=True):
-        wanted = log_probs_of(await scores(models[span.version], PROMPTS[0], made.tokens.tolist()), made.tokens.tolist())
+        wanted = log_probs_of(
+            await scores(models[span.version], PROMPTS[0], made.tokens.tolist()), made.tokens.tolist()
+        )
         assert np.abs(made.log_probs - wanted)[start:end].max() < TOLERANCE

@@ -45,7 +45,9 @@ async def test_its_outputs_are_those_of_transformers(python: str, tmp_path: Path
     async def score(url: str) -> list[float]:
         options = {"url": url, "model": str(reward_model), "scale": 2.0, "offset": 0.25}
         async with opened("reward_model", options, ProcessLimits()) as scorer:
-            found = await asyncio.gather(*(scorer(request(response, prompt=prompt)) for prompt in prompts for response in responses))
+            found = await asyncio.gather(
+                *(scorer(request(response, prompt=prompt)) for prompt in prompts for response in responses)
+            )
         return [one["score"] for one in found]
 
     found = await asyncio.to_thread(run)

@@ -1,4 +1,6 @@
-"""The experts that a real SGLang server returns are those of transformers' routers, by way of the proxy and the client."""
+"""The experts that a real SGLang server returns are those of transformers' routers, by way of the proxy and the
+client.
+"""
 
 import asyncio
 from dataclasses import replace

@@ -34,7 +34,10 @@ async def test_sglang_scores_given_tokens_at_temperature_1_alone(
         finally:
             await teachers.close()
     for sample in found:
-        prompt, response = sample.tokens[: -sample.response_length].tolist(), sample.tokens[-sample.response_length :].tolist()
+        prompt, response = (
+            sample.tokens[: -sample.response_length].tolist(),
+            sample.tokens[-sample.response_length :].tolist(),
+        )
         want_RV = await scores(models[0], prompt, response)
         assert sample.teacher_log_probs is not None and sample.teacher_top_log_probs is not None
         np.testing.assert_allclose(sample.teacher_log_probs, log_probs_of(want_RV, response), atol=TOLERANCE)

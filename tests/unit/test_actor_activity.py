@@ -60,15 +60,31 @@ def test_the_load_has_every_counter() -> None:
     activity.counters.samples_published += 3
     load = activity.load()
     assert load["samples_published"] == 3.0
-    assert {"tokens_generated", "tasks_done", "tasks_handed_back", "failures", "requests_aborted", "waiting_share"} <= set(load)
+    assert {
+        "tokens_generated",
+        "tasks_done",
+        "tasks_handed_back",
+        "failures",
+        "requests_aborted",
+        "waiting_share",
+    } <= set(load)
     assert all(type(value) is float for value in load.values())
 
 
 def test_a_section_of_the_config_becomes_its_dataclass() -> None:
     gateway = {"host": "127.0.0.2"}
-    told = {"actor": {"engines": ["http://a", "http://b"], "reward_options": {"strip": False}, "retries": 5, "gateway": gateway}}
+    told = {
+        "actor": {
+            "engines": ["http://a", "http://b"],
+            "reward_options": {"strip": False},
+            "retries": 5,
+            "gateway": gateway,
+        }
+    }
     config = section(told, "actor", ActorConfig)
-    wanted = ActorConfig(engines=("http://a", "http://b"), reward_options={"strip": False}, retries=5, gateway=GatewayConfig(**gateway))
+    wanted = ActorConfig(
+        engines=("http://a", "http://b"), reward_options={"strip": False}, retries=5, gateway=GatewayConfig(**gateway)
+    )
     assert config == wanted
     assert section(told, "bus", BusConfig) == BusConfig(), "a section that is not there is all defaults"
 

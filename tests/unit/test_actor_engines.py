@@ -11,7 +11,14 @@ import pytest
 
 from tests.engine_scene import Scene, running_engines
 from tidemill.actors.engines.server_pool import EnginePool, NoServer
-from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, EngineGone, EngineUnavailable, VersionUnavailable
+from tidemill.actors.errors import (
+    BadRequest,
+    EngineError,
+    EngineFailed,
+    EngineGone,
+    EngineUnavailable,
+    VersionUnavailable,
+)
 from tidemill.bus.errors import BusUnavailable
 
 GONE = EngineGone("e", "connection reset")

@@ -70,7 +70,9 @@ async def outcome(answers: Sequence[Answer], **options: Any) -> tuple[Any, Activ
 
 
 async def test_an_answer_becomes_a_sample() -> None:
-    answer = generation(tokens=(5, 6, 1), spans=(Span(version=3, num_tokens=2), Span(version=4, num_tokens=1)), text="ba")
+    answer = generation(
+        tokens=(5, 6, 1), spans=(Span(version=3, num_tokens=2), Span(version=4, num_tokens=1)), text="ba"
+    )
     sample, activity, asked = await outcome([answer])
     check_sample(sample)
     assert sample.tokens.tolist() == [2, 3, 4, 5, 6, 1]
@@ -125,7 +127,9 @@ async def test_a_request_that_is_broken_off_is_made_again(name: str) -> None:
 async def test_repeated_requests_are_bounded(name: str) -> None:
     error, activity, asked = await outcome([BROKEN[name]], retries=3)
     assert isinstance(error, GenerationFailed)
-    assert str(error).startswith("generation: 3 requests broken off, the last one: engine a: failed" if name != "died" else "generation: 3")
+    assert str(error).startswith(
+        "generation: 3 requests broken off, the last one: engine a: failed" if name != "died" else "generation: 3"
+    )
     assert (len(asked), activity.counters.requests_aborted) == (3, 3)
 
 
@@ -248,13 +252,19 @@ async def test_failing_a_sample_keeps_what_it_has() -> None:
 
 
 @settings(deadline=None, max_examples=examples(50))
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=4), st.sampled_from(["stop", "length"]), st.data())
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=4),
+    st.sampled_from(["stop", "length"]),
+    st.data(),
+)
 def test_every_answer_that_keeps_the_ports_promises_becomes_a_valid_sample(
     stretches: list[tuple[int, int]], finish: str, data: st.DataObject
 ) -> None:
     total = sum(length for _, length in stretches)
     tokens = data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total))
-    log_probs = data.draw(st.lists(st.floats(MIN_LOG_PROB, 0, width=32, allow_subnormal=False), min_size=total, max_size=total))
+    log_probs = data.draw(
+        st.lists(st.floats(MIN_LOG_PROB, 0, width=32, allow_subnormal=False), min_size=total, max_size=total)
+    )
     spans = tuple(Span(version=version, num_tokens=length) for version, length in stretches)
     answer = generation(tokens=tokens, log_probs=np.array(log_probs, np.float32), spans=spans, finish=finish)
     with asyncio.Runner() as runner:
@@ -285,7 +295,9 @@ async def continued(answers: Sequence[Answer], partial: Partial = BEGUN) -> tupl
     scene = Scene({"a": answers})
     async with running_engines(scene) as engines:
         sample = await turn(engines)[0].made(TASK, 2, "n1", partial)
-        return sample, [None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked]
+        return sample, [
+            None if asked["begun"] is None else asked["begun"].tokens.tolist() for _, asked in scene.clients["a"].asked
+        ]
 
 
 async def test_a_partial_is_continued_under_the_new_attempt() -> None:
@@ -313,7 +325,9 @@ async def test_a_partial_that_does_not_fit_is_not_used(change: dict[str, Any]) -
     assert begun == [None]
 
 
-@pytest.mark.parametrize("refusal", [BadRequest("too long"), EngineFailed("a", "HTTP 500"), generation(tokens=(5, 6, 7), log_prob=0.5)])
+@pytest.mark.parametrize(
+    "refusal", [BadRequest("too long"), EngineFailed("a", "HTTP 500"), generation(tokens=(5, 6, 7), log_prob=0.5)]
+)
 async def test_a_response_that_cannot_be_continued_is_generated_again(refusal: Answer) -> None:
     sample, begun = await continued([refusal, WHOLE])
     assert begun == [[5, 6], None]
@@ -327,7 +341,9 @@ async def test_a_response_broken_off_is_continued() -> None:
 
 
 async def leaving(answer: Answer, **options: float) -> tuple[Unfinished, list[str]]:
-    """Leave while the engine continues a partial response. Returns the error with which it ends, and the aborted requests."""
+    """Leave while the engine continues a partial response. Returns the error with which it ends, and the aborted
+    requests.
+    """
     scene = Scene({"a": [answer]})
     async with running_engines(scene) as engines:
         client = scene.clients["a"]
@@ -367,8 +383,12 @@ async def test_cutting_short_does_not_wait_for_a_hung_engine() -> None:
     assert len(aborted) > 1, "said again and again"
 
 
-async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[EngineResponse | Exception, list[list[int]], list[Any]]:
-    """Stream a response. Returns it or its error, the states as they were streamed, and the continued tokens of each request."""
+async def streamed(
+    answers: Sequence[Answer], *, retries: int = 4
+) -> tuple[EngineResponse | Exception, list[list[int]], list[Any]]:
+    """Stream a response. Returns it or its error, the states as they were streamed, and the continued tokens of each
+    request.
+    """
     scene, states = Scene({"a": answers}), list[list[int]]()
     async with running_engines(scene) as engines:
         responses = Responses(engines, timeout_s=30.0, retries=retries, activity=Activity())
@@ -381,7 +401,11 @@ async def streamed(answers: Sequence[Answer], *, retries: int = 4) -> tuple[Engi
         except (GenerationFailed, BadRequest) as error:
             made = error
         asked = scene.clients["a"].asked
-    return made, states, [None if options["begun"] is None else options["begun"].tokens.tolist() for _, options in asked]
+    return (
+        made,
+        states,
+        [None if options["begun"] is None else options["begun"].tokens.tolist() for _, options in asked],
+    )
 
 
 def accepting(most: float) -> Callable[[EngineResponse], None]:
@@ -426,5 +450,7 @@ async def test_a_streamed_response_is_continued_as_often_as_its_retries_allow(br
 
 async def test_a_streamed_response_whose_continuation_is_a_bad_request_fails_at_once() -> None:
     made, _, begun = await streamed([FIRST, BadRequest("input_ids: too long"), WHOLE])
-    assert isinstance(made, GenerationFailed) and "has been streamed, and it cannot begin anew: input_ids: too long" in str(made)
+    assert isinstance(
+        made, GenerationFailed
+    ) and "has been streamed, and it cannot begin anew: input_ids: too long" in str(made)
     assert begun == [None, [5, 6]]

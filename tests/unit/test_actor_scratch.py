@@ -1,4 +1,6 @@
-"""Scratch directories of killed processes are removed by the next process; those in use or just being created are kept."""
+"""Scratch directories of killed processes are removed by the next process; those in use or just being created are
+kept.
+"""
 
 import socket
 import subprocess
@@ -22,7 +24,9 @@ input()
 """
 
 
-def test_directories_of_dead_processes_are_removed_and_those_in_use_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_directories_of_dead_processes_are_removed_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     program = PROGRAM.format(directory=str(tmp_path))
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

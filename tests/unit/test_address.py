@@ -13,7 +13,14 @@ from tidemill.launch.settings.config_loader import load
     [
         Address(servers=("nats://127.0.0.1:4222",)),
         Address(servers=("nats://a:1", "nats://b:2", "nats://[::1]:3"), user="actor-0", password="p@s:s/w,o?rd#%"),
-        Address(servers=("tls://bus.example:4222",), user="viewer", password="7%&=+ 7", ca="/etc/a b.pem", cert="/c.pem", key="/k.pem"),
+        Address(
+            servers=("tls://bus.example:4222",),
+            user="viewer",
+            password="7%&=+ 7",
+            ca="/etc/a b.pem",
+            cert="/c.pem",
+            key="/k.pem",
+        ),
         Address(servers=("nats://a:1",), user="a-token"),
     ],
     ids=["bare", "cluster", "tls", "token"],
@@ -62,7 +69,10 @@ def test_a_password_comes_from_the_environment_and_never_from_the_command_line()
         ({"host": "0.0.0.0"}, "host: 0.0.0.0 is open to other machines"),
         ({"host": "::"}, "is open to other machines"),
         ({"host": "gpu-7"}, "is open to other machines"),
-        ({"server_name": "a", "cluster_listen": "0.0.0.0:6222", "cluster_routes": ("a:6222",)}, "cluster_listen: 0.0.0.0:6222 is open"),
+        (
+            {"server_name": "a", "cluster_listen": "0.0.0.0:6222", "cluster_routes": ("a:6222",)},
+            "cluster_listen: 0.0.0.0:6222 is open",
+        ),
         ({"url": "nats://u:p@a:1"}, "want no user and password"),
         ({"tls_cert": "a.pem"}, "tls_cert, tls_key: want both or none"),
         ({"cluster": 2}, "cluster: want 1 or 3"),
@@ -79,7 +89,13 @@ def test_every_process_of_a_run_has_a_user() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings", [{"host": "0.0.0.0", "auth": True}, {"host": "0.0.0.0", "insecure": True}, {"host": "127.0.0.2"}, {"host": "localhost"}]
+    "settings",
+    [
+        {"host": "0.0.0.0", "auth": True},
+        {"host": "0.0.0.0", "insecure": True},
+        {"host": "127.0.0.2"},
+        {"host": "localhost"},
+    ],
 )
 def test_a_bus_is_opened_to_other_machines_with_auth_or_insecure(settings: dict[str, object]) -> None:
     BusConfig(**settings)  # type: ignore[arg-type]

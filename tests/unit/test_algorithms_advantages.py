@@ -1,4 +1,6 @@
-"""Advantages: against loops over groups of any size in any order, and their exact mean gradients over all groups of a small policy."""
+"""Advantages: against loops over groups of any size in any order, and their exact mean gradients over all groups of a
+small policy.
+"""
 
 import itertools
 import math
@@ -48,7 +50,10 @@ class Member:
 
 
 MEMBER = st.builds(
-    Member, reward=st.floats(-10, 10).map(lambda value: round(value, 3)), length=st.integers(0, 9), valid=st.integers(0, 3).map(bool)
+    Member,
+    reward=st.floats(-10, 10).map(lambda value: round(value, 3)),
+    length=st.integers(0, 9),
+    valid=st.integers(0, 3).map(bool),
 )
 GROUPS = st.lists(st.lists(MEMBER, min_size=1, max_size=6), min_size=1, max_size=5)
 
@@ -86,14 +91,20 @@ def _loop(kind: str, groups: list[list[Member]], members: str) -> list[float]:
     everything = [member.reward for group in asked for member in group]
     scale = statistics.stdev(everything) if len(everything) > 1 else 0.0
     return [
-        _own(kind, member, there, scale) if member.valid else 0.0 for group, there in zip(groups, asked, strict=True) for member in group
+        _own(kind, member, there, scale) if member.valid else 0.0
+        for group, there in zip(groups, asked, strict=True)
+        for member in group
     ]
 
 
 def _pass_at_2(member: Member, group: list[Member]) -> float:
-    """Compute the mean over pairs with the member of their reward less that of all pairs, by the standard deviation over all pairs."""
+    """Compute the mean over pairs with the member of their reward less that of all pairs, by the standard deviation
+    over all pairs.
+    """
     places = range(len(group))
-    pairs = [(set(pair), float(any(group[place].reward > 0 for place in pair))) for pair in itertools.combinations(places, 2)]
+    pairs = [
+        (set(pair), float(any(group[place].reward > 0 for place in pair))) for pair in itertools.combinations(places, 2)
+    ]
     rewards = [reward for _, reward in pairs]
     if len(set(rewards)) < 2:
         return 0.0
@@ -135,14 +146,18 @@ EACH = examples(40)
 def test_every_kind_is_the_loop_over_groups(kind: str, members: str, groups: list[list[Member]]) -> None:
     """Properties 40-44."""
     got = Samples.of(groups).advantages(kind, members)
-    torch.testing.assert_close(got, torch.tensor(_loop(kind, groups, members), dtype=torch.float64), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(
+        got, torch.tensor(_loop(kind, groups, members), dtype=torch.float64), rtol=1e-8, atol=1e-10
+    )
 
 
 @pytest.mark.parametrize("members", MEMBERS)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=EACH)
 @given(groups=GROUPS, seed=st.integers(0, 1000))
-def test_advantages_go_with_their_samples_in_any_order(kind: str, members: str, groups: list[list[Member]], seed: int) -> None:
+def test_advantages_go_with_their_samples_in_any_order(
+    kind: str, members: str, groups: list[list[Member]], seed: int
+) -> None:
     """Property 40."""
     samples = Samples.of(groups)
     order = torch.randperm(len(samples.rewards), generator=torch.Generator().manual_seed(seed))
@@ -224,7 +239,10 @@ def test_opo_is_the_mean_baseline_where_lengths_are_equal_and_weighs_longer_ones
     """Property 44."""
     rewards, groups = torch.tensor([0.0, 1.0, 5.0, 9.0], dtype=torch.float64), torch.tensor([3, 3, 3, 8])
     _close(opo(rewards, groups, lengths_N=torch.tensor([4, 4, 4, 1])), grpo_no_std(rewards, groups))
-    _close(opo(rewards, groups, lengths_N=torch.tensor([1, 1, 2, 1])), torch.tensor([-2.75, -1.75, 2.25, 0], dtype=torch.float64))
+    _close(
+        opo(rewards, groups, lengths_N=torch.tensor([1, 1, 2, 1])),
+        torch.tensor([-2.75, -1.75, 2.25, 0], dtype=torch.float64),
+    )
     with pytest.raises(ValueError, match="lengths_N"):
         opo(rewards, groups)
 
@@ -303,7 +321,9 @@ def test_batch_std_of_one_group_is_grpo_and_of_two_is_not(scene: Scene) -> None:
 
 
 def test_members_that_fail_because_of_their_response_bias_the_gradient_as_documented(scene: Scene) -> None:
-    """Property 20, within groups: membership depends on the response, as in a time-out on long ones. P, R as in the module."""
+    """Property 20, within groups: membership depends on the response, as in a time-out on long ones. P, R as in the
+    module.
+    """
     valid = torch.arange(27) % 4 != 0
     size = 3
     p_valid = (scene.p_N * valid).sum()
@@ -323,11 +343,15 @@ def test_members_that_fail_because_of_their_response_bias_the_gradient_as_docume
 
 
 def test_members_that_fail_by_chance_bias_neither(scene: Scene) -> None:
-    """Property 20: members are missing independently of the response. Sample 2 of each group of 3 has crashed, or all three are there."""
+    """Property 20: members are missing independently of the response. Sample 2 of each group of 3 has crashed, or all
+    three are there.
+    """
     grad = scene.gradient((scene.p_N * scene.rewards_N).sum())
 
     def crash(members: str) -> Advantage:
-        def estimate(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: object = None, valid_N: object = None, **_: object) -> Tensor:
+        def estimate(
+            rewards_N: Tensor, groups_N: Tensor, *, lengths_N: object = None, valid_N: object = None, **_: object
+        ) -> Tensor:
             there_N = torch.arange(len(rewards_N)) % 3 != 2
             return rloo(torch.where(there_N, rewards_N, 0.0), groups_N, valid_N=there_N, members=members)
 
@@ -354,12 +378,18 @@ def test_a_reward_that_is_left_out_is_never_looked_at_and_one_that_counts_is_see
 
 def test_the_table_is_what_the_config_offers() -> None:
     assert set(ADVANTAGES) == set(choices.ADVANTAGES)
-    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {"reinforce_pp", "reinforce_pp_baseline", "gdpo"}
+    assert {name for name, estimator in ADVANTAGES.items() if estimator.whiten} == {
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "gdpo",
+    }
 
 
 # ---- whitening
 
-VALUES = st.lists(st.tuples(st.floats(-100, 100).map(lambda value: round(value, 3)), st.integers(0, 4)), min_size=1, max_size=30)
+VALUES = st.lists(
+    st.tuples(st.floats(-100, 100).map(lambda value: round(value, 3)), st.integers(0, 4)), min_size=1, max_size=30
+)
 
 
 @settings(deadline=None)
@@ -367,7 +397,10 @@ VALUES = st.lists(st.tuples(st.floats(-100, 100).map(lambda value: round(value, 
 def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[float, int]], shift: bool) -> None:
     tokens = [value for value, count in values for _ in range(count)]
     mean, spread = (statistics.fmean(tokens), statistics.pvariance(tokens)) if tokens else (0.0, 0.0)
-    wanted = [((value - mean) / math.sqrt(spread + 1e-8) + (0 if shift else mean)) if count else 0.0 for value, count in values]
+    wanted = [
+        ((value - mean) / math.sqrt(spread + 1e-8) + (0 if shift else mean)) if count else 0.0
+        for value, count in values
+    ]
     rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
     got = whitened(rewards, torch.tensor([count for _, count in values]), shift=shift)
     torch.testing.assert_close(got, torch.tensor(wanted, dtype=torch.float64), rtol=1e-6, atol=1e-6)
@@ -375,12 +408,16 @@ def test_whitening_counts_a_sample_as_often_as_it_has_tokens(values: list[tuple[
 
 @settings(deadline=None)
 @given(values=VALUES, shards=st.integers(2, 5), seed=st.integers(0, 1000))
-def test_whitening_by_added_moments_does_not_depend_on_the_shards(values: list[tuple[float, int]], shards: int, seed: int) -> None:
+def test_whitening_by_added_moments_does_not_depend_on_the_shards(
+    values: list[tuple[float, int]], shards: int, seed: int
+) -> None:
     """Property 48."""
     rewards = torch.tensor([value if count else math.nan for value, count in values], dtype=torch.float64)
     mask = torch.tensor([bool(count) for _, count in values])
     parts = torch.randint(shards, (len(values),), generator=torch.Generator().manual_seed(seed))
-    moments = torch.stack([masked_moments(rewards[parts == part], mask[parts == part]) for part in range(shards)]).sum(0)
+    moments = torch.stack([masked_moments(rewards[parts == part], mask[parts == part]) for part in range(shards)]).sum(
+        0
+    )
     whole = whitened(rewards, mask)
     for part in range(shards):
         torch.testing.assert_close(
@@ -390,7 +427,10 @@ def test_whitening_by_added_moments_does_not_depend_on_the_shards(values: list[t
 
 def test_whitening_each_shard_by_itself_is_something_else() -> None:
     """Property 48."""
-    rewards, mask = torch.tensor([1.0, 2.0, 3.0, 40.0, 50.0, 60.0], dtype=torch.float64), torch.ones(6, dtype=torch.bool)
+    rewards, mask = (
+        torch.tensor([1.0, 2.0, 3.0, 40.0, 50.0, 60.0], dtype=torch.float64),
+        torch.ones(6, dtype=torch.bool),
+    )
     apart = torch.cat([whitened(rewards[:3], mask[:3]), whitened(rewards[3:], mask[3:])])
     assert float((apart - whitened(rewards, mask)).abs().min()) > 0.1
 
@@ -407,7 +447,9 @@ def test_whitening_takes_float32_and_has_variance_one() -> None:
     values = torch.tensor([1.0, 2.0, 4.0, math.inf])
     got = whitened(values, torch.tensor([True, True, True, False]))
     assert got.dtype == torch.float32 and got[3] == 0
-    assert float(got[:3].mean()) == pytest.approx(0, abs=1e-6) and float(got[:3].square().mean()) == pytest.approx(1, abs=1e-6)
+    assert float(got[:3].mean()) == pytest.approx(0, abs=1e-6) and float(got[:3].square().mean()) == pytest.approx(
+        1, abs=1e-6
+    )
 
 
 # ---- rewards of tokens
@@ -429,9 +471,15 @@ def test_returns_to_go_are_the_loop_within_each_sample(
         for at in range(len(row)):
             later = [reward for (reward, _), kept in zip(row[at:], there[at:], strict=True) if kept]
             wanted.append(math.fsum(gamma**k * reward for k, reward in enumerate(later)) if there[at] else 0.0)
-    rewards = [reward if kept or not masked else math.nan for row in rows for reward, kept in row] + [math.nan] * padding
-    sample_T = torch.tensor([number for number, row in enumerate(rows) for _ in row] + [-1] * padding, dtype=torch.int64)
-    mask_T = torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool) if masked else None
+    rewards = [reward if kept or not masked else math.nan for row in rows for reward, kept in row] + [
+        math.nan
+    ] * padding
+    sample_T = torch.tensor(
+        [number for number, row in enumerate(rows) for _ in row] + [-1] * padding, dtype=torch.int64
+    )
+    mask_T = (
+        torch.tensor([kept for row in rows for _, kept in row] + [True] * padding, dtype=torch.bool) if masked else None
+    )
     got = returns_to_go(torch.tensor(rewards, dtype=torch.float64), sample_T, gamma=gamma, mask_T=mask_T)
     _close(got, torch.tensor(wanted + [0.0] * padding, dtype=torch.float64))
 
@@ -439,7 +487,9 @@ def test_returns_to_go_are_the_loop_within_each_sample(
 @settings(deadline=None, max_examples=examples(60))
 @given(rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=1, max_size=8), k=st.integers(1, 5))
 def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], k: int) -> None:
-    got = pass_at_k(torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64), k=k).tolist()
+    got = pass_at_k(
+        torch.tensor(rewards, dtype=torch.float64), torch.zeros(len(rewards), dtype=torch.int64), k=k
+    ).tolist()
     sets = [(group, max(rewards[place] for place in group)) for group in itertools.combinations(range(len(rewards)), k)]
     values = [value for _, value in sets]
     if len(set(values)) < 2:
@@ -457,10 +507,14 @@ def test_pass_at_k_is_the_mean_over_all_sets_of_k_samples(rewards: list[float], 
     weights=st.tuples(st.floats(0.1, 2), st.floats(0.1, 2)),
     scale=st.sampled_from([1.0, 1000.0]),
 )
-def test_gdpo_normalises_every_reward_by_itself(rows: list[tuple[int, int, int]], weights: tuple[float, float], scale: float) -> None:
+def test_gdpo_normalises_every_reward_by_itself(
+    rows: list[tuple[int, int, int]], weights: tuple[float, float], scale: float
+) -> None:
     """``scale``: of the second reward; it changes nothing but the 1e-6 beside the standard deviation."""
     rewards = torch.tensor([[float(one), scale * two] for _, one, two in rows], dtype=torch.float64)
-    got = gdpo(rewards, torch.tensor([group for group, _, _ in rows]), torch.tensor(weights, dtype=torch.float64)).tolist()
+    got = gdpo(
+        rewards, torch.tensor([group for group, _, _ in rows]), torch.tensor(weights, dtype=torch.float64)
+    ).tolist()
     for place, (group, *own) in enumerate(rows):
         wanted = 0.0
         for part in range(2):
@@ -482,4 +536,7 @@ def test_gdpo_tells_samples_with_equal_sums_apart() -> None:
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.0, 0.0], [0.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     got = gdpo(rewards, torch.zeros(5, dtype=torch.int64), torch.ones(2))
     assert got[0] > got[1] + 0.1
-    assert grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[0] == grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[1]
+    assert (
+        grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[0]
+        == grpo(rewards.sum(1), torch.zeros(5, dtype=torch.int64))[1]
+    )

@@ -57,7 +57,9 @@ def _step(lengths: list[int], seed: int = 0, masked_share: float = 0.3) -> Step:
     sample_T = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask_T = torch.rand(len(sample_T), generator=generator) >= masked_share
     values_T = torch.randn(len(sample_T), generator=generator, dtype=torch.float64)
-    return Step(values_T=values_T, mask_T=mask_T, sample_T=sample_T, denominators=_denominators(mask_T, sample_T, len(lengths)))
+    return Step(
+        values_T=values_T, mask_T=mask_T, sample_T=sample_T, denominators=_denominators(mask_T, sample_T, len(lengths))
+    )
 
 
 def _loop(step: Step, mode: str) -> float:
@@ -66,7 +68,9 @@ def _loop(step: Step, mode: str) -> float:
     for value, kept, sample in zip(step.values_T.tolist(), step.mask_T.tolist(), step.sample_T.tolist(), strict=True):
         if kept:
             samples[sample].append(value)
-    pairs = [[value for sample in samples[first : first + 2] for value in sample] for first in range(0, len(samples), 2)]
+    pairs = [
+        [value for sample in samples[first : first + 2] for value in sample] for first in range(0, len(samples), 2)
+    ]
     samples = [sample for sample in samples if sample]
     if mode == "token_sum":
         return sum(map(sum, samples))
@@ -98,20 +102,26 @@ def test_the_number_is_the_definition(mode: str, lengths: list[int], seed: int, 
 @settings(deadline=None, max_examples=examples(50))
 @given(lengths=LENGTHS, seed=st.integers(0, 1000), data=st.data())
 def test_order_padding_and_split_change_nothing(mode: str, lengths: list[int], seed: int, data: st.DataObject) -> None:
-    """A part is a micro-batch, a rank, or a rank's piece of a sample; parts are summed. Sample ids are arbitrary too."""
+    """A part is a micro-batch, a rank, or a rank's piece of a sample; parts are summed. Sample ids are arbitrary
+    too.
+    """
     step = _step(lengths, seed)
     whole, num_tokens, num_samples = step.number(mode), len(step.values_T), len(lengths)
     generator = torch.Generator().manual_seed(seed)
     moved = step.at(torch.randperm(num_tokens, generator=generator))
     renamed_N = torch.randperm(num_samples, generator=generator)
-    trainable_N = torch.zeros_like(step.denominators.trainable_N).index_copy(0, renamed_N, step.denominators.trainable_N)
+    trainable_N = torch.zeros_like(step.denominators.trainable_N).index_copy(
+        0, renamed_N, step.denominators.trainable_N
+    )
     groups = step.denominators.groups_N
     assert groups is not None
     groups_N = torch.zeros_like(groups).index_copy(0, renamed_N, groups)
     denominators = replace(step.denominators, trainable_N=trainable_N, groups_N=groups_N)
     renamed = replace(moved, sample_T=renamed_N[moved.sample_T], denominators=denominators)
     _close(renamed.number(mode), whole)
-    part_T = torch.tensor(data.draw(st.lists(st.integers(0, 3), min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64)
+    part_T = torch.tensor(
+        data.draw(st.lists(st.integers(0, 3), min_size=num_tokens, max_size=num_tokens)), dtype=torch.int64
+    )
     parts = [_padded(step.at((part_T == part).nonzero()[:, 0])) for part in range(4)]
     _close(torch.stack([part.number(mode) for part in parts]).sum(), whole)
 
@@ -152,7 +162,10 @@ def test_what_is_masked_has_exactly_no_gradient_whatever_stands_there(mode: str,
     step = _step([3, 4, 2])
     values_T = torch.where(step.mask_T, step.values_T, poison).requires_grad_()
     mask_T, log_probs_T = step.mask_T, values_T
-    number = replace(step, values_T=sft_loss(log_probs_T, mask_T)).number(mode) + replace(step, values_T=values_T).number(mode) * 3
+    number = (
+        replace(step, values_T=sft_loss(log_probs_T, mask_T)).number(mode)
+        + replace(step, values_T=values_T).number(mode) * 3
+    )
     (gradient_T,) = torch.autograd.grad(number, values_T)
     assert bool(torch.isfinite(number))
     assert bool((gradient_T[~mask_T] == 0).all()) and bool((gradient_T[mask_T] > 0).all())
@@ -196,7 +209,9 @@ def test_a_step_without_trainable_tokens_is_zero(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", AGGREGATIONS)
 def test_the_first_step_has_loss_zero_and_a_gradient(mode: str) -> None:
-    """Advantages of mean 0, equal lengths, policy and anchor the same: the loss is minus the advantages' mean, nothing is clipped."""
+    """Advantages of mean 0, equal lengths, policy and anchor the same: the loss is minus the advantages' mean, nothing
+    is clipped.
+    """
     generator = torch.Generator().manual_seed(1)
     step = _step([6] * 4, masked_share=0.0)
     advantages_T = torch.tensor([1.0, -1.0, 0.5, -0.5], dtype=torch.float64)[step.sample_T]
@@ -240,4 +255,6 @@ def test_supervised_loss_is_the_cross_entropy() -> None:
     term = Supervised(coef=0.5, mode="token_mean", denominators=_denominators(mask_T, sample_T, 2))
     total, sums = term.term(log_probs_T, mask_T, sample_T)
     _close(total, 0.5 * wanted_T[mask_T].mean())
-    assert {name: value.item() for name, value in sums.items()} == pytest.approx({"sft_tokens": 3, "sft_loss": wanted_T.sum().item()})
+    assert {name: value.item() for name, value in sums.items()} == pytest.approx(
+        {"sft_tokens": 3, "sft_loss": wanted_T.sum().item()}
+    )

@@ -1,4 +1,6 @@
-"""Alarms: each fires at its threshold and not below, scaled by age where numbers grow with it; a stop needs several steps in a row."""
+"""Alarms: each fires at its threshold and not below, scaled by age where numbers grow with it; a stop needs several
+steps in a row.
+"""
 
 import re
 from typing import Any
@@ -34,7 +36,9 @@ HEALTHY = {
 CONTEXT = Context(max_lag=2, dtype="bfloat16")
 
 
-def names(changes: dict[str, float], config: AlarmConfig | None = None, context: Context = CONTEXT) -> list[tuple[str, str]]:
+def names(
+    changes: dict[str, float], config: AlarmConfig | None = None, context: Context = CONTEXT
+) -> list[tuple[str, str]]:
     return [(alarm.name, alarm.level) for alarm in check(HEALTHY | changes, config or AlarmConfig(), context)]
 
 
@@ -61,11 +65,16 @@ def test_a_token_that_is_too_old_is_an_error_unless_the_gate_lets_it_through() -
 def test_a_skipped_minibatch_is_an_error_however_few_tokens_were_trained() -> None:
     assert names({"train/skipped_minibatches": 0.0}) == []
     assert names({"train/skipped_minibatches": 1.0}) == [("skipped", "error")]
-    assert [alarm.name for alarm in check({"train/skipped_minibatches": 1.0, "train/tokens": 0.0}, AlarmConfig(), CONTEXT)] == ["skipped"]
+    assert [
+        alarm.name for alarm in check({"train/skipped_minibatches": 1.0, "train/tokens": 0.0}, AlarmConfig(), CONTEXT)
+    ] == ["skipped"]
 
 
 def test_skipped_steps_in_a_row_can_stop_the_run() -> None:
-    watch, skipped = AlarmWatch(AlarmConfig(action="stop", patience=2), CONTEXT), {"train/skipped_minibatches": 1.0, "train/tokens": 0.0}
+    watch, skipped = (
+        AlarmWatch(AlarmConfig(action="stop", patience=2), CONTEXT),
+        {"train/skipped_minibatches": 1.0, "train/tokens": 0.0},
+    )
     for metrics in (skipped, HEALTHY | {"train/skipped_minibatches": 0.0}, skipped):
         watch.step(metrics)
         assert watch.stop is None
@@ -74,10 +83,14 @@ def test_skipped_steps_in_a_row_can_stop_the_run() -> None:
 
 
 def test_a_run_that_trains_nothing_is_stopped_unless_that_is_ignored() -> None:
-    """Steps that an earlier start took do not count, as the run has to get past them. A step that is trained in part begins anew."""
+    """Steps that an earlier start took do not count, as the run has to get past them. A step that is trained in part
+    begins anew.
+    """
     nothing, part = ({"train/skipped_minibatches": 1.0, "train/tokens": tokens} for tokens in (0.0, 500.0))
     watch = AlarmWatch(AlarmConfig(), CONTEXT)
-    for metrics, recorded in [(nothing, False)] * 19 + [(part, False)] + [(nothing, True)] * 30 + [(nothing, False)] * 19:
+    for metrics, recorded in (
+        [(nothing, False)] * 19 + [(part, False)] + [(nothing, True)] * 30 + [(nothing, False)] * 19
+    ):
         watch.step(metrics, recorded=recorded)
         assert watch.stop is None
     watch.step(nothing)
@@ -117,7 +130,13 @@ def test_numerics_are_stricter_in_float32() -> None:
 def test_what_means_nothing_raises_none(changes: dict[str, float]) -> None:
     assert names(changes) == []
     assert names(
-        {**changes, "offpolicy/entropy_gap_tokens": 1000.0, "offpolicy/entropy_gap": -0.1, "offpolicy/prob_std": 0.3, "train/tokens": 1e3}
+        {
+            **changes,
+            "offpolicy/entropy_gap_tokens": 1000.0,
+            "offpolicy/entropy_gap": -0.1,
+            "offpolicy/prob_std": 0.3,
+            "train/tokens": 1e3,
+        }
     )
 
 
@@ -177,7 +196,14 @@ def test_thresholds_are_two_numbers_the_worse_one_second() -> None:
     above = next(name for name, row in THRESHOLDS.items() if not row.below and name != "lag")
     for name, pair in ((below, [0.3, 0.2]), (below, [0.2, 0.2]), (above, [1, 2]), (above, (2, 2))):
         refuse_unknown(AlarmConfig(thresholds={name: pair}))
-    for name, pair in ((below, [0.2, 0.3]), (above, [2, 1]), (above, [1, 2, 3]), (above, [1]), (above, 1), (above, ["a", "b"])):
+    for name, pair in (
+        (below, [0.2, 0.3]),
+        (above, [2, 1]),
+        (above, [1, 2, 3]),
+        (above, [1]),
+        (above, 1),
+        (above, ["a", "b"]),
+    ):
         with pytest.raises(ValueError, match=rf"alarms.thresholds.{name}: want \[warn, error\]"):
             refuse_unknown(AlarmConfig(thresholds={name: pair}))
 
@@ -202,5 +228,7 @@ def test_what_is_just_enough_to_mean_something_is_judged() -> None:
 def test_a_step_without_a_lag_metric_is_judged_as_fresh() -> None:
     name = next(name for name, row in THRESHOLDS.items() if row.ages)
     row = THRESHOLDS[name]
-    metrics = {key: value for key, value in HEALTHY.items() if key != "offpolicy/lag_mean"} | {row.metric: 1.5 * row.error}
+    metrics = {key: value for key, value in HEALTHY.items() if key != "offpolicy/lag_mean"} | {
+        row.metric: 1.5 * row.error
+    }
     assert (name, "error") in [(alarm.name, alarm.level) for alarm in check(metrics, AlarmConfig(), CONTEXT)]

@@ -1,4 +1,6 @@
-"""Presets expand to their documented parts, every part can be changed, and contradictions are refused with the reason."""
+"""Presets expand to their documented parts, every part can be changed, and contradictions are refused with the
+reason.
+"""
 
 import math
 import re
@@ -29,7 +31,9 @@ def test_a_preset_fills_unset_values_and_nothing_else(name: str) -> None:
     plain = AlgorithmConfig(correction=name)
     assert not [field for field in unset_names() if getattr(plain, field) is None]
     assert {field: getattr(plain, field) for field in PRESETS[name]} == dict(PRESETS[name])
-    assert AlgorithmConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)}) == plain, "what is printed means the same"
+    assert AlgorithmConfig(**{field.name: getattr(plain, field.name) for field in fields(plain)}) == plain, (
+        "what is printed means the same"
+    )
     changed = AlgorithmConfig(correction=name, aggregation="constant")
     assert changed == replace(plain, aggregation="constant")
 
@@ -87,15 +91,27 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "cispo", "weight": "sequence", "weight_high": 2.0}, "corrects twice"),
         ({"correction": "tis", "loss": "ppo"}, "anchor: ppo compares"),
         ({"correction": "decoupled", "loss": "reinforce"}, "anchor: reinforce compares the policy with none"),
-        ({"correction": "sapo", "anchor": "proximal", "weight": "token", "weight_high": 2.0}, "weighs by the ratio itself"),
+        (
+            {"correction": "sapo", "anchor": "proximal", "weight": "token", "weight_high": 2.0},
+            "weighs by the ratio itself",
+        ),
         ({"correction": "sft", "veto": 1e-4}, "no rejection"),
         ({"correction": "sft", "m2_limit": 0.1}, "no rejection"),
         ({"correction": "sft", "opsm_threshold": 0.5}, "no advantages"),
         ({"correction": "bypass", "clip_high": 0.0}, "needs its trust region"),
-        ({"clip_low": 1.5}, "clip_low: want < 1 with loss ppo (the ratio is > 0, and its lower bound 1 - clip_low), got 1.5"),
-        *(({"correction": name, "clip_low": 1.0}, "clip_low: want < 1") for name in ("bypass", "gspo", "gspo_token", "luspo", "clip_cov")),
+        (
+            {"clip_low": 1.5},
+            "clip_low: want < 1 with loss ppo (the ratio is > 0, and its lower bound 1 - clip_low), got 1.5",
+        ),
+        *(
+            ({"correction": name, "clip_low": 1.0}, "clip_low: want < 1")
+            for name in ("bypass", "gspo", "gspo_token", "luspo", "clip_cov")
+        ),
         ({"correction": "cispo", "clip_low": 1.5}, "clip_low: want <= 1 with loss cispo"),
-        *(({"correction": name, "clip_low": 1.0}, "(a difference of probabilities), got 1.0") for name in ("dppo_tv", "ipo")),
+        *(
+            ({"correction": name, "clip_low": 1.0}, "(a difference of probabilities), got 1.0")
+            for name in ("dppo_tv", "ipo")
+        ),
         *(({"correction": name, "clip_high": 1.0}, "clip_high: want < 1 with loss") for name in ("dppo_tv", "ipo")),
         ({"correction": "kl_cov", "kl_cov_coef": 0.0}, "kl_cov_coef: want > 0"),
         ({"overlong_buffer": 4, "overlong_penalty": 0.0}, "overlong_penalty: want > 0 with overlong_buffer: 4"),
@@ -123,8 +139,14 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"ess_lr_base": 0.5}, "ess_lr_base: not used without ess_lr"),
         ({"correction": "dro", "dro_tau": 0.0}, "dro_tau: want > 0"),
         ({"dro_tau": 0.5}, "dro_tau: not used by loss ppo; want loss: dro"),
-        ({"correction": "tis", "clip_high": 0.3}, "clip_high: not used with loss reinforce; want it left out, or another loss, got 0.3"),
-        ({"correction": "bypass", "weight_high": 3.0}, "weight_high: not used with weight: none; want it left out, or another weight, got"),
+        (
+            {"correction": "tis", "clip_high": 0.3},
+            "clip_high: not used with loss reinforce; want it left out, or another loss, got 0.3",
+        ),
+        (
+            {"correction": "bypass", "weight_high": 3.0},
+            "weight_high: not used with weight: none; want it left out, or another weight, got",
+        ),
         ({"correction": "bypass", "weight_action": "mask"}, "weight_action: not used with weight: none"),
         ({"correction": "dppo_kl", "dppo_ratio_cap": 0.5}, "dppo_ratio_cap: want >= 1"),
         ({"dppo_ratio_cap": 2.0}, "dppo_ratio_cap: not used by loss ppo; want loss: dppo_tv | dppo_kl | ipo"),
@@ -136,19 +158,34 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"veto": 1.0}, "veto: want < 1"),
         ({"entropy_coef": -0.1}, "entropy_coef: want >= 0"),
         ({"entropy_target": -0.1}, "entropy_target: want >= 0"),
-        ({"entropy_delta": 0.1}, "entropy_delta: not used without entropy_target; want entropy_target > 0, or 0.005, got 0.1"),
+        (
+            {"entropy_delta": 0.1},
+            "entropy_delta: not used without entropy_target; want entropy_target > 0, or 0.005, got 0.1",
+        ),
         ({"entropy_coef_max": 0.1}, "entropy_coef_max: not used without entropy_target"),
         ({"entropy_target": 0.5, "entropy_delta": 0.0}, "entropy_delta: want > 0"),
-        ({"entropy_target": 0.5, "entropy_coef": 0.2, "entropy_coef_max": 0.1}, "entropy_coef_max: want >= entropy_coef and entropy_delta"),
-        ({"kl": KLConfig(reward_coef=0.1, reward_by="token")}, "kl.reward_by: token needs an advantage in units of the reward"),
+        (
+            {"entropy_target": 0.5, "entropy_coef": 0.2, "entropy_coef_max": 0.1},
+            "entropy_coef_max: want >= entropy_coef and entropy_delta",
+        ),
+        (
+            {"kl": KLConfig(reward_coef=0.1, reward_by="token")},
+            "kl.reward_by: token needs an advantage in units of the reward",
+        ),
         (
             {"loss": "gspo"},
-            "clip_low, clip_high: want both set with loss: gspo on correction: decoupled, whose range 0.2, 0.28 is of a token's ratio",
+            (
+                "clip_low, clip_high: want both set with loss: gspo on correction: decoupled, whose range 0.2, "
+                "0.28 is of a token's ratio"
+            ),
         ),
         ({"loss": "gspo", "clip_high": 4e-4}, "want both set with loss: gspo"),
         ({"correction": "bypass", "loss": "dppo_kl"}, "not of a binary KL; or take correction: dppo_kl"),
         ({"correction": "cispo", "loss": "ppo"}, "not of a token's ratio"),
-        ({"correction": "gspo", "anchor": "rollout", "weight": "none"}, "anchor: rollout: against mu, noise alone is larger"),
+        (
+            {"correction": "gspo", "anchor": "rollout", "weight": "none"},
+            "anchor: rollout: against mu, noise alone is larger",
+        ),
         ({"kl": KLConfig(reference="/some/model")}, "kl.reference: nothing compares with it"),
         ({"gdpo_weights": {"right": 1.0}}, "gdpo_weights: not used by advantage grpo"),
         ({"advantage": "gdpo", "gdpo_weights": {"right": 0}}, "gdpo_weights.right: want a number other than 0"),
@@ -170,7 +207,10 @@ def test_a_rule_that_is_none_is_refused(text: str) -> None:
         ({"correction": "sapo", "sapo_tau_positive": 0.0}, "sapo_tau_positive: want > 0"),
         ({"correction": "sapo", "sapo_tau_negative": -1.0}, "sapo_tau_negative: want > 0"),
         ({"sapo_tau_positive": 2.0}, "sapo_tau_positive: not used by loss ppo; want loss: sapo"),
-        ({"correction": "bypass", "dppo_penalty": 0.1}, "dppo_penalty: not used with loss ppo; want it left out, or another loss, got 0.1"),
+        (
+            {"correction": "bypass", "dppo_penalty": 0.1},
+            "dppo_penalty: not used with loss ppo; want it left out, or another loss, got 0.1",
+        ),
         ({"loss_constant": 100.0}, "loss_constant: not used by aggregation token_mean; want aggregation: constant"),
         ({"correction": "sft", "advantage": "rloo"}, "advantage: sft has no advantages"),
         ({"correction": "sft", "whiten": True}, "whiten: sft has no advantages"),
@@ -196,14 +236,20 @@ def test_a_contradiction_is_refused_with_its_reason(settings: dict[str, Any], re
             "learner.min_group_size: want >= algorithm.pass_k = 4, got 3",
         ),
         ("learner.group_size=1 learner.algorithm.advantage=opo", "learner.group_size: want >= 2"),
-        ("learner.group_size=1 learner.algorithm.advantage=reinforce staleness.filter_zero_variance=true", "every group would be dropped"),
+        (
+            "learner.group_size=1 learner.algorithm.advantage=reinforce staleness.filter_zero_variance=true",
+            "every group would be dropped",
+        ),
         ("learner.algorithm.veto=1.5", "learner.algorithm.veto: want < 1"),
         ("learner.algorithm.correction=sapo learner.algorithm.sapo_tau_positive=0", "sapo_tau_positive: want > 0"),
         ("learner.algorithm.overlong_buffer=100", "overlong_buffer: want <= sampling.max_new_tokens = 6"),
         ("learner.algorithm.kl.reference=/no/such/dir", "kl.reference: nothing compares with it"),
         ("learner.algorithm.distill_coef=1", "distill_coef: want learner.algorithm.kl.reference"),
         ("learner.algorithm.loss=gspo", "clip_low, clip_high: want both set"),
-        ("learner.algorithm.correction=gspo learner.algorithm.anchor=rollout learner.algorithm.weight=none", "noise alone is larger"),
+        (
+            "learner.algorithm.correction=gspo learner.algorithm.anchor=rollout learner.algorithm.weight=none",
+            "noise alone is larger",
+        ),
         ("learner.algorithm.dppo_penalty=0.1", "dppo_penalty: not used with loss ppo"),
         ("learner.algorithm.loss_constant=5", "loss_constant: not used by aggregation"),
         ("learner.algorithm.sapo_tau_negative=2", "sapo_tau_negative: not used by loss ppo"),
@@ -286,12 +332,16 @@ def test_settings_are_accepted_only_where_they_have_an_effect() -> None:
     AlgorithmConfig(loss="package.module:mine", dppo_penalty=0.1, sapo_tau_negative=2.0)
     AlgorithmConfig(veto=0.999)
     assert AlgorithmConfig(correction="decoupled", loss="gspo", clip_low=3e-4, clip_high=4e-4).clip_high == 4e-4
-    assert AlgorithmConfig(correction="gspo", anchor="rollout", weight="none", clip_low=0.1, clip_high=0.1).clip_low == 0.1
+    assert (
+        AlgorithmConfig(correction="gspo", anchor="rollout", weight="none", clip_low=0.1, clip_high=0.1).clip_low == 0.1
+    )
     assert AlgorithmConfig(correction="gspo", loss="gspo_token").clip_high == 4e-4
     assert AlgorithmConfig(correction="dppo_tv", loss="ipo").clip_low == 0.2
     assert AlgorithmConfig(correction="dppo_tv", dppo_penalty=0.0).dppo_penalty == 0
     assert AlgorithmConfig(correction="cispo", clip_low=1.0).clip_low == 1
-    assert AlgorithmConfig(correction="gmpo", clip_low=1.5).clip_low == 1.5  # a log-ratio has no bound, nor a divergence
+    assert (
+        AlgorithmConfig(correction="gmpo", clip_low=1.5).clip_low == 1.5
+    )  # a log-ratio has no bound, nor a divergence
     assert AlgorithmConfig(correction="dppo_kl", clip_high=1.5).clip_high == 1.5
     assert AlgorithmConfig(distill_coef=1.0, kl=KLConfig(reference="/some/model")).needs_reference
     assert AlgorithmConfig(correction="sft", kl=KLConfig(coef=0.1)).kl.coef == 0.1

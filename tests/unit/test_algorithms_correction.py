@@ -34,7 +34,14 @@ from tidemill.learner.algorithms.importance_weights import (
     weight_sums,
 )
 from tidemill.learner.algorithms.policy_losses import gepo_ratio, loglinear_proximal, reinforce
-from tidemill.learner.algorithms.ratios import DELTA_BOUND, log_ratio, prefix_sums, sequence_means, sequence_sums, spread
+from tidemill.learner.algorithms.ratios import (
+    DELTA_BOUND,
+    log_ratio,
+    prefix_sums,
+    sequence_means,
+    sequence_sums,
+    spread,
+)
 from tidemill.learner.algorithms.rejection import (
     beyond,
     binary_kl_outside,
@@ -183,7 +190,9 @@ def factor(weights: list[float], base: float) -> float:
 
 @settings(deadline=None)
 @given(weights=WEIGHTS, base=BASES, smaller=st.floats(0.01, 1))
-def test_the_factor_of_the_rate_is_the_root_of_the_bounded_share(weights: list[float], base: float, smaller: float) -> None:
+def test_the_factor_of_the_rate_is_the_root_of_the_bounded_share(
+    weights: list[float], base: float, smaller: float
+) -> None:
     """Bounds: 1/n of one sample that has all the weight, and 1. A smaller base never gives a smaller rate."""
     found, share = factor(weights, base), sum(weights) ** 2 / (len(weights) * sum(w * w for w in weights))
     assert found == pytest.approx(math.sqrt(min(1.0, share / base)), rel=1e-12)
@@ -208,7 +217,9 @@ def test_weights_that_are_more_alike_never_slow_it_down(weights: list[float], ba
 
 
 def test_per_token_log_probs_are_right_for_samples_of_two_versions() -> None:
-    """19: the version changes after a first token of 0 (so it depends on the prefix). One version for all tokens is wrong."""
+    """19: the version changes after a first token of 0 (so it depends on the prefix). One version for all tokens is
+    wrong.
+    """
     switched_T = torch.tensor([response[0] == 0 and step > 0 for response in RESPONSES for step in range(STEPS)])
     mixed_T = torch.where(switched_T, MU2.log_probs_T, MU.log_probs_T).detach()
     mixed = mixed_T.view(-1, STEPS).sum(-1).exp()
@@ -269,7 +280,9 @@ def packed(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor, int]:
     lengths = draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     order = draw(st.permutations(range(len(lengths))))
     sample_T = torch.tensor([row for row in order for _ in range(lengths[row])] + [-1] * draw(st.integers(0, 3)))
-    mask_T = torch.tensor(draw(st.lists(st.booleans(), min_size=len(sample_T), max_size=len(sample_T)))) & (sample_T >= 0)
+    mask_T = torch.tensor(draw(st.lists(st.booleans(), min_size=len(sample_T), max_size=len(sample_T)))) & (
+        sample_T >= 0
+    )
     values = draw(st.lists(st.floats(-3, 3, width=32), min_size=len(sample_T), max_size=len(sample_T)))
     return torch.where(mask_T, torch.tensor(values, dtype=torch.float64), 0.0), mask_T, sample_T, len(lengths) + 1
 
@@ -291,7 +304,10 @@ def test_rows_are_summed_by_sample(row: Any) -> None:
     means = sequence_means(delta_T, mask_T, sample_T, count).tolist()
     prefixes = prefix_sums(delta_T, mask_T, sample_T, count)
     spread_T = spread(torch.arange(1.0, count + 1), sample_T)
-    levels = {level: raw_weights(delta_T, mask_T, sample_T, count, level=level) for level in ("token", "sequence", "geometric", "prefix")}
+    levels = {
+        level: raw_weights(delta_T, mask_T, sample_T, count, level=level)
+        for level in ("token", "sequence", "geometric", "prefix")
+    }
     for number, tokens in wanted.items():
         total = sum(delta for _, delta in tokens)
         assert sums[number] == pytest.approx(total, abs=1e-12)
@@ -309,7 +325,11 @@ def test_rows_are_summed_by_sample(row: Any) -> None:
     assert spread_T.tolist() == [0.0 if number < 0 else number + 1.0 for number in sample_T.tolist()]
 
 
-METRIC: dict[str, Callable[[float], float]] = {"k1": lambda d: d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}
+METRIC: dict[str, Callable[[float], float]] = {
+    "k1": lambda d: d,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: math.exp(d) - 1 - d,
+}
 
 
 @settings(deadline=None, max_examples=examples(200))
@@ -335,7 +355,11 @@ def test_a_ratio_at_its_bound_is_kept() -> None:
     delta_T = torch.tensor([math.log(2.0), math.log(0.5), 0.0], dtype=torch.float64)
     place = (torch.ones(3, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), 1)
     assert not outside(delta_T, *place, metric="k1", span="token", low=0.5, high=2.0).any()
-    assert outside(delta_T - 1e-9, *place, metric="k1", span="token", low=0.5, high=2.0).tolist() == [False, True, False]
+    assert outside(delta_T - 1e-9, *place, metric="k1", span="token", low=0.5, high=2.0).tolist() == [
+        False,
+        True,
+        False,
+    ]
     assert not outside(delta_T - 30, *place, metric="k1", span="token", high=2.0).any(), "no lower bound"
 
 
@@ -358,9 +382,13 @@ def test_opsm_rejects_bad_samples_that_have_drifted_away(row: Any, seed: int) ->
     advantages_N = torch.randn(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     advantages_N[0] = 0.0
     rollout_T = torch.full_like(delta_T, -1.0)
-    rejected_T = opsm(rollout_T + delta_T, rollout_T, spread(advantages_N, sample_T), mask_T, sample_T, count, threshold=0.2)
+    rejected_T = opsm(
+        rollout_T + delta_T, rollout_T, spread(advantages_N, sample_T), mask_T, sample_T, count, threshold=0.2
+    )
     for number, tokens in of_samples(*row).items():
-        verdict = bool(tokens) and -sum(delta for _, delta in tokens) / len(tokens) > 0.2 and float(advantages_N[number]) < 0
+        verdict = (
+            bool(tokens) and -sum(delta for _, delta in tokens) / len(tokens) > 0.2 and float(advantages_N[number]) < 0
+        )
         assert all(bool(rejected_T[place]) is verdict for place, _ in tokens)
     assert not rejected_T[~mask_T].any()
     assert not opsm(rollout_T, rollout_T, spread(advantages_N, sample_T), mask_T, sample_T, count, threshold=0.0).any()
@@ -387,7 +415,9 @@ def test_the_second_moment_of_what_is_kept_is_below_its_limit(squares: list[floa
 
 
 def test_the_binary_divergence_depends_on_the_probability_of_a_token() -> None:
-    """The divergence agrees with its definition, both ways; the same ratio contributes nothing where both probabilities are tiny."""
+    """The divergence agrees with its definition, both ways; the same ratio contributes nothing where both probabilities
+    are tiny.
+    """
 
     def kl(p: float, q: float) -> float:
         return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
@@ -416,8 +446,13 @@ def test_the_binary_divergence_depends_on_the_probability_of_a_token() -> None:
 )
 def test_total_variation_is_of_probabilities(before: float, now: float, advantage: float, rejected: bool) -> None:
     """23."""
-    values = [torch.tensor([value, math.nan], dtype=torch.float64) for value in (math.log(now), math.log(before), advantage)]
-    assert total_variation_outside(*values, torch.tensor([True, False]), low=0.2, high=0.2).tolist() == [rejected, False]
+    values = [
+        torch.tensor([value, math.nan], dtype=torch.float64) for value in (math.log(now), math.log(before), advantage)
+    ]
+    assert total_variation_outside(*values, torch.tensor([True, False]), low=0.2, high=0.2).tolist() == [
+        rejected,
+        False,
+    ]
 
 
 def test_the_loglinear_proximal_policy_lies_between_mu_and_pi() -> None:
@@ -432,7 +467,9 @@ def test_the_loglinear_proximal_policy_lies_between_mu_and_pi() -> None:
 
 
 def test_the_group_expectation_weight() -> None:
-    """26: p / q alone and among equals; otherwise divided by the group's sum q^2 / sum q; absent samples do not contribute."""
+    """26: p / q alone and among equals; otherwise divided by the group's sum q^2 / sum q; absent samples do not
+    contribute.
+    """
     p_T = torch.tensor([-0.5, -1.5, -0.3, -2.0], dtype=torch.float64)
     q_T = torch.tensor([-1.0, -1.0, -0.7, -0.2], dtype=torch.float64)
     mask_T, sample_T = torch.tensor([True, True, True, True]), torch.tensor([0, 0, 1, 2])
@@ -470,7 +507,9 @@ def test_a_sample_of_one_token_counts_as_one() -> None:
     delta_T, sample_T = torch.tensor([0.5, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 1, 1])
     place = (torch.ones(3, dtype=torch.bool), sample_T, 2)
     weights = bounded(raw_weights(delta_T, *place, level="sequence"), place[0], high=math.inf)
-    assert weight_sums(weights, *place, level="sequence").tolist() == pytest.approx([math.exp(0.5) + math.exp(2.0), 2.0])
+    assert weight_sums(weights, *place, level="sequence").tolist() == pytest.approx(
+        [math.exp(0.5) + math.exp(2.0), 2.0]
+    )
 
 
 def test_a_mean_at_its_limit_is_too_much() -> None:

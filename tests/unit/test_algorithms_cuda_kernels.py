@@ -1,4 +1,6 @@
-"""Every algorithm runs in deterministic mode on CUDA: it uses no operation that torch refuses there (a step: test_megatron_layouts)."""
+"""Every algorithm runs in deterministic mode on CUDA: it uses no operation that torch refuses there (a step:
+test_megatron_layouts).
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,7 +34,10 @@ INDEX = torch.tensor([0, 1, 0, 1, 0, 1])
         ("median", lambda: NUMBERS.median(0)),
         ("scatter_reduce", lambda: NUMBERS.scatter_reduce(0, INDEX, NUMBERS, "prod")),
         ("nll_loss_forward", lambda: F.cross_entropy(NUMBERS.view(3, 2), INDEX[:3])),
-        ("reflection_pad1d_backward", lambda: F.pad(NUMBERS.clone().requires_grad_()[None], (1, 1), mode="reflect").sum().backward()),
+        (
+            "reflection_pad1d_backward",
+            lambda: F.pad(NUMBERS.clone().requires_grad_()[None], (1, 1), mode="reflect").sum().backward(),
+        ),
     ],
 )
 def test_an_operation_of_torchs_list_is_found(name: str, call: Callable[[], object]) -> None:
@@ -52,7 +57,9 @@ def test_operations_with_deterministic_kernels_are_not() -> None:
 
 
 def _tokens(*, with_old: bool, with_reference: bool) -> tuple[Tensor, Tensor, Tokens]:
-    """Return log-probs and entropies with gradient, and the other inputs: four samples of six tokens, padding behind them."""
+    """Return log-probs and entropies with gradient, and the other inputs: four samples of six tokens, padding behind
+    them.
+    """
     generator = torch.Generator().manual_seed(1)
     draw = [torch.randn(28, generator=generator) for _ in range(5)]
     sample_T = torch.cat([torch.arange(4).repeat_interleave(6), torch.full((4,), -1)])
@@ -101,7 +108,12 @@ def test_no_algorithm_uses_one(name: str) -> None:
         total.backward()
         position_T = torch.arange(28) % 6
         sums = diagnostics.token_sums(
-            seen, log_probs_T=log_probs_T, entropy_T=entropy_T, position_T=position_T, loss=loss, lag_buckets=diagnostics.num_lag_buckets(2)
+            seen,
+            log_probs_T=log_probs_T,
+            entropy_T=entropy_T,
+            position_T=position_T,
+            loss=loss,
+            lag_buckets=diagnostics.num_lag_buckets(2),
         )
         diagnostics.finalize(sums)
         sequence_weight_sums(log_probs_T, seen)

@@ -54,7 +54,9 @@ class Tokens:
     def sums(self) -> Sums:
         weight_T = (self.start_T - self.rollout_T).exp()
         weights = Weights(
-            weight_T=weight_T.clamp(LOW, HIGH), too_high_T=self.mask_T & (weight_T > HIGH), too_low_T=self.mask_T & (weight_T < LOW)
+            weight_T=weight_T.clamp(LOW, HIGH),
+            too_high_T=self.mask_T & (weight_T > HIGH),
+            too_low_T=self.mask_T & (weight_T < LOW),
         )
         loss = TokenLoss(
             loss_T=torch.zeros_like(weight_T),
@@ -249,7 +251,9 @@ def test_every_metric_is_that_of_a_loop(seed: int) -> None:
 
 
 @settings(deadline=None, max_examples=25)
-@given(seed=st.integers(0, 1000), parts=st.lists(st.integers(0, 3), min_size=len(LENGTHS) + 1, max_size=len(LENGTHS) + 1))
+@given(
+    seed=st.integers(0, 1000), parts=st.lists(st.integers(0, 3), min_size=len(LENGTHS) + 1, max_size=len(LENGTHS) + 1)
+)
 def test_metrics_do_not_depend_on_the_split(seed: int, parts: list[int]) -> None:
     """S6: whole samples, distributed over micro-batches and ranks in any way; some of them may be empty."""
     tokens, part_T = make(seed), torch.tensor(parts)
@@ -271,14 +275,27 @@ def test_values_that_a_loss_reports_are_averaged_over_the_trainable_tokens() -> 
     assert finalize(tokens.sums())["custom/own"] == pytest.approx(want)
     some, other = tokens.sums(), tokens.sums()
     with pytest.raises(ValueError, match=r"loss: want the same metrics from every row, got \['custom/own'\]"):
-        merged([some, replace(other, totals={name: value for name, value in other.totals.items() if name != "custom/own"})])
+        merged(
+            [some, replace(other, totals={name: value for name, value in other.totals.items() if name != "custom/own"})]
+        )
 
 
 def test_equal_policies_have_no_mismatch_and_constant_ones_no_correlation() -> None:
     """35, 38."""
     tokens = make(noise=0.0)
     metrics = finalize(tokens.sums())
-    for name in ("logprob_diff_abs", "k1", "k2", "k3", "js", "chi2", "sequence_chi2", "prob_diff_mean", "log_ppl_diff", "fresh_k3"):
+    for name in (
+        "logprob_diff_abs",
+        "k1",
+        "k2",
+        "k3",
+        "js",
+        "chi2",
+        "sequence_chi2",
+        "prob_diff_mean",
+        "log_ppl_diff",
+        "fresh_k3",
+    ):
         assert metrics[f"offpolicy/{name}"] == pytest.approx(0, abs=1e-12), name
     for name in ("ess", "sequence_ess", "pearson", "prob_error", "ppl_ratio", "weight_mean"):
         assert metrics[f"offpolicy/{name}"] == pytest.approx(1), name
@@ -293,12 +310,18 @@ def test_a_step_with_nothing_to_train_reports_only_that() -> None:
 
 @pytest.mark.parametrize("stale", [False, True])
 @pytest.mark.parametrize(("temperature", "alarming"), [(1.0, False), (0.7, True)])
-def test_the_entropy_gap_shows_a_temperature_that_ratios_do_not(stale: bool, temperature: float, alarming: bool) -> None:
-    """39: sampled at 0.7, reported at 1. Fresh data has ratios of 1 and old data those of its age: only the gap shows the fault."""
+def test_the_entropy_gap_shows_a_temperature_that_ratios_do_not(
+    stale: bool, temperature: float, alarming: bool
+) -> None:
+    """39: sampled at 0.7, reported at 1. Fresh data has ratios of 1 and old data those of its age: only the gap shows
+    the fault.
+    """
     generator = torch.Generator().manual_seed(0)
     logits = 2 * torch.randn(16, generator=generator, dtype=torch.float64)
     log_mu = logits.log_softmax(-1)
-    log_pi = (logits + (0.5 * torch.randn(16, generator=generator, dtype=torch.float64) if stale else 0)).log_softmax(-1)
+    log_pi = (logits + (0.5 * torch.randn(16, generator=generator, dtype=torch.float64) if stale else 0)).log_softmax(
+        -1
+    )
     drawn = torch.multinomial((logits / temperature).softmax(-1), 4000, replacement=True, generator=generator)
     ones_T, none_T = torch.ones(4000, dtype=torch.int64), torch.zeros(4000, dtype=torch.bool)
     tokens = Tokens(
@@ -338,6 +361,9 @@ def test_samples_are_counted_by_group() -> None:
 
 def test_every_metric_is_in_the_dictionary() -> None:
     samples = sample_metrics(
-        rewards_N=torch.zeros(2), groups_N=torch.zeros(2), response_lengths_N=torch.ones(2), truncated_N=torch.zeros(2, dtype=torch.bool)
+        rewards_N=torch.zeros(2),
+        groups_N=torch.zeros(2),
+        response_lengths_N=torch.ones(2),
+        truncated_N=torch.zeros(2, dtype=torch.bool),
     )
     assert not undocumented(finalize(make().sums()) | samples)

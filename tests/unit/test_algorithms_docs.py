@@ -1,4 +1,6 @@
-"""docs/algorithms.md is complete and true: every preset and setting is in it, all names in it exist, and its examples work."""
+"""docs/algorithms.md is complete and true: every preset and setting is in it, all names in it exist, and its examples
+work.
+"""
 
 import importlib
 import inspect
@@ -73,11 +75,21 @@ def resolves(path: str) -> bool:
 
 def test_every_preset_and_setting_is_explained() -> None:
     said = {re.split(r"[:\s]", quote)[0] for quote in QUOTED}
-    wanted = {*PRESETS, *LOSSES, *(field.name for field in fields(AlgorithmConfig) if not is_dataclass(field.default_factory))}
-    wanted |= {f"kl.{field.name}" for field in fields(KLConfig)} | {f"alarms.{field.name}" for field in fields(AlarmConfig)}
+    wanted = {
+        *PRESETS,
+        *LOSSES,
+        *(field.name for field in fields(AlgorithmConfig) if not is_dataclass(field.default_factory)),
+    }
+    wanted |= {f"kl.{field.name}" for field in fields(KLConfig)} | {
+        f"alarms.{field.name}" for field in fields(AlarmConfig)
+    }
     assert not wanted - said - {"kl", "alarms"}
     here = {quote for table in tables() for row in table[1:] for quote in re.findall(r"`([^`]+)`", row[0])}
-    for setting, choices in (("correction", PRESETS), ("advantage", (*ADVANTAGES, *RUNNING, *BY_CRITIC)), ("aggregation", AGGREGATIONS)):
+    for setting, choices in (
+        ("correction", PRESETS),
+        ("advantage", (*ADVANTAGES, *RUNNING, *BY_CRITIC)),
+        ("aggregation", AGGREGATIONS),
+    ):
         assert not {f"{setting}: {choice}" for choice in choices} - here, "no row says what it is called elsewhere"
     assert not {*KL_ESTIMATORS} - {quote for quote in here if quote in KL_ESTIMATORS}
 
@@ -103,12 +115,18 @@ def test_the_table_of_presets_is_what_they_expand_to() -> None:
                 wanted[name] = float(said) if re.match(r"\d", said) else said
             else:
                 assert getattr(config, name) == 0 if is_clip else config.weight == "none", (config.correction, name)
-        assert {name: list(found) if isinstance(found := getattr(config, name), tuple) else found for name in wanted} == wanted
+        assert {
+            name: list(found) if isinstance(found := getattr(config, name), tuple) else found for name in wanted
+        } == wanted
 
 
 def test_a_setting_that_is_named_exists() -> None:
     sections = {field.name for field in fields(RunConfig)} | {"kl", "alarms"}
-    paths = [match[0] for quote in QUOTED if (match := re.match(r"[a-z_]+\.[a-z_.]+(?![/\w(])", quote)) and quote.split(".")[0] in sections]
+    paths = [
+        match[0]
+        for quote in QUOTED
+        if (match := re.match(r"[a-z_]+\.[a-z_.]+(?![/\w(])", quote)) and quote.split(".")[0] in sections
+    ]
     assert len(paths) > 30
     assert [path for path in paths if not resolves(path)] == []
 
@@ -128,11 +146,14 @@ def test_a_row_begins_with_a_setting_of_ours() -> None:
 
 def test_a_metric_or_function_that_is_named_exists() -> None:
     sources = "".join(
-        (ROOT / "learner" / name).read_text() for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py")
+        (ROOT / "learner" / name).read_text()
+        for name in ("algorithms/diagnostics.py", "megatron/trainer.py", "megatron/critic.py")
     )
     metrics = {quote for quote in QUOTED if re.fullmatch(r"(train|offpolicy|critic)/[\w/]+", quote)}
     assert len(metrics) > 10
-    assert not {metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")}
+    assert not {
+        metric for metric in metrics if f'"{metric}"' not in sources and not metric.startswith("offpolicy/rejected/")
+    }
     modules = [
         importlib.import_module(f"tidemill.learner.algorithms.{module.name}")
         for module in pkgutil.iter_modules(tidemill.learner.algorithms.__path__)
@@ -149,7 +170,9 @@ def test_a_configuration_that_is_shown_is_good(number: int, tmp_path: Path) -> N
     file.write_text(blocks("yaml")[number])
     shown = load(file)
     assert shown.config.learner.algorithm != AlgorithmConfig()
-    for line in blocks("")[1].splitlines() if number == 0 else ():  # the documented output of --print-config for the first
+    for line in (
+        blocks("")[1].splitlines() if number == 0 else ()
+    ):  # the documented output of --print-config for the first
         setting, origin = line.split("#")
         ((name, value),) = yaml.safe_load(setting).items()
         assert getattr(shown.config.learner.algorithm, name) == value
@@ -161,7 +184,9 @@ def test_the_functions_that_are_shown_hold_the_contract(tmp_path: Path, monkeypa
     for source in blocks("python"):
         (tmp_path / source.splitlines()[0].removeprefix("# ")).write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
-    _, file, *options = next(line for block in blocks("") for line in block.splitlines() if line.startswith("pytest ")).split()
+    _, file, *options = next(
+        line for block in blocks("") for line in block.splitlines() if line.startswith("pytest ")
+    ).split()
     assert (ROOT / file).samefile(contract.__file__)
     paths = dict(zip(options[::2], options[1::2], strict=True))
     given = {

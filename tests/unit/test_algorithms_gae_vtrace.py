@@ -1,4 +1,6 @@
-"""Value functions on packed rows: against the definitions sample by sample, and V-trace's fixed point over all responses of a policy."""
+"""Value functions on packed rows: against the definitions sample by sample, and V-trace's fixed point over all
+responses of a policy.
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,7 +13,15 @@ from torch import Tensor
 
 from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, VOCABULARY, Policy, per_token
 from tidemill.learner.algorithms.advantages import returns_to_go
-from tidemill.learner.algorithms.gae_vtrace import Bars, gae, recurrence, terminal_rewards, value_clipped, value_loss, vtrace
+from tidemill.learner.algorithms.gae_vtrace import (
+    Bars,
+    gae,
+    recurrence,
+    terminal_rewards,
+    value_clipped,
+    value_loss,
+    vtrace,
+)
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:
@@ -60,7 +70,11 @@ class Row:
 
     def at(self, chosen_T: Tensor) -> "Row":
         return Row(
-            self.rewards_T[chosen_T], self.values_T[chosen_T], self.log_ratio_T[chosen_T], self.mask_T[chosen_T], self.sample_T[chosen_T]
+            self.rewards_T[chosen_T],
+            self.values_T[chosen_T],
+            self.log_ratio_T[chosen_T],
+            self.mask_T[chosen_T],
+            self.sample_T[chosen_T],
         )
 
 
@@ -134,7 +148,11 @@ def test_gae_ends_at_the_return_less_the_value_and_at_the_error_of_one_step(row:
     advantages, returns = gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=1.0)
     _close(advantages, torch.where(row.mask_T, whole - row.values_T, 0.0))
     _close(returns, whole)
-    errors = {step.place: error for sample in row.samples() for step, error in zip(sample, _errors(sample, gamma), strict=True)}
+    errors = {
+        step.place: error
+        for sample in row.samples()
+        for step, error in zip(sample, _errors(sample, gamma), strict=True)
+    }
     _close(gae(row.rewards_T, row.values_T, *row.place, gamma=gamma, lam=0.0)[0], row.spread(errors))
 
 
@@ -167,7 +185,10 @@ def test_vtrace_is_its_definition(row: Row, gamma: float, lam: float, bounds: tu
         v = [
             sample[s].value
             + math.fsum(
-                gamma ** (t - s) * math.prod(lam * min(c_bar, w) for w in weights[s:t]) * min(rho_bar, weights[t]) * errors[t]
+                gamma ** (t - s)
+                * math.prod(lam * min(c_bar, w) for w in weights[s:t])
+                * min(rho_bar, weights[t])
+                * errors[t]
                 for t in range(s, len(sample))
             )
             for s in range(len(sample))
@@ -265,14 +286,18 @@ def test_vtrace_refuses_settings_without_a_fixed_point(changed: dict[str, float]
     with pytest.raises(ValueError, match=name):
         shares = {"gamma": 1.0} | {share: value for share, value in changed.items() if share in ("gamma", "lam")}
         bars = Bars(**{bar: value for bar, value in changed.items() if bar not in shares})
-        vtrace(zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), bars=bars, **shares)
+        vtrace(
+            zeros, zeros, zeros, torch.ones(1, dtype=torch.bool), torch.zeros(1, dtype=torch.int64), bars=bars, **shares
+        )
 
 
 # ---- both
 
 
 def _estimates(row: Row) -> list[Tensor]:
-    traced = vtrace(row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8, bars=Bars(rho_bar=2.0))
+    traced = vtrace(
+        row.log_ratio_T, row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8, bars=Bars(rho_bar=2.0)
+    )
     return [*gae(row.rewards_T, row.values_T, *row.place, gamma=0.9, lam=0.8), traced.targets_T, traced.advantages_T]
 
 
@@ -281,7 +306,9 @@ def _estimates(row: Row) -> list[Tensor]:
 def test_a_sample_is_the_same_alone_and_among_others_even_broken_ones(row: Row) -> None:
     for sample in row.sample_T.unique():
         mine_T = row.sample_T == sample
-        broken = Row(torch.where(mine_T, row.rewards_T, math.nan), row.values_T, row.log_ratio_T, row.mask_T, row.sample_T)
+        broken = Row(
+            torch.where(mine_T, row.rewards_T, math.nan), row.values_T, row.log_ratio_T, row.mask_T, row.sample_T
+        )
         for alone, among in zip(_estimates(row.at(mine_T)), _estimates(broken), strict=True):
             _close(among[mine_T], alone)
 
@@ -289,7 +316,11 @@ def test_a_sample_is_the_same_alone_and_among_others_even_broken_ones(row: Row) 
 def test_estimates_are_detached_and_keep_their_dtype() -> None:
     values_T = torch.tensor([0.5, 1.0], requires_grad=True)
     row = Row(
-        torch.ones(2), values_T, torch.zeros(2, requires_grad=True), torch.ones(2, dtype=torch.bool), torch.zeros(2, dtype=torch.int64)
+        torch.ones(2),
+        values_T,
+        torch.zeros(2, requires_grad=True),
+        torch.ones(2, dtype=torch.bool),
+        torch.zeros(2, dtype=torch.int64),
     )
     for estimate in _estimates(row):
         assert not estimate.requires_grad and estimate.dtype == torch.float32

@@ -1,7 +1,8 @@
 """Divergences from a reference: exact expectations and gradients over all sequences of a small policy, in float64.
 
-The policy is a tree: 3 tokens, 3 steps, 27 sequences. Two ways to see them as tokens of a row: "sequence" (each one action, with its
-summed log-prob) and "token" (81 tokens; a token's divergence is that given its prefix, and prefixes have no gradient).
+The policy is a tree: 3 tokens, 3 steps, 27 sequences. Two ways to see them as tokens of a row: "sequence" (each one
+action, with its summed log-prob) and "token" (81 tokens; a token's divergence is that given its prefix, and prefixes
+have no gradient).
 """
 
 import itertools
@@ -16,7 +17,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tidemill.learner.algorithms.choices import KL_ESTIMATORS
-from tidemill.learner.algorithms.kl import ESTIMATORS, LOW_VAR_BOUND, corrected_kl, counted_samples, kl_T, next_coefficient
+from tidemill.learner.algorithms.kl import (
+    ESTIMATORS,
+    LOW_VAR_BOUND,
+    corrected_kl,
+    counted_samples,
+    kl_T,
+    next_coefficient,
+)
 
 LEVELS = ("sequence", "token")
 VALUES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -43,7 +51,9 @@ class Tree:
     def log_probs(self, level: str) -> Tensor:
         """Return the log-probs of the sampled actions, [27] or [27 * 3]."""
         at = torch.arange(27)
-        steps = torch.stack([part.reshape(-1)[at // 3 ** (2 - depth)] for depth, part in enumerate(self.conditionals())], dim=-1)
+        steps = torch.stack(
+            [part.reshape(-1)[at // 3 ** (2 - depth)] for depth, part in enumerate(self.conditionals())], dim=-1
+        )
         return steps.sum(-1) if level == "sequence" else steps.reshape(-1)
 
     def weights(self, level: str) -> Tensor:
@@ -52,7 +62,9 @@ class Tree:
         return weights if level == "sequence" else weights.repeat_interleave(3)
 
     def expectation(self, value: Callable[[Tensor], Tensor], other: "Tree", prefixes: "Tree", level: str) -> Tensor:
-        """Return ``E_self[value(log self - log other)]`` with the gradient of the distribution too; prefixes are those of ``prefixes``."""
+        """Return ``E_self[value(log self - log other)]`` with the gradient of the distribution too; prefixes are those
+        of ``prefixes``.
+        """
         if level == "sequence":
             here, there = self.log_probs(level), other.log_probs(level)
             return (here.exp() * value(here - there)).sum()
@@ -87,7 +99,9 @@ class Case:
 
     def estimate(self, estimator: str) -> Tensor:
         log_probs_T = self.pi.log_probs(self.level)
-        return kl_T(log_probs_T, self.ref.log_probs(self.level), torch.ones_like(log_probs_T).bool(), estimator=estimator)
+        return kl_T(
+            log_probs_T, self.ref.log_probs(self.level), torch.ones_like(log_probs_T).bool(), estimator=estimator
+        )
 
     def corrected_mean(self, estimator: str, sampler: Tree) -> Tensor:
         log_probs_T = self.pi.log_probs(self.level)
@@ -206,7 +220,10 @@ def test_extreme_inputs_stay_finite(estimator: str, dtype: torch.dtype) -> None:
     columns = torch.tensor(triples, dtype=dtype).T
     theta_T, ref_T, mu_T = columns[0].clone().requires_grad_(), columns[1], columns[2]
     mask_T = torch.ones_like(ref_T).bool()
-    for made_T in (kl_T(theta_T, ref_T, mask_T, estimator=estimator), corrected_kl(theta_T, ref_T, mu_T, mask_T, estimator=estimator)):
+    for made_T in (
+        kl_T(theta_T, ref_T, mask_T, estimator=estimator),
+        corrected_kl(theta_T, ref_T, mu_T, mask_T, estimator=estimator),
+    ):
         (gradient_T,) = torch.autograd.grad(made_T.sum(), theta_T)
         assert bool(torch.isfinite(made_T).all()) and bool(torch.isfinite(gradient_T).all())
     at_minus_infinity = kl_T(torch.tensor([-math.inf]), torch.tensor([-1.0]), torch.tensor([True]), estimator=estimator)
@@ -240,7 +257,17 @@ def test_reference_and_behaviour_get_no_gradient(estimator: str) -> None:
 
 @pytest.mark.parametrize(
     ("kl", "wanted"),
-    [(0.1, 1.0), (0.11, 1.01), (0.09, 0.99), (0.12, 1.02), (5.0, 1.02), (0.08, 0.98), (-3.0, 0.98), (math.nan, 1.0), (math.inf, 1.0)],
+    [
+        (0.1, 1.0),
+        (0.11, 1.01),
+        (0.09, 0.99),
+        (0.12, 1.02),
+        (5.0, 1.02),
+        (0.08, 0.98),
+        (-3.0, 0.98),
+        (math.nan, 1.0),
+        (math.inf, 1.0),
+    ],
 )
 def test_the_coefficient_moves_towards_the_target(kl: float, wanted: float) -> None:
     got = next_coefficient(0.5, kl, target=0.1, horizon=10_000, num_samples=1000)

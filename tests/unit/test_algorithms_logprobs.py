@@ -1,4 +1,6 @@
-"""Log-probs and entropies from hidden states and an output weight against torch's own, values and gradients, in one chunk and in many."""
+"""Log-probs and entropies from hidden states and an output weight against torch's own, values and gradients, in one
+chunk and in many.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,19 +18,29 @@ T, V, H = 11, 29, 5
 CHUNKS = pytest.mark.parametrize("columns", [1, 3, 7, V], ids=["1 id", "3 ids", "7 ids", "one chunk"])
 
 
-def _inputs(dtype: torch.dtype = torch.float64, *, tokens: int = T, vocab: int = V, hidden: int = H) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(
+    dtype: torch.dtype = torch.float64, *, tokens: int = T, vocab: int = V, hidden: int = H
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     hidden_TH = torch.randn(tokens, hidden, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight_VH = (4 * hidden**-0.5 * torch.randn(vocab, hidden, generator=generator, dtype=torch.float64)).to(dtype).requires_grad_()
+    weight_VH = (
+        (4 * hidden**-0.5 * torch.randn(vocab, hidden, generator=generator, dtype=torch.float64))
+        .to(dtype)
+        .requires_grad_()
+    )
     return hidden_TH, weight_VH, torch.randint(vocab, (tokens,), generator=generator)
 
 
-def _reference(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+def _reference(
+    hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, temperature: float | Tensor = 1.0
+) -> tuple[Tensor, Tensor]:
     log_p = ((hidden_TH @ weight_VH.t()) / temperature).log_softmax(-1)
     return log_p.gather(-1, targets_T[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-def _gradients(values: tuple[Tensor, Tensor], inputs: Sequence[Tensor], parts: Sequence[int] = (0, 1)) -> tuple[Tensor, ...]:
+def _gradients(
+    values: tuple[Tensor, Tensor], inputs: Sequence[Tensor], parts: Sequence[int] = (0, 1)
+) -> tuple[Tensor, ...]:
     return torch.autograd.grad(_total(values, parts), inputs, retain_graph=True)
 
 
@@ -42,7 +54,9 @@ def test_gradcheck(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * columns)
     hidden_TH, weight_VH, targets_T = _inputs(tokens=4, vocab=10, hidden=3)
     kept = [tensor.detach().clone() for tensor in (hidden_TH, weight_VH)]
-    assert torch.autograd.gradcheck(lambda h, w: log_probs_and_entropy(h, w, targets_T, temperature=0.7), (hidden_TH, weight_VH))
+    assert torch.autograd.gradcheck(
+        lambda h, w: log_probs_and_entropy(h, w, targets_T, temperature=0.7), (hidden_TH, weight_VH)
+    )
     assert torch.equal(hidden_TH, kept[0]) and torch.equal(weight_VH, kept[1])
 
 
@@ -56,7 +70,9 @@ def test_values_and_gradients(
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", T * columns + 1)
     hidden_TH, weight_VH, targets_T = _inputs(dtype)
     ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T, temperature=temperature)
-    wanted = _reference(hidden_TH, weight_VH, targets_T, temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+    wanted = _reference(
+        hidden_TH, weight_VH, targets_T, temperature[:, None] if isinstance(temperature, Tensor) else temperature
+    )
     torch.testing.assert_close(ours, wanted, atol=tolerance, rtol=tolerance)
     for parts in ((0,), (1,), (0, 1)):
         found = _gradients(ours, (hidden_TH, weight_VH), parts)
@@ -74,7 +90,9 @@ def test_one_chunk_gives_the_bits_of_kept_logits() -> None:
         ours = log_probs_and_entropy(hidden_TH, weight_VH, targets_T, temperature=0.7)
         wanted = of_kept_logits(hidden_TH @ weight_VH.t(), targets_T, temperature=0.7)
         assert all(map(torch.equal, ours, wanted))
-        assert all(map(torch.equal, _gradients(ours, (hidden_TH, weight_VH)), _gradients(wanted, (hidden_TH, weight_VH))))
+        assert all(
+            map(torch.equal, _gradients(ours, (hidden_TH, weight_VH)), _gradients(wanted, (hidden_TH, weight_VH)))
+        )
 
 
 @pytest.mark.parametrize("chunk", [64 * 40, 1 << 20])
@@ -91,7 +109,8 @@ def test_bfloat16_is_as_near_to_float32_as_kept_logits_are(chunk: int, monkeypat
         found = (*values, *_gradients(values, (hidden_TH, weight_VH)))
         others = (*wanted, *_gradients(wanted, exact))
         return [
-            float((one.detach().float() - other.detach()).norm() / other.detach().norm()) for one, other in zip(found, others, strict=True)
+            float((one.detach().float() - other.detach()).norm() / other.detach().norm())
+            for one, other in zip(found, others, strict=True)
         ]
 
     for error, bound in zip(errors(ours), errors(plain), strict=True):
@@ -106,7 +125,9 @@ class _Watched(TorchDispatchMode):
         super().__init__()
         self.elements = self.products = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         self.products += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm_)
         if isinstance(result, Tensor):
@@ -151,8 +172,12 @@ def test_logits_of_one_chunk_are_not_computed_again() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_gradient_of_a_weight_with_main_grad_is_added_there(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two micro-batches, as Megatron's DistributedDataParallel has them: float32 sums, and nothing for autograd to add a second time."""
+def test_the_gradient_of_a_weight_with_main_grad_is_added_there(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two micro-batches, as Megatron's DistributedDataParallel has them: float32 sums, and nothing for autograd to add
+    a second time.
+    """
     hidden_TH, weight_VH, targets_T = _inputs(dtype)
     wanted = _gradients(log_probs_and_entropy(hidden_TH, weight_VH, targets_T), (hidden_TH, weight_VH))
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 4 * T)
@@ -161,7 +186,9 @@ def test_the_gradient_of_a_weight_with_main_grad_is_added_there(dtype: torch.dty
         _total(log_probs_and_entropy(hidden_TH, weight_VH, targets_T)).backward()
         assert weight_VH.grad is None
         tolerance = 1e-6 if dtype == torch.float32 else 1e-2
-        torch.testing.assert_close(weight_VH.main_grad, micro_batches * wanted[1].float(), atol=tolerance, rtol=tolerance)  # type: ignore[attr-defined]
+        torch.testing.assert_close(
+            weight_VH.main_grad, micro_batches * wanted[1].float(), atol=tolerance, rtol=tolerance
+        )  # type: ignore[attr-defined]
     assert weight_VH.main_grad.dtype == torch.float32  # type: ignore[attr-defined]
 
 
@@ -183,8 +210,12 @@ def test_a_placeholder_tells_megatrons_hook_whether_to_add_the_gradient(monkeypa
 
 def test_greedy_temperature_leaves_the_logits_alone() -> None:
     inputs = _inputs()
-    assert torch.equal(log_probs_and_entropy(*inputs, temperature=0)[0], log_probs_and_entropy(*inputs, temperature=1)[0])
-    assert not torch.equal(log_probs_and_entropy(*inputs, temperature=0.5)[0], log_probs_and_entropy(*inputs, temperature=1)[0])
+    assert torch.equal(
+        log_probs_and_entropy(*inputs, temperature=0)[0], log_probs_and_entropy(*inputs, temperature=1)[0]
+    )
+    assert not torch.equal(
+        log_probs_and_entropy(*inputs, temperature=0.5)[0], log_probs_and_entropy(*inputs, temperature=1)[0]
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 3])

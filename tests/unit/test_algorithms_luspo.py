@@ -17,7 +17,9 @@ CONFIG = AlgorithmConfig(correction="luspo", weight="none", weight_high=0.0)
 """Without the weight for old data, which is of every preset with a proximal anchor."""
 
 
-def row(lengths: list[int], advantages: list[float], shift: float, seed: int) -> tuple[torch.Tensor, Tokens, Denominators]:
+def row(
+    lengths: list[int], advantages: list[float], shift: float, seed: int
+) -> tuple[torch.Tensor, Tokens, Denominators]:
     """Return log-probs and a packed row of responses, each with a masked token of NaN in front and behind."""
     generator = torch.Generator().manual_seed(seed)
     sample_T = torch.cat([torch.full((length + 2,), number) for number, length in enumerate(lengths)])
@@ -45,7 +47,9 @@ SAMPLES = st.lists(st.tuples(st.integers(1, 9), st.floats(-2, 2)), min_size=1, m
 def test_a_response_counts_by_its_length_times_the_clipped_geometric_ratio(
     samples: list[tuple[int, float]], shift: float, seed: int
 ) -> None:
-    """-1/G sum_i |y_i| min(s_i A_i, clip(s_i) A_i), s_i = (pi / pi_old)^(1 / |y_i|), and its gradient where nothing is clipped."""
+    """-1/G sum_i |y_i| min(s_i A_i, clip(s_i) A_i), s_i = (pi / pi_old)^(1 / |y_i|), and its gradient where nothing is
+    clipped.
+    """
     lengths, advantages = [length for length, _ in samples], [advantage for _, advantage in samples]
     log_probs_T, tokens, denominators = row(lengths, advantages, shift, seed)
     loss, made, _ = Objective(CONFIG).total(log_probs_T, torch.zeros_like(log_probs_T), tokens, denominators, Coupled())
@@ -66,12 +70,19 @@ def test_a_response_counts_by_its_length_times_the_clipped_geometric_ratio(
 
 @settings(deadline=None)
 @given(short=st.integers(1, 5), times=st.integers(2, 6), advantage=st.sampled_from([-1.5, 0.7]))
-def test_the_gradient_of_a_token_does_not_depend_on_the_length_of_its_response(short: int, times: int, advantage: float) -> None:
+def test_the_gradient_of_a_token_does_not_depend_on_the_length_of_its_response(
+    short: int, times: int, advantage: float
+) -> None:
     """The bias of GSPO that it takes away: there a token of a response ``times`` as long gets one part of ``times``."""
     found = {}
-    for name, config in (("luspo", CONFIG), ("gspo", AlgorithmConfig(correction="gspo", weight="none", weight_high=0.0))):
+    for name, config in (
+        ("luspo", CONFIG),
+        ("gspo", AlgorithmConfig(correction="gspo", weight="none", weight_high=0.0)),
+    ):
         log_probs_T, tokens, denominators = row([short, short * times], [advantage, advantage], 0.0, 1)
-        loss, _, _ = Objective(config).total(log_probs_T, torch.zeros_like(log_probs_T), tokens, denominators, Coupled())
+        loss, _, _ = Objective(config).total(
+            log_probs_T, torch.zeros_like(log_probs_T), tokens, denominators, Coupled()
+        )
         (got_T,) = torch.autograd.grad(loss, log_probs_T)
         found[name] = [got_T[tokens.mask_T & (tokens.sample_T == number)] for number in (0, 1)]
     for one_T in found["luspo"]:

@@ -53,7 +53,11 @@ def test_m2po_of_harmful_tokens_is_its_definition(seed: int, limit: float, band:
     bounds = {} if band else {"m2_keep_low": 0.0, "m2_keep_high": 0.0}
     got = rejected(log_probs_T, tokens, correction="m2po_harmful", m2_limit=limit, **bounds)["m2"].tolist()
     delta = (tokens.old_T - tokens.rollout_T).tolist()
-    bad = [t for t, (d, a) in enumerate(zip(delta, tokens.advantages_T.tolist(), strict=True)) if tokens.mask_T[t] and d * a > 0]
+    bad = [
+        t
+        for t, (d, a) in enumerate(zip(delta, tokens.advantages_T.tolist(), strict=True))
+        if tokens.mask_T[t] and d * a > 0
+    ]
     kept = sorted(bad, key=lambda t: abs(delta[t]))
     while kept and sum(delta[t] ** 2 for t in kept) / len(kept) >= limit:
         kept.pop()
@@ -75,12 +79,16 @@ def test_opsm_follows_the_policy_as_it_is_now() -> None:
     tokens = replace(tokens, advantages_T=-torch.ones_like(tokens.rollout_T), old_T=tokens.rollout_T - 0.45)
     now = rejected(tokens.rollout_T - 0.53, tokens, correction="opsm", opsm_threshold=0.5)["opsm"]
     assert bool(now[tokens.mask_T].all())
-    before = rejected(tokens.rollout_T - 0.45, replace(tokens, old_T=tokens.rollout_T - 0.53), correction="opsm", opsm_threshold=0.5)
+    before = rejected(
+        tokens.rollout_T - 0.45, replace(tokens, old_T=tokens.rollout_T - 0.53), correction="opsm", opsm_threshold=0.5
+    )
     assert not before["opsm"].any()
 
 
 def test_distillation_follows_the_policy_as_it_is_now() -> None:
-    """The mean of ``A grad log pi`` is the gradient of KL(pi || teacher) of the current policy, not of the one before the step."""
+    """The mean of ``A grad log pi`` is the gradient of KL(pi || teacher) of the current policy, not of the one before
+    the step.
+    """
     objective = Objective(AlgorithmConfig(correction="tis", advantage="reinforce", distill_coef=0.5))
     assert not objective.config.needs_old(minibatches=2, published_every=2), "it needs no pass of its own"
     log_probs_T, tokens = row(2)
@@ -111,8 +119,12 @@ def test_gdpo_weighs_the_parts_by_name() -> None:
     assert weighed(given) == pytest.approx([0.0, 0.0, 0.0, 0.0], abs=1e-5), "form and right, which contains right.speed"
     assert weighed(given, form=3.0, right=1.0) == pytest.approx([-2 * half, 2 * half, 0.0, 0.0], abs=1e-5)
     assert weighed(given, right=-1.0) == pytest.approx([-half, half, 0.0, 0.0], abs=1e-5)
-    assert weighed(given, form=1.0, **{"right.speed": 1.0}) == pytest.approx([-2 * half, 2 * half, -half, half], abs=1e-5)
-    assert weighed(given, form=1.0, later=1.0) == pytest.approx([-half, half, 0.0, 0.0], abs=1e-5), "no task of this step has it"
+    assert weighed(given, form=1.0, **{"right.speed": 1.0}) == pytest.approx(
+        [-2 * half, 2 * half, -half, half], abs=1e-5
+    )
+    assert weighed(given, form=1.0, later=1.0) == pytest.approx([-half, half, 0.0, 0.0], abs=1e-5), (
+        "no task of this step has it"
+    )
 
 
 def test_gdpo_of_parts_that_no_sample_has_ends_the_run() -> None:
@@ -124,7 +136,9 @@ def test_gdpo_of_parts_that_no_sample_has_ends_the_run() -> None:
 def test_gdpo_is_whitened_and_of_one_part_it_is_grpo() -> None:
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 5.0, 2.0, 0.0], dtype=torch.float64), torch.tensor([1, 1, 2, 2, 2])
     place = (groups_N, torch.full((5,), 9), torch.tensor([9, 1, 3, 3, 3]))
-    one_N = Objective(AlgorithmConfig(advantage="gdpo")).advantages(torch.zeros(5), *place, parts=parts(only=rewards_N.tolist()))
+    one_N = Objective(AlgorithmConfig(advantage="gdpo")).advantages(
+        torch.zeros(5), *place, parts=parts(only=rewards_N.tolist())
+    )
     for some in (None, RewardParts(names=(), values_NK=torch.zeros(5, 0))):
         alone_N = Objective(AlgorithmConfig(advantage="gdpo")).advantages(rewards_N, *place, parts=some)
         torch.testing.assert_close(alone_N, one_N)
@@ -151,8 +165,8 @@ def squared(delta: Tensor, advantage: float, *, outside: bool) -> Tensor:
 def by_definition(preset: str, log_probs_T: Tensor, tokens: Tokens) -> Tensor:
     """Return the loss of a preset as its sources compute it, response by response and token by token.
 
-    sapo: arXiv:2511.20347, equation 5 (verl and TRL alike). dppo_tv, ipo: the losses of prime-rl at their defaults. gmpo: arXiv:2507.20673,
-    times the geometric mean of the bounded token weights of a response (verl's geo_mean).
+    sapo: arXiv:2511.20347, equation 5 (verl and TRL alike). dppo_tv, ipo: the losses of prime-rl at their defaults.
+    gmpo: arXiv:2507.20673, times the geometric mean of the bounded token weights of a response (verl's geo_mean).
     """
     assert tokens.old_T is not None
     responses, everything = [], []
@@ -202,8 +216,12 @@ def test_a_preset_computes_the_loss_of_the_source_that_it_is_named_after(preset:
         loss = compute(log_probs_T)
         return loss.detach(), torch.autograd.grad(loss, log_probs_T)[0]
 
-    got = made(lambda log_probs_T: objective.total(log_probs_T, torch.zeros(N * EACH), tokens, denominators, coupled)[0])
-    torch.testing.assert_close(got, made(lambda log_probs_T: by_definition(preset, log_probs_T, tokens)), rtol=1e-12, atol=1e-14)
+    got = made(
+        lambda log_probs_T: objective.total(log_probs_T, torch.zeros(N * EACH), tokens, denominators, coupled)[0]
+    )
+    torch.testing.assert_close(
+        got, made(lambda log_probs_T: by_definition(preset, log_probs_T, tokens)), rtol=1e-12, atol=1e-14
+    )
 
 
 def test_a_masked_weight_takes_its_token_out_of_the_geometric_mean() -> None:

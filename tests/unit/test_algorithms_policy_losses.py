@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.enumerated import MASK_T, PLACE, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
+from tests.enumerated import (
+    MASK_T,
+    PLACE,
+    RESPONSES,
+    SAMPLE_T,
+    STEPS,
+    Policy,
+    expected,
+    gradient,
+    objective_gradient,
+    per_token,
+)
 from tests.examples import examples
 from tidemill.learner.algorithms.aggregation import Denominators, aggregate
 from tidemill.learner.algorithms.config import AlgorithmConfig
@@ -79,7 +90,9 @@ def at(ratio: float, advantage: float, loss: Callable[..., PolicyLoss], **settin
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_on_policy_every_loss_has_the_policy_gradient(name: str) -> None:
-    """01, 55: and the value -A, with nothing clipped. GSPO's ratio is of the sequence: the same sum over each sample."""
+    """01, 55: and the value -A, with nothing clipped. GSPO's ratio is of the sequence: the same sum over each
+    sample.
+    """
     log_probs_T = PI.log_probs_T
     made = LOSSES[name](log_probs_T, log_probs_T.detach(), ADVANTAGES_T)
     wanted = -ADVANTAGES_T
@@ -98,7 +111,11 @@ def test_ppo_has_no_gradient_exactly_where_it_reports_clipping(ratio: float, adv
     edges = (0.8, 1.28, 3.0)
     if min(abs(ratio - edge) for edge in edges) < 1e-6 or abs(advantage) < 1e-6:
         return
-    gone = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8) or (bool(dual) and advantage < 0 and ratio > 3)
+    gone = (
+        (advantage > 0 and ratio > 1.28)
+        or (advantage < 0 and ratio < 0.8)
+        or (bool(dual) and advantage < 0 and ratio > 3)
+    )
     value, slope, clipped = at(ratio, advantage, ppo, clip=replace(CLIP, dual=dual))
     assert clipped is gone
     assert slope == pytest.approx(0 if gone else -advantage * ratio)
@@ -118,12 +135,18 @@ def test_both_ends_of_the_range_are_their_own() -> None:
 def test_cispo_keeps_every_gradient_and_caps_its_weight(ratio: float) -> None:
     """11: no lower bound at clip_low 1; with one, the weight stays above it."""
     for advantage in (1.5, -1.5):
-        assert at(ratio, advantage, cispo, clip_low=1.0, clip_high=4.0)[1] == pytest.approx(-min(ratio, 5.0) * advantage)
-        assert at(ratio, advantage, cispo, clip_low=0.2, clip_high=0.28)[1] == pytest.approx(-min(max(ratio, 0.8), 1.28) * advantage)
+        assert at(ratio, advantage, cispo, clip_low=1.0, clip_high=4.0)[1] == pytest.approx(
+            -min(ratio, 5.0) * advantage
+        )
+        assert at(ratio, advantage, cispo, clip_low=0.2, clip_high=0.28)[1] == pytest.approx(
+            -min(max(ratio, 0.8), 1.28) * advantage
+        )
 
 
 def test_gspo_has_one_ratio_for_a_sample() -> None:
-    """13: s^T = W; with seq_mean_token_mean the gradient is -A s / T at each token; the token form is the same for one advantage."""
+    """13: s^T = W; with seq_mean_token_mean the gradient is -A s / T at each token; the token form is the same for one
+    advantage.
+    """
     log_probs_T = PI.log_probs_T
     delta_T = (log_probs_T - MU.log_probs_T).detach()
     s_T = per_token(delta_T.view(-1, STEPS).mean(-1).exp())
@@ -184,7 +207,10 @@ def test_sapo_has_slope_1_at_1_and_fades() -> None:
 @pytest.mark.parametrize(("advantage", "k", "rate"), [(1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)])
 def test_vespo_weighs_1_at_1_and_most_at_its_peak(advantage: float, k: float, rate: float) -> None:
     """24: W^k e^(lambda (1 - W))."""
-    weights = {ratio: -at(ratio, advantage, vespo)[1] / advantage for ratio in (0.3, k / rate - 0.05, k / rate, k / rate + 0.05, 1.0, 4.0)}
+    weights = {
+        ratio: -at(ratio, advantage, vespo)[1] / advantage
+        for ratio in (0.3, k / rate - 0.05, k / rate, k / rate + 0.05, 1.0, 4.0)
+    }
     for ratio, weight in weights.items():
         assert weight == pytest.approx(ratio**k * math.exp(rate * (1 - ratio)))
     assert max(weights, key=lambda ratio: weights[ratio]) == k / rate
@@ -208,7 +234,9 @@ def test_dppo_drops_by_probability_and_pulls_back_everywhere() -> None:
 # ---- composed
 
 
-def tokens(old_T: Tensor | None = None, *, rollout_T: Tensor | None = None, advantages_T: Tensor = ADVANTAGES_T, lag: int = 0) -> Tokens:
+def tokens(
+    old_T: Tensor | None = None, *, rollout_T: Tensor | None = None, advantages_T: Tensor = ADVANTAGES_T, lag: int = 0
+) -> Tokens:
     return Tokens(
         mask_T=MASK_T,
         sample_T=SAMPLE_T,
@@ -284,7 +312,9 @@ def test_a_constant_baseline_is_neutral_unless_weights_are_cut() -> None:
 
 
 def test_the_interpolated_proximal_policy_needs_no_old_log_probs() -> None:
-    """22: at lag 0 it is mu: the weight is 1 and the ratio pi / mu; at a great age it is pi, and only the weight is left."""
+    """22: at lag 0 it is mu: the weight is 1 and the ratio pi / mu; at a great age it is pi, and only the weight is
+    left.
+    """
     bypass = loss_of({"correction": "bypass"}, tokens())
     same(loss_of({"correction": "a3po"}, tokens())[1], bypass[1])
     ratio_T = (PI.log_probs_T - MU.log_probs_T).exp().detach()
@@ -298,7 +328,12 @@ def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
     whole = tokens(PI.log_probs_T)
     place = (SAMPLE_T % 2 == 0).nonzero()[:, 0], (SAMPLE_T % 2 == 1).nonzero()[:, 0]
     halves = [
-        Tokens(**{name: value[at] if torch.is_tensor(value := getattr(whole, name)) else value for name in Tokens.__slots__})
+        Tokens(
+            **{
+                name: value[at] if torch.is_tensor(value := getattr(whole, name)) else value
+                for name in Tokens.__slots__
+            }
+        )
         for at in place
     ]
     one = objective.coupled([whole], summed=lambda x: x, gathered=lambda x: x)
@@ -318,7 +353,9 @@ def test_coupled_corrections_are_the_same_from_any_number_of_rows() -> None:
 @pytest.mark.parametrize("preset", ["opsm", "kpop", "geo_mask"])
 def test_rules_of_presets_are_applied(preset: str) -> None:
     rule = ("k1 seq_mean 0.9 1.1",)
-    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": rule}}[preset]
+    changes = {"opsm": {"opsm_threshold": 0.05}, "kpop": {"binary_kl_limit": 0.02}, "geo_mask": {"reject": rule}}[
+        preset
+    ]
     _, got, made = loss_of({"correction": preset, **changes}, tokens())
     assert 0 < int(made.rejected_T.sum()) < 81
     assert not got[made.rejected_T].any()
@@ -341,7 +378,9 @@ def denominators(constant: float = 5.0) -> Denominators:
     return Denominators(tokens=81, sequences=27, trainable_N=torch.full((27,), STEPS), constant=constant)
 
 
-def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0, entropy_coef: float | None = None) -> tuple[float, Any]:
+def total_of(
+    settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0, entropy_coef: float | None = None
+) -> tuple[float, Any]:
     entropy_T = torch.arange(81.0).double() / 81
     total, _, divergence_T = Objective(AlgorithmConfig(**settings)).total(
         PI.log_probs_T, entropy_T, given, denominators(), Coupled(), kl_scale=kl_scale, entropy_coef=entropy_coef
@@ -350,7 +389,9 @@ def total_of(settings: dict[str, Any], given: Tokens, *, kl_scale: float = 1.0, 
 
 
 def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
-    """Each part is aggregated alike, the divergence times its coefficient and its scale, corrected by pi / mu or not."""
+    """Each part is aggregated alike, the divergence times its coefficient and its scale, corrected by pi / mu or
+    not.
+    """
     reference = Policy.random(9, like=PI, spread=0.3)
     given = replace(tokens(), reference_T=reference.log_probs_T)
     pi_T, mu_T = PI.log_probs_T.detach(), MU.log_probs_T.detach()
@@ -363,7 +404,9 @@ def test_what_is_minimised_is_loss_plus_divergence_less_entropy() -> None:
         total, divergence_T = total_of(settings, given, kl_scale=0.5)
         assert total == pytest.approx(policy + 0.5 * 0.2 * divergence - 0.3 * entropy)
         same(divergence_T, (-x_T).exp() - 1 + x_T)
-    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.7)[0] == pytest.approx(policy - 0.7 * entropy), "the present one"
+    assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.7)[0] == pytest.approx(policy - 0.7 * entropy), (
+        "the present one"
+    )
     assert total_of({"entropy_coef": 0.3}, tokens(), entropy_coef=0.0)[0] == pytest.approx(policy)
     assert total_of({}, tokens())[0] == pytest.approx(policy)
     assert total_of({}, tokens())[1] is None
@@ -385,7 +428,9 @@ def test_the_sums_for_the_learning_rate_are_of_whole_samples() -> None:
     wanted = [float(whole_N.sum()), float(whole_N.square().sum()), 27.0]
     assert sequence_weight_sums(PI.log_probs_T, given).tolist() == pytest.approx(wanted)
     far = replace(given, rollout_T=PI.log_probs_T.detach() - 15.0)
-    assert sequence_weight_sums(PI.log_probs_T, far).tolist() == pytest.approx([27 * math.exp(20), 27 * math.exp(40), 27.0])
+    assert sequence_weight_sums(PI.log_probs_T, far).tolist() == pytest.approx(
+        [27 * math.exp(20), 27 * math.exp(40), 27.0]
+    )
 
 
 def test_log_probs_are_computed_before_the_step_only_where_they_differ() -> None:
@@ -448,12 +493,17 @@ def test_vespo_of_what_pi_cannot_have_written_is_bounded() -> None:
 
 
 def test_the_dual_clip_begins_beyond_its_bound_and_below_no_advantage() -> None:
-    log_probs_T, anchor_T = torch.tensor([0.0, 0.0], dtype=torch.float64) - 0.5, torch.tensor([-2.0, -2.0], dtype=torch.float64)
+    log_probs_T, anchor_T = (
+        torch.tensor([0.0, 0.0], dtype=torch.float64) - 0.5,
+        torch.tensor([-2.0, -2.0], dtype=torch.float64),
+    )
     ratio = float((log_probs_T - anchor_T).exp()[0])
     advantages_T = torch.tensor([-1.0, 0.0], dtype=torch.float64)
     mask_T = torch.ones(2, dtype=torch.bool)
     assert not ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=replace(CLIP, dual=ratio)).clipped_T.any()
-    assert ppo(log_probs_T, anchor_T, advantages_T, mask_T, clip=replace(CLIP, dual=ratio - 1e-9)).clipped_T.tolist() == [True, False]
+    assert ppo(
+        log_probs_T, anchor_T, advantages_T, mask_T, clip=replace(CLIP, dual=ratio - 1e-9)
+    ).clipped_T.tolist() == [True, False]
 
 
 def test_what_is_rejected_has_no_loss_at_all() -> None:
@@ -484,16 +534,26 @@ CASE = st.tuples(st.floats(0.001, 0.999), st.floats(0.001, 0.999), st.sampled_fr
 """(p of pi_theta, q of the anchor, advantage) of one token."""
 
 
-def one_token(p: float, q: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any) -> tuple[float, bool]:
+def one_token(
+    p: float, q: float, advantage: float, loss: Callable[..., PolicyLoss], **settings: Any
+) -> tuple[float, bool]:
     """Return (derivative by log pi, clipped)."""
     log_p_T = torch.tensor([math.log(p)], dtype=torch.float64, requires_grad=True)
-    made = loss(log_p_T, torch.tensor([math.log(q)], dtype=torch.float64), torch.tensor([advantage]), torch.tensor([True]), **settings)
+    made = loss(
+        log_p_T,
+        torch.tensor([math.log(q)], dtype=torch.float64),
+        torch.tensor([advantage]),
+        torch.tensor([True]),
+        **settings,
+    )
     return float(torch.autograd.grad(made.loss_T.sum(), log_p_T)[0]), bool(made.clipped_T)
 
 
 @settings(deadline=None, max_examples=examples(200))
 @given(case=CASE, low=st.floats(0.01, 0.3), high=st.floats(0.01, 0.3), cap=st.sampled_from([0.0, 1.0, 3.0]))
-def test_dppo_of_the_binary_kl_and_ipo_are_their_definitions(case: tuple[float, float, float], low: float, high: float, cap: float) -> None:
+def test_dppo_of_the_binary_kl_and_ipo_are_their_definitions(
+    case: tuple[float, float, float], low: float, high: float, cap: float
+) -> None:
     p, q, advantage = case
     kl = q * math.log(q / p) + (1 - q) * math.log((1 - q) / (1 - p))
     out_kl = (kl > high and p > q) if advantage > 0 else (kl > low and p < q)
@@ -549,5 +609,7 @@ def test_dro_has_the_gradient_of_the_squared_error_of_responses(tau: float) -> N
 
 def test_dro_is_least_where_the_log_ratio_is_the_advantage_by_tau() -> None:
     anchor_T = PI.log_probs_T.detach() - (ADVANTAGES_T / (0.5 * STEPS)).detach()
-    got = torch.autograd.grad(dro(PI.log_probs_T, anchor_T, ADVANTAGES_T, *PLACE, tau=0.5).loss_T.sum(), PI.logits_PV)[0]
+    got = torch.autograd.grad(dro(PI.log_probs_T, anchor_T, ADVANTAGES_T, *PLACE, tau=0.5).loss_T.sum(), PI.logits_PV)[
+        0
+    ]
     same(got, torch.zeros_like(got))

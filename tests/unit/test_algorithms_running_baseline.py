@@ -1,4 +1,6 @@
-"""RAE: the published moving average reward by reward, and a state that order, other roles and restarts leave to the bit as it is."""
+"""RAE: the published moving average reward by reward, and a state that order, other roles and restarts leave to the bit
+as it is.
+"""
 
 import json
 import math
@@ -64,7 +66,9 @@ def test_steps_of_one_sample_are_the_published_average(samples: list[Sample], de
 @settings(deadline=None)
 @given(counts=st.lists(st.integers(1, 6), min_size=1, max_size=6), reward=REWARDS, decay=DECAYS)
 def test_equal_rewards_of_a_step_move_it_as_one_after_another(counts: list[int], reward: float, decay: float) -> None:
-    """Closed form: n equal rewards c leave a baseline of c (1 - decay^n), whatever steps they come in, and an advantage of c decay^n."""
+    """Closed form: n equal rewards c leave a baseline of c (1 - decay^n), whatever steps they come in, and an advantage
+    of c decay^n.
+    """
     found, baselines = run([[("", reward)] * count for count in counts], decay)
     assert baselines[""] == pytest.approx(reward * (1 - decay ** sum(counts)), abs=1e-12)
     seen = [sum(counts[:number]) for number in range(len(counts))]
@@ -74,7 +78,9 @@ def test_equal_rewards_of_a_step_move_it_as_one_after_another(counts: list[int],
 
 @settings(deadline=None)
 @given(samples=st.lists(SAMPLES, max_size=12), decay=DECAYS, data=st.data())
-def test_the_order_of_a_step_has_no_influence_to_the_bit(samples: list[Sample], decay: float, data: st.DataObject) -> None:
+def test_the_order_of_a_step_has_no_influence_to_the_bit(
+    samples: list[Sample], decay: float, data: st.DataObject
+) -> None:
     order = data.draw(st.permutations(range(len(samples))))
     before = {"first": 0.3, "second": -1.7}
     advantages, after = step(samples, before, decay)
@@ -98,7 +104,9 @@ def test_a_role_knows_nothing_of_the_others(steps: list[list[Sample]], decay: fl
 
 @settings(deadline=None)
 @given(steps=STEPS, decay=DECAYS, data=st.data())
-def test_a_restart_repeats_the_steps_behind_its_checkpoint_to_the_bit(steps: list[list[Sample]], decay: float, data: st.DataObject) -> None:
+def test_a_restart_repeats_the_steps_behind_its_checkpoint_to_the_bit(
+    steps: list[list[Sample]], decay: float, data: st.DataObject
+) -> None:
     """Those that were taken before the restart do not count twice: the baselines are those of the checkpoint."""
     cut = data.draw(st.integers(0, len(steps)))
     found, baselines = run(steps, decay)
@@ -129,14 +137,19 @@ def test_the_role_is_a_key_of_the_metadata() -> None:
     metadata = [{"player": 0}, {"player": 1}, {"topic": "poker"}]
     assert roles_of(metadata, "player", num_samples=3) == ["0", "1", ""]
     assert roles_of((), "", num_samples=2) == ["", ""]
-    with pytest.raises(ValueError, match=r"rae_role: want a key of the samples' metadata, got 'palyer'; .* \['player', 'topic'\]"):
+    with pytest.raises(
+        ValueError, match=r"rae_role: want a key of the samples' metadata, got 'palyer'; .* \['player', 'topic'\]"
+    ):
         roles_of(metadata, "palyer", num_samples=3)
     with pytest.raises(ValueError, match=f"rae_role: want at most {MOST_ROLES} roles in a run, got {MOST_ROLES + 1}"):
         step([(str(number), 0.0) for number in range(MOST_ROLES + 1)], {}, 0.5)
 
 
 def test_the_objective_asks_for_metadata_only_with_roles_and_whitens_if_told() -> None:
-    plain, by_role = AlgorithmConfig(advantage="rae"), AlgorithmConfig(advantage="rae", rae_role="player", rae_decay=0.5, whiten=True)
+    plain, by_role = (
+        AlgorithmConfig(advantage="rae"),
+        AlgorithmConfig(advantage="rae", rae_role="player", rae_decay=0.5, whiten=True),
+    )
     assert not Objective(plain).asks and not plain.may_need_metadata
     assert Objective(by_role).asks == {"metadata"} and by_role.may_need_metadata
     rewards_N, trainable_N = torch.tensor([1.0, 0.0, 3.0], dtype=torch.float64), torch.tensor([5, 1, 2])

@@ -1,4 +1,6 @@
-"""Shaped rewards: the overlong line, groups without variance, and the exact mean gradients of distillation and of KL in the reward."""
+"""Shaped rewards: the overlong line, groups without variance, and the exact mean gradients of distillation and of KL in
+the reward.
+"""
 
 import math
 
@@ -8,9 +10,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.enumerated import MASK_T, PREFIXES, RESPONSES, SAMPLE_T, STEPS, Policy, expected, gradient, objective_gradient, per_token
+from tests.enumerated import (
+    MASK_T,
+    PREFIXES,
+    RESPONSES,
+    SAMPLE_T,
+    STEPS,
+    Policy,
+    expected,
+    gradient,
+    objective_gradient,
+    per_token,
+)
 from tidemill.learner.algorithms.advantages import returns_to_go
-from tidemill.learner.algorithms.shaping import distillation_advantages, kl_in_reward, overlong_penalty, zero_variance_groups
+from tidemill.learner.algorithms.shaping import (
+    distillation_advantages,
+    kl_in_reward,
+    overlong_penalty,
+    zero_variance_groups,
+)
 
 
 def _close(got: Tensor, wanted: Tensor) -> None:

@@ -1,4 +1,6 @@
-"""Top-entropy tokens, Clip-Cov and KL-Cov by their definitions: a plain reference for every choice, the same from any split into rows."""
+"""Top-entropy tokens, Clip-Cov and KL-Cov by their definitions: a plain reference for every choice, the same from any
+split into rows.
+"""
 
 import math
 from dataclasses import replace
@@ -19,7 +21,9 @@ N, EACH = 5, 8
 
 
 def row(seed: int) -> tuple[Tensor, Tokens]:
-    """Return log-probs of the trained policy (a leaf), and a row of five samples, the last two sequences of which are one episode."""
+    """Return log-probs of the trained policy (a leaf), and a row of five samples, the last two sequences of which are
+    one episode.
+    """
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(5, N * EACH, generator=generator, dtype=torch.float64)
     rollout_T = -draw[0].abs() - 0.3
@@ -90,10 +94,16 @@ def test_the_tokens_of_high_entropy_train_and_the_others_have_no_gradient(seed: 
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.1, 0.5, 1.0]), anchor=st.sampled_from(["rollout", "proximal"]))
+@given(
+    seed=st.integers(0, 10_000),
+    share=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    anchor=st.sampled_from(["rollout", "proximal"]),
+)
 def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share: float, anchor: str) -> None:
     """Reference: ``-A r + coef |log r|`` there and ``-A r`` elsewhere, with the derivative by log pi by hand."""
-    log_probs_T, tokens, loss, slope_T = made({"correction": "kl_cov", "anchor": anchor, "cov_share": share, "kl_cov_coef": 0.7}, seed)
+    log_probs_T, tokens, loss, slope_T = made(
+        {"correction": "kl_cov", "anchor": anchor, "cov_share": share, "kl_cov_coef": 0.7}, seed
+    )
     assert tokens.old_T is not None
     by_token = covariance(tokens)
     best = sorted(by_token, key=lambda t: -by_token[t])[: max(1, int(share * len(by_token)))]
@@ -111,7 +121,9 @@ def test_kl_cov_holds_back_the_tokens_of_the_largest_covariance(seed: int, share
 
 @settings(deadline=None, max_examples=examples(40))
 @given(seed=st.integers(0, 10_000), share=st.sampled_from([0.01, 0.1, 1.0]), low=st.sampled_from([0.0, 0.5, 1.0]))
-def test_clip_cov_drops_tokens_within_its_bounds_and_no_more_than_its_share(seed: int, share: float, low: float) -> None:
+def test_clip_cov_drops_tokens_within_its_bounds_and_no_more_than_its_share(
+    seed: int, share: float, low: float
+) -> None:
     bounds = {"clip_cov_low": low, "clip_cov_high": low + 2.0}
     _, tokens, loss, slope_T = made({"correction": "clip_cov", "weight": "none", "cov_share": share, **bounds}, seed)
     _, _, plain, plain_T = made({"correction": "decoupled", "weight": "none"}, seed)
@@ -143,7 +155,9 @@ def test_a_choice_does_not_depend_on_the_split_into_rows(config: dict[str, Any])
         wanted_T = objective.token_loss(log_probs_T, whole, coupled(objective, [whole])).loss_T
         both = coupled(objective, rows)
         for one, tokens in zip(at, rows, strict=True):
-            torch.testing.assert_close(objective.token_loss(log_probs_T[one], tokens, both).loss_T, wanted_T[one], atol=1e-12, rtol=0)
+            torch.testing.assert_close(
+                objective.token_loss(log_probs_T[one], tokens, both).loss_T, wanted_T[one], atol=1e-12, rtol=0
+            )
 
 
 def test_an_update_without_trainable_tokens_chooses_none() -> None:
@@ -162,7 +176,9 @@ def test_equal_values_go_together() -> None:
 
 
 def test_draws_are_even_over_tokens_and_differ_from_step_to_step() -> None:
-    """Tokens of the same places with new log-probs, as in another step, get other draws; neighbours of one sequence are not correlated."""
+    """Tokens of the same places with new log-probs, as in another step, get other draws; neighbours of one sequence are
+    not correlated.
+    """
     size = 4096
     mask_T, sequence_T = torch.ones(size, dtype=torch.bool), torch.arange(size) // 64
     first_T, other_T = (-torch.rand(size, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))

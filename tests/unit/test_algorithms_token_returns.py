@@ -1,4 +1,6 @@
-"""REINFORCE++ by token: a plain reference over episodes of several sequences, any split into rows, and the exact gradient."""
+"""REINFORCE++ by token: a plain reference over episodes of several sequences, any split into rows, and the exact
+gradient.
+"""
 
 import math
 from dataclasses import replace
@@ -55,7 +57,8 @@ def part_of(whole: Tokens, at: Tensor) -> Tokens:
 
 
 def by_loop(tokens: Tokens, coef: float, *, whiten: bool, gamma: float = 1.0) -> list[float]:
-    """Return the advantages: backwards over all tokens of an episode, then less the mean and by the deviation of all of them.
+    """Return the advantages: backwards over all tokens of an episode, then less the mean and by the deviation of all of
+    them.
 
     The outcome is the reward of the episode's last trainable token; a masked token is no step.
     """
@@ -63,7 +66,11 @@ def by_loop(tokens: Tokens, coef: float, *, whiten: bool, gamma: float = 1.0) ->
     for t in reversed(range(len(found))):
         if not tokens.mask_T[t]:
             continue
-        gap = float(tokens.old_T[t] - tokens.reference_T[t]) if tokens.old_T is not None and tokens.reference_T is not None else 0.0
+        gap = (
+            float(tokens.old_T[t] - tokens.reference_T[t])
+            if tokens.old_T is not None and tokens.reference_T is not None
+            else 0.0
+        )
         if int(tokens.sample_T[t]) != sample:
             sample = int(tokens.sample_T[t])
             ahead = float(tokens.advantages_T[t])
@@ -80,7 +87,11 @@ def by_loop(tokens: Tokens, coef: float, *, whiten: bool, gamma: float = 1.0) ->
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline", "rloo"]), parts=st.integers(1, 4))
+@given(
+    seed=st.integers(0, 10_000),
+    advantage=st.sampled_from(["reinforce_pp", "reinforce_pp_baseline", "rloo"]),
+    parts=st.integers(1, 4),
+)
 def test_a_token_is_charged_for_the_rest_of_its_episode(seed: int, advantage: str, parts: int) -> None:
     """Returns do not change if the sequences of an episode are in several rows, in any order."""
     whole = row(seed)
@@ -109,7 +120,9 @@ def test_a_return_is_discounted_by_each_trainable_token_of_the_episode(
 ) -> None:
     """Without the divergence no other policy is needed; tokens of tools are skipped, in rows of any order."""
     whole = row(seed)
-    settings_of = config(advantage=advantage, gamma=gamma) if charged else AlgorithmConfig(advantage=advantage, gamma=gamma)
+    settings_of = (
+        config(advantage=advantage, gamma=gamma) if charged else AlgorithmConfig(advantage=advantage, gamma=gamma)
+    )
     if not charged:
         whole = replace(whole, old_T=None, reference_T=None)
     assert whole.sequence_T is not None
@@ -129,7 +142,9 @@ def test_a_return_is_discounted_by_each_trainable_token_of_the_episode(
 @given(seed=st.integers(0, 10_000))
 def test_a_discount_of_almost_1_is_the_sum_without_one(seed: int) -> None:
     whole = row(seed)
-    (plain,) = Objective(config(advantage="reinforce")).with_token_returns([whole], kl_scale=1.0, summed=lambda values: values)
+    (plain,) = Objective(config(advantage="reinforce")).with_token_returns(
+        [whole], kl_scale=1.0, summed=lambda values: values
+    )
     near = Objective(config(advantage="reinforce", gamma=1 - 1e-9))
     (made,) = near.with_token_returns([whole], kl_scale=1.0, summed=lambda values: values)
     torch.testing.assert_close(made.advantages_T[whole.mask_T], plain.advantages_T[whole.mask_T], atol=1e-6, rtol=1e-6)
@@ -138,10 +153,14 @@ def test_a_discount_of_almost_1_is_the_sum_without_one(seed: int) -> None:
 def test_only_estimators_without_a_baseline_are_discounted() -> None:
     """A baseline of whole rewards times gamma to the number of tokens that follow would depend on the response."""
     for advantage in ("grpo", "grpo_no_std", "rloo", "reinforce_pp_baseline", "opo", "my.module:own"):
-        with pytest.raises(ValueError, match=rf"gamma: not used by advantage {advantage}; want advantage: gae \| vtrace \| reinforce"):
+        with pytest.raises(
+            ValueError, match=rf"gamma: not used by advantage {advantage}; want advantage: gae \| vtrace \| reinforce"
+        ):
             AlgorithmConfig(advantage=advantage, gamma=0.99)
     assert not Objective(AlgorithmConfig(advantage="reinforce_pp")).by_token
-    with pytest.raises(ValueError, match=r"algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got 0.9"):
+    with pytest.raises(
+        ValueError, match=r"algorithm.gamma: want 1.0 with credit: turn, whose discount is credit_gamma, got 0.9"
+    ):
         LearnerConfig(credit="turn", algorithm=AlgorithmConfig(advantage="reinforce_pp", gamma=0.9))
 
 
@@ -161,7 +180,9 @@ def test_the_mean_gradient_is_that_of_the_divergence_in_the_reward_of_samples() 
         old_T=policy.log_probs_T.detach(),
         reference_T=reference.log_probs_T,
     )
-    (made,) = Objective(config(advantage="reinforce")).with_token_returns([tokens], kl_scale=1.0, summed=lambda values: values)
+    (made,) = Objective(config(advantage="reinforce")).with_token_returns(
+        [tokens], kl_scale=1.0, summed=lambda values: values
+    )
     summed_T = per_token(rewards_N - 0.3 * gap_T.view(len(RESPONSES), -1).sum(1))
     assert not torch.allclose(made.advantages_T, summed_T)
     got, wanted = (

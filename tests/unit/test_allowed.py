@@ -50,7 +50,12 @@ def test_every_setting_that_is_no_number_is_guarded_or_open_for_a_reason() -> No
         "engine.sglang": SglangConfig,
     }
     hints = {path: typing.get_type_hints(kind) for path, kind in kinds.items()}
-    found = {f"{path}.{name}" for path, types in hints.items() for name, kind in types.items() if kind not in (int, float, bool)}
+    found = {
+        f"{path}.{name}"
+        for path, types in hints.items()
+        for name, kind in types.items()
+        if kind not in (int, float, bool)
+    }
     assert found | {"rollouts"} == GUARDED.keys() | OPEN.keys()
 
 
@@ -61,16 +66,31 @@ def row(**sglang: Any) -> dict[str, Any]:
 HARMLESS: list[dict[str, Any]] = [
     {},
     {"actor": {"reward": "math_answer", "reward_options": {"x": "y"}}},
-    {"engine": {"sglang": {"python": "python3", "arguments": {"tp_size": 2, "mem_fraction_static": 0.8}, "environment": {}, "log": ""}}},
+    {
+        "engine": {
+            "sglang": {
+                "python": "python3",
+                "arguments": {"tp_size": 2, "mem_fraction_static": 0.8},
+                "environment": {},
+                "log": "",
+            }
+        }
+    },
     to_map(RunConfig()),
 ]
 
 
 @pytest.mark.parametrize("setting", ["actor.reward", "actor.reward_parts.a", "actor.group_reward"])
 @pytest.mark.parametrize("name", ["judge", "remote", "reward_model", "code", "mine:f"])
-def test_rewards_that_ask_servers_or_run_programs_are_taken_only_where_they_are_allowed(setting: str, name: str) -> None:
-    """Their options name servers, variables of the environment and interpreters: the writer of the row must not choose those."""
-    values: dict[str, Any] = {"actor": {"reward_parts": {"a": name}} if "parts" in setting else {setting.partition(".")[2]: name}}
+def test_rewards_that_ask_servers_or_run_programs_are_taken_only_where_they_are_allowed(
+    setting: str, name: str
+) -> None:
+    """Their options name servers, variables of the environment and interpreters: the writer of the row must not choose
+    those.
+    """
+    values: dict[str, Any] = {
+        "actor": {"reward_parts": {"a": name}} if "parts" in setting else {setting.partition(".")[2]: name}
+    }
     with pytest.raises(NotAllowed, match=f"{setting}={name} names code"):
         refuse_foreign(values, "actor", (), where="the row")
     refuse_foreign(values, "actor", checked([f"{setting}={name}"]), where="the row")
@@ -90,10 +110,16 @@ def test_programs_of_rollouts_are_taken_only_where_they_are_allowed() -> None:
 
 def test_options_of_rollouts_that_name_code_are_taken_only_where_they_are_allowed() -> None:
     """Tools and environments of the programs that ship are named by import path in their options."""
-    values = {"rollouts": {"a": {"use": "tools", "options": {"tools": ["os:system"], "max_turns": 4, "environment": "mine:Walk"}}}}
+    values = {
+        "rollouts": {
+            "a": {"use": "tools", "options": {"tools": ["os:system"], "max_turns": 4, "environment": "mine:Walk"}}
+        }
+    }
     refuse_foreign(values, "engine", (), where="the row")
     with pytest.raises(NotAllowed) as error:
-        refuse_foreign(values, "actor", checked(["rollouts.a.use=tools", "rollouts.a.options.environment=mine:*"]), where="the row")
+        refuse_foreign(
+            values, "actor", checked(["rollouts.a.use=tools", "rollouts.a.options.environment=mine:*"]), where="the row"
+        )
     assert 'rollouts.a.options.tools=["os:system"] names code' in str(error.value)
     assert "max_turns" not in str(error.value)
     assert "mine:Walk" not in str(error.value)
@@ -110,14 +136,28 @@ def test_defaults_numbers_and_rewards_of_the_house_are_taken(values: dict[str, A
     ("sglang", "setting", "pattern"),
     [
         ({"python": "/tmp/x"}, "engine.sglang.python=/tmp/x", "engine.sglang.python=/tmp/*"),
-        ({"arguments": {"tp_size": 2, "plugin": "a.b"}}, "engine.sglang.arguments.plugin=a.b", "engine.sglang.arguments.plugin=a.*"),
-        ({"arguments": {"trust_remote_code": True}}, "engine.sglang.arguments.trust_remote_code=true", "engine.sglang.arguments.*=*"),
+        (
+            {"arguments": {"tp_size": 2, "plugin": "a.b"}},
+            "engine.sglang.arguments.plugin=a.b",
+            "engine.sglang.arguments.plugin=a.*",
+        ),
+        (
+            {"arguments": {"trust_remote_code": True}},
+            "engine.sglang.arguments.trust_remote_code=true",
+            "engine.sglang.arguments.*=*",
+        ),
         ({"arguments": ["--x"]}, 'engine.sglang.arguments=["--x"]', "engine.sglang.*=*"),
-        ({"environment": {"LD_PRELOAD": "x.so"}}, "engine.sglang.environment.LD_PRELOAD=x.so", "engine.sglang.environment.LD_PRELOAD=x.so"),
+        (
+            {"environment": {"LD_PRELOAD": "x.so"}},
+            "engine.sglang.environment.LD_PRELOAD=x.so",
+            "engine.sglang.environment.LD_PRELOAD=x.so",
+        ),
         ({"log": "/etc/cron.d/x"}, "engine.sglang.log=/etc/cron.d/x", "*=*"),
     ],
 )
-def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(sglang: dict[str, Any], setting: str, pattern: str) -> None:
+def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(
+    sglang: dict[str, Any], setting: str, pattern: str
+) -> None:
     with pytest.raises(NotAllowed) as error:
         refuse_foreign(row(**sglang), "engine", ("actor.reward=*", "engine.sglang.python=/opt/*"), where="run r")
     assert setting in str(error.value)
@@ -130,7 +170,9 @@ def test_what_names_a_program_or_a_file_is_refused_with_the_way_to_allow_it(sgla
 
 def test_an_import_path_is_code() -> None:
     values = {"actor": {"reward": "os:system"}, "engine": {"sglang": {"python": "/tmp/x"}}}
-    with pytest.raises(NotAllowed, match=r"^run r: actor\.reward=os:system names code; .* --allow actor\.reward=os:system \(or"):
+    with pytest.raises(
+        NotAllowed, match=r"^run r: actor\.reward=os:system names code; .* --allow actor\.reward=os:system \(or"
+    ):
         refuse_foreign(values, "actor", ("actor.reward=myreward:*",), where="run r")
     refuse_foreign(values, "actor", ("actor.reward=os:*",), where="run r")
 
@@ -186,4 +228,9 @@ def test_what_this_machine_sets_itself_is_not_refused_and_counts() -> None:
     ).engine.sglang
     assert (sglang.python, sglang.environment) == ("/mine", {"B": "mine"})
     with pytest.raises(NotAllowed, match=r"environment\.A=row"):
-        refuse_foreign(row, "engine", allowed([], {}, replaced=["engine.sglang.python", "engine.sglang.environment.B"]), where="row")
+        refuse_foreign(
+            row,
+            "engine",
+            allowed([], {}, replaced=["engine.sglang.python", "engine.sglang.environment.B"]),
+            where="row",
+        )

@@ -1,4 +1,6 @@
-"""Rows that cannot be used, of every cause: skipped in their place, counted, named; and changed files of a run that has begun."""
+"""Rows that cannot be used, of every cause: skipped in their place, counted, named; and changed files of a run that has
+begun.
+"""
 
 import asyncio
 import json
@@ -34,7 +36,8 @@ from tidemill.learner.prompts.tokenizer import PromptTokenizer
 from tidemill.rewards.model_text.message_template import MessageTemplate
 
 TEMPLATE = MessageTemplate(
-    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ m.role) }}{% endif %}"
+    "{% for m in messages %}{% if m.role not in ['user', 'assistant'] %}{{ raise_exception('no role ' ~ "
+    "m.role) }}{% endif %}"
     "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
     "{{ '<' + m.role + '>' + m.content }}{% endfor %}",
     {},
@@ -104,8 +107,12 @@ def test_a_bad_row_of_any_cause_is_skipped_in_its_place_counted_and_named(
         assert drawn(prompts, 27) == [one for one in drawn(whole, 30) if one[2] != 4]
     assert len(prompts.bad_rows) == 1 and len(caplog.records) == 1, "each row once, however often it is met"
     assert f"{tmp_path}/p.jsonl:5: want " in caplog.text
-    assert prompts.trouble.startswith(f"1 of 10 rows left out so far (data.bad_rows), the first: {tmp_path}/p.jsonl:5: want ")
-    held = EvalPrompts(name="held", prompts=opened(tmp_path / "p.jsonl", shuffle=False), sampling=Sampling(), samples=1, passes_at=1.0)
+    assert prompts.trouble.startswith(
+        f"1 of 10 rows left out so far (data.bad_rows), the first: {tmp_path}/p.jsonl:5: want "
+    )
+    held = EvalPrompts(
+        name="held", prompts=opened(tmp_path / "p.jsonl", shuffle=False), sampling=Sampling(), samples=1, passes_at=1.0
+    )
     assert held.size().rows == (0, 1, 2, 3, 5, 6, 7, 8, 9)
     assert len(held.prompts.bad_rows) == 1
 
@@ -126,12 +133,20 @@ def test_a_file_of_bad_rows_alone_is_an_error_with_any_policy(tmp_path: Path, ba
 
 
 def test_a_source_without_a_readable_row_is_an_error_beside_others(tmp_path: Path) -> None:
-    sources = [Source(path=write(tmp_path / "good.jsonl", GOOD)), Source(path=write(tmp_path / "bad.jsonl", ["3", "4"]))]
-    with pytest.raises(PromptError, match=r"bad\.jsonl:1: want a JSON map, got a number; none of the 2 rows of .*bad\.jsonl can be used"):
+    sources = [
+        Source(path=write(tmp_path / "good.jsonl", GOOD)),
+        Source(path=write(tmp_path / "bad.jsonl", ["3", "4"])),
+    ]
+    with pytest.raises(
+        PromptError,
+        match=r"bad\.jsonl:1: want a JSON map, got a number; none of the 2 rows of .*bad\.jsonl can be used",
+    ):
         PromptFile(sources, tokenize=tokenize, max_tokens=40)
     sources[1] = Source(path=write(tmp_path / "rejected.jsonl", [row([user("a", "wizard")])] * 3), weight=2)
     mixed = PromptFile(sources, tokenize=tokenize, max_tokens=40)
-    assert len(drawn(mixed, 20)) == 20 and len(mixed.bad_rows) == 3, "what the template rejects is known when it is rendered"
+    assert len(drawn(mixed, 20)) == 20 and len(mixed.bad_rows) == 3, (
+        "what the template rejects is known when it is rendered"
+    )
 
 
 def test_which_rows_are_skipped_does_not_depend_on_where_a_start_begins(tmp_path: Path) -> None:
@@ -151,7 +166,9 @@ def test_blank_lines_are_no_rows_and_keep_the_numbers_of_the_others(tmp_path: Pa
     prompts = opened(file, shuffle=False)
     assert len(prompts) == 3
     assert drawn(prompts, 2) == [(0, 0, 0), (0, 2, 2)]
-    assert prompts.trouble.startswith(f"1 of 3 rows left out so far (data.bad_rows), the first: {file}:5: want key 'label'")
+    assert prompts.trouble.startswith(
+        f"1 of 3 rows left out so far (data.bad_rows), the first: {file}:5: want key 'label'"
+    )
 
 
 def test_a_line_beyond_the_bound_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +192,9 @@ def test_a_text_that_cannot_fit_is_too_long_without_being_tokenized(tmp_path: Pa
         tokenized.append(text)
         return [ord(letter) for letter in text]
 
-    whole = PromptTokenizer(encode, lambda ids: "".join(map(chr, ids)), TEMPLATE, chat=False, template_args={}, longest_token_bytes=3)
+    whole = PromptTokenizer(
+        encode, lambda ids: "".join(map(chr, ids)), TEMPLATE, chat=False, template_args={}, longest_token_bytes=3
+    )
     long = "ü" * 61  # 122 bytes are more than 40 tokens of 3 bytes
     rows = [row("ä" * 40), row(long), row([user(long)]), row("x" * 99)]
     prompts = opened(write(tmp_path / "p.jsonl", rows), tokenize=whole.bounded(40), shuffle=False)
@@ -215,7 +234,8 @@ def test_a_policy_is_one_of_two() -> None:
 # ---- the checks
 
 RAISES = (
-    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not ' ~ m.content) }}{% endif %}{{ '' + m.content }}{% endfor %}"
+    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not ' ~ m.content) }}{% endif %}{{ '' "
+    "+ m.content }}{% endfor %}"
 )
 
 
@@ -231,7 +251,10 @@ def run_with(tmp_path: Path, rows: Sequence[Any]) -> Path:
     [
         (
             row([user("no")]),
-            "want a prompt that tokenizer and chat template accept, got messages: rejected by the model's chat template: not no",
+            (
+                "want a prompt that tokenizer and chat template accept, got messages: rejected by the model's "
+                "chat template: not no"
+            ),
         ),
         (row([user({"a": 1})]), "want text or text parts"),
         ({"prompt": "a"}, "want key 'label'"),
@@ -239,7 +262,9 @@ def run_with(tmp_path: Path, rows: Sequence[Any]) -> Path:
         (row("one " * 300), "want <= 240 tokens"),
     ],
 )
-def test_a_check_names_bad_rows_and_how_much_it_read(tmp_path: Path, bad: Any, reason: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_names_bad_rows_and_how_much_it_read(
+    tmp_path: Path, bad: Any, reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = run_with(tmp_path, [*GOOD, bad, *GOOD])
     sets = f"eval.sets={json.dumps({'held': {'path': str(tmp_path / 'prompts.jsonl')}})}"
     report = check(load(file, [sets, "eval.every=1"]), Purpose())
@@ -249,7 +274,9 @@ def test_a_check_names_bad_rows_and_how_much_it_read(tmp_path: Path, bad: Any, r
         assert "1 of 21 rows read are such; they are skipped (data.bad_rows: skip)" in warning.text
         assert "21 prompts read" in report.on(topic)[-1]
     errors = check(load(file, [sets, "eval.every=1", "data.bad_rows=refuse"]), Purpose()).errors
-    assert [error.topic for error in errors] == ["data", "eval"] and all(f":11: {reason}" in error.text for error in errors)
+    assert [error.topic for error in errors] == ["data", "eval"] and all(
+        f":11: {reason}" in error.text for error in errors
+    )
     write(tmp_path / "prompts.jsonl", [bad] * 2)
     (error,) = check(load(file), Purpose()).errors
     assert f"prompts.jsonl:1: {reason}" in error.text and "2 of 2 rows read are such" in error.text
@@ -274,19 +301,25 @@ def test_a_check_of_a_large_file_says_its_share(tmp_path: Path, monkeypatch: pyt
 
 def test_a_check_says_how_many_rows_it_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = run_with(tmp_path, [*GOOD, "no JSON"])
-    assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], "all that can be read are tokenized"
+    assert "prompts.jsonl: 11 prompts read, of up to " in check(load(file), Purpose()).on("data")[-1], (
+        "all that can be read are tokenized"
+    )
     reading = SourceReading.of(Source(path=tmp_path / "prompts.jsonl"), RowRules(), ())
     monkeypatch.setattr("tidemill.launch.checks.data.READ_S", 0)
     monkeypatch.setattr("tidemill.launch.checks.data.SURE_ROWS", 4)
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     assert str(reading) == "11 prompts read, 4 of them tokenized (tidemill data check reads all)"
-    reading = SourceReading.of(Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ())
+    reading = SourceReading.of(
+        Source(path=write(tmp_path / "bad.jsonl", [row([user("a", "wizard")])] * 20)), RowRules(), ()
+    )
     reading.total, reading.tokenized = 20, 0
     reading.tokenize(RowTokens(tokenize, max_tokens=99))
     report = Report()
     reading.report(report, "data", "skip", cure="fix it")
     (finding,) = report.errors
-    assert f"{len(reading.rejected)} of {reading.read} rows read are such; fix it" in finding.text, "none of those tokenized can be used"
+    assert f"{len(reading.rejected)} of {reading.read} rows read are such; fix it" in finding.text, (
+        "none of those tokenized can be used"
+    )
 
 
 def test_a_file_of_bad_rows_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -321,12 +354,20 @@ def begun(prompts: PromptFile, count: int) -> PlannedRows:
 
 def task_at(prompts: PromptFile, epoch: int, offset: int) -> Task:
     one = prompts.at(epoch, offset)
-    values: dict[str, Any] = {"run": "r", "epoch": 1, "group_size": 1, "sampling": Sampling(), "prompt_tokens": one.tokens}
+    values: dict[str, Any] = {
+        "run": "r",
+        "epoch": 1,
+        "group_size": 1,
+        "sampling": Sampling(),
+        "prompt_tokens": one.tokens,
+    }
     return Task(prompt=one.row.prompt, prompt_epoch=epoch, offset=offset, row_digest=one.digest, **values)
 
 
 Edit = Callable[[list[Any], list[int]], None]
-"""Change of the rows; the order of the first pass is the second argument, of which the run has planned the first 6 positions."""
+"""Change of the rows; the order of the first pass is the second argument, of which the run has planned the first 6
+positions.
+"""
 
 
 def mended(rows: list[Any], order: list[int]) -> None:
@@ -341,16 +382,32 @@ EDITS: dict[str, tuple[Edit, str, str]] = {
     "a skipped row is mended": (mended, "1 of 12 rows differ", "1 of 12 rows differ"),
     "a row to come": (changed(9), "1 of 12 rows differ", "1 of 12 rows differ"),
     "a planned row": (changed(1), "want the row .*as it was when the run planned it", "want the row"),
-    "a planned row's label": (lambda rows, order: rows[order[1]].__setitem__("label", "2"), "want the row", "want the row"),
-    "a planned row is bad now": (lambda rows, order: rows.__setitem__(order[1], "{"), "got .a bad row: ", "got .a bad row: "),
+    "a planned row's label": (
+        lambda rows, order: rows[order[1]].__setitem__("label", "2"),
+        "want the row",
+        "want the row",
+    ),
+    "a planned row is bad now": (
+        lambda rows, order: rows.__setitem__(order[1], "{"),
+        "got .a bad row: ",
+        "got .a bad row: ",
+    ),
     "keys in another order": (
         lambda rows, order: rows.__setitem__(order[1], dict(reversed(rows[order[1]].items()))),
         "are the same",
         "same",
     ),
-    "rows are appended": (lambda rows, order: rows.extend([row("new")] * 12), "got '24 rows in another order", "12 rows more"),
+    "rows are appended": (
+        lambda rows, order: rows.extend([row("new")] * 12),
+        "got '24 rows in another order",
+        "12 rows more",
+    ),
     "the last row is gone": (lambda rows, order: rows.pop(), "1 rows fewer", "1 rows fewer"),
-    "the first row is gone": (lambda rows, order: rows.pop(0), "(got '11 rows in another order|want the row)", "want the row"),
+    "the first row is gone": (
+        lambda rows, order: rows.pop(0),
+        "(got '11 rows in another order|want the row)",
+        "want the row",
+    ),
 }
 """Edits, with the outcome with and without data.shuffle. The last row is behind the planned positions with both."""
 

@@ -35,7 +35,9 @@ def plan_of(
     in_group = [sum(len(one.sizes) for one in samples if one.task == id) for id in ids]
     rows = np.array([len(one.sizes) for one in samples], np.int32)
     lengths = [size.num_tokens for one in samples for size in one.sizes]
-    packed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group)
+    packed = assign(
+        lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=in_group
+    )
     return Plan(
         epoch=1,
         step=step,
@@ -62,7 +64,9 @@ def steps(draw: st.DrawFn) -> list[Sample]:
         for index in range(draw(st.integers(1, 3))):
             spans = draw(st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4)), min_size=1, max_size=3))
             one = sample(task(id), index, spans)
-            mask = np.array(draw(st.lists(st.integers(0, 1), min_size=one.response_length, max_size=one.response_length)), np.uint8)
+            mask = np.array(
+                draw(st.lists(st.integers(0, 1), min_size=one.response_length, max_size=one.response_length)), np.uint8
+            )
             samples.append(replace(one, loss_mask=mask))
     return samples
 
@@ -80,7 +84,9 @@ def tokens_by_loop(one: Sample, plan: Plan) -> dict[tuple[int, int], tuple[float
 
 
 @given(steps(), st.integers(1, 3), st.sampled_from([None, 0, 1, 2]), st.integers(1, 4))
-def test_ranks_together_hold_every_token_once(samples: list[Sample], data_parallel: int, oldest_step: int | None, pad_to: int) -> None:
+def test_ranks_together_hold_every_token_once(
+    samples: list[Sample], data_parallel: int, oldest_step: int | None, pad_to: int
+) -> None:
     plan = plan_of(samples, oldest_step=oldest_step, data_parallel=data_parallel)
     batches = build_batches(plan, samples, pad_to=pad_to)
     found: dict[int, dict[tuple[int, int], tuple[float, int]]] = {row: {} for row in range(len(samples))}
@@ -105,7 +111,9 @@ def test_ranks_together_hold_every_token_once(samples: list[Sample], data_parall
 
 
 @given(steps(), st.integers(1, 3), st.sampled_from([None, 1]))
-def test_lag_is_the_time_in_flight_and_the_time_in_the_queue(samples: list[Sample], data_parallel: int, oldest_step: int | None) -> None:
+def test_lag_is_the_time_in_flight_and_the_time_in_the_queue(
+    samples: list[Sample], data_parallel: int, oldest_step: int | None
+) -> None:
     plan = plan_of(samples, data_parallel=data_parallel, oldest_step=oldest_step)
     batches = build_batches(plan, samples)
     in_queue, in_flight = lags_of(batches)
@@ -146,14 +154,19 @@ def test_minibatches_and_trainable_tokens_of_every_sample_are_known_everywhere(
 
 
 def test_a_lost_end_is_seen() -> None:
-    """Status completed without a final token is reported, except where a string ended the response or no end token is known."""
+    """Status completed without a final token is reported, except where a string ended the response or no end token is
+    known.
+    """
     whole = sample(task(1), 0)
     last = int(whole.tokens[-1])
     cut = replace(whole, status=Status.TRUNCATED)
     stopped = replace(whole, sampling=replace(whole.sampling, stop=("x",)))
     by_id = replace(whole, sampling=replace(whole.sampling, stop_token_ids=(last,)))
     samples = [replace(one, index=index) for index, one in enumerate((whole, cut, stopped, by_id))]
-    found = {eos: build_batches(plan_of(samples), samples, eos_ids=eos)[0].unended_N for eos in (frozenset(), frozenset({last + 1}))}
+    found = {
+        eos: build_batches(plan_of(samples), samples, eos_ids=eos)[0].unended_N
+        for eos in (frozenset(), frozenset({last + 1}))
+    }
     assert not found[frozenset()].any()
     assert found[frozenset({last + 1})].tolist() == [True, False, False, False]
     assert not build_batches(plan_of(samples), samples, eos_ids=frozenset({last}))[0].unended_N.any()
@@ -162,15 +175,22 @@ def test_a_lost_end_is_seen() -> None:
 def test_demonstrations_are_in_no_figure_of_a_policy() -> None:
     """They have no log-probs, and may end as they like."""
     own = sample(task(1), 0)
-    shown = replace(sample(task(2), 0), rollout_log_probs=np.zeros_like(own.rollout_log_probs), reward=5.0, demonstration=True)
+    shown = replace(
+        sample(task(2), 0), rollout_log_probs=np.zeros_like(own.rollout_log_probs), reward=5.0, demonstration=True
+    )
     eos = frozenset({int(own.tokens[-1]) + 1})
     both, alone = (build_batches(plan_of(samples), samples, eos_ids=eos)[0] for samples in ([own, shown], [shown]))
     for batch in (both, alone):
         assert batch.unended_N.all()
     assert both.engine_log_probs.tolist() == own.rollout_log_probs.tolist() and not len(alone.engine_log_probs)
     found = figures(both)
-    assert found["data/logprob_mean"] == pytest.approx(own.rollout_log_probs.mean()) and found["train/unended_share"] == 1
-    assert found["train/reward_mean"] == own.score and not {"data/logprob_mean", "train/unended_share"} & figures(alone).keys()
+    assert (
+        found["data/logprob_mean"] == pytest.approx(own.rollout_log_probs.mean()) and found["train/unended_share"] == 1
+    )
+    assert (
+        found["train/reward_mean"] == own.score
+        and not {"data/logprob_mean", "train/unended_share"} & figures(alone).keys()
+    )
 
 
 def test_an_empty_micro_batch_is_one_masked_row() -> None:

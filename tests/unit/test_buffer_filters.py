@@ -1,4 +1,6 @@
-"""Buffer filters: results that a user's function may have, the groups they are called with, and how long a decision holds."""
+"""Buffer filters: results that a user's function may have, the groups they are called with, and how long a decision
+holds.
+"""
 
 import json
 import random
@@ -37,9 +39,13 @@ def buffer(*tasks: int) -> FilterBuffer:
 
 
 def choose(pond: Pond, **verdicts: Verdict) -> list[int]:
-    """Decide on the groups that wait for the buffer filters, and return their tasks. ``t3``: of task 3; others are kept."""
+    """Decide on the groups that wait for the buffer filters, and return their tasks. ``t3``: of task 3; others are
+    kept.
+    """
     found = pond.source.unchosen()
-    pond.source.chosen(pond.source.step + 1, [(of.id, seqs, verdicts.get(f"t{of.id}", Verdict())) for of, seqs, _ in found])
+    pond.source.chosen(
+        pond.source.step + 1, [(of.id, seqs, verdicts.get(f"t{of.id}", Verdict())) for of, seqs, _ in found]
+    )
     return [of.id for of, _, _ in found]
 
 
@@ -96,9 +102,21 @@ def test_a_group_tells_its_samples_without_tokens() -> None:
     assert (group.task, group.prompt, group.metadata, group.priority) == (3, of.prompt, {"level": 2}, 1.5)
     first, second = group.samples
     assert first == BufferSample(
-        index=0, reward=1.0, parts={"score": 1.0, "form": 0.5}, num_tokens=3, status=Status.COMPLETED, lag=5, metadata={"calls": 1}
+        index=0,
+        reward=1.0,
+        parts={"score": 1.0, "form": 0.5},
+        num_tokens=3,
+        status=Status.COMPLETED,
+        lag=5,
+        metadata={"calls": 1},
     )
-    assert (second.reward, second.parts, second.num_tokens, second.status, second.lag) == (0.25, {}, 4, Status.TRUNCATED, 2)
+    assert (second.reward, second.parts, second.num_tokens, second.status, second.lag) == (
+        0.25,
+        {},
+        4,
+        Status.TRUNCATED,
+        2,
+    )
     whole = FilterBuffer(step=6, num_wanted=4, groups=(group,))
     assert BUFFER_FILTER.decode(json.loads(BUFFER_FILTER.encode(whole))) == whole
 
@@ -113,7 +131,10 @@ def test_kept_groups_wait_for_the_buffer_filters_once_they_are_enough_for_a_step
     assert pond.waits().text.startswith("1 more group for step 1")
     complete(pond, 2)
     waits = pond.waits()
-    assert (waits.missing, waits.text) == (0, "the buffer filters for step 1, for 0 s; none in flight; 2 wait for the filters")
+    assert (waits.missing, waits.text) == (
+        0,
+        "the buffer filters for step 1, for 0 s; none in flight; 2 wait for the filters",
+    )
     assert choose(pond) == [1, 2]
     assert choose(pond) == [], "all have a decision"
     assert pond.take_plan().tasks.tolist() == [1, 2]
@@ -141,7 +162,9 @@ def test_a_group_that_would_be_too_old_is_waited_for_and_decided_on() -> None:
     assert choose(pond) == [], "all that are there have a decision"
     pond.complete(first)
     pond.source.judged(1, Verdict())
-    assert choose(pond) == [1, 2], "the step waits for it, so it is decided on although there is one that could be taken"
+    assert choose(pond) == [1, 2], (
+        "the step waits for it, so it is decided on although there is one that could be taken"
+    )
     assert pond.take_plan().tasks.tolist() == [1]
 
 
@@ -229,10 +252,15 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float) -> None:
             break
         while (wanted := pond.source.wanted()) is not None:
             issued += 1
-            changes = {"reissue_of": wanted.reissue_of, "reissues": wanted.reissues} if wanted.reissue_of is not None else {}
+            changes = (
+                {"reissue_of": wanted.reissue_of, "reissues": wanted.reissues} if wanted.reissue_of is not None else {}
+            )
             complete(pond, issued, prompt_epoch=wanted.prompt_epoch, offset=wanted.offset, **changes)
         found = pond.source.unchosen()
-        verdicts = [Verdict(reason="filtered:all") if chance.random() < rejected else Verdict(priority=chance.random()) for _ in found]
+        verdicts = [
+            Verdict(reason="filtered:all") if chance.random() < rejected else Verdict(priority=chance.random())
+            for _ in found
+        ]
         choices = [(of.id, seqs, verdict) for (of, seqs, _), verdict in zip(found, verdicts, strict=True)]
         pond.source.chosen(pond.source.step + 1, choices)
         pond.now += 100
@@ -254,13 +282,19 @@ def test_no_share_of_rejected_groups_stops_a_run(rejected: float) -> None:
 # ---- several filters
 
 
-async def verdicts(functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuffer], object]]]) -> tuple[Filtering, dict[int, Verdict]]:
+async def verdicts(
+    functions: Sequence[tuple[dict[str, Any], Callable[[FilterBuffer], object]]],
+) -> tuple[Filtering, dict[int, Verdict]]:
     """Call filters with these settings on the groups 1 to 4."""
     opened = []
     for number, (changes, function) in enumerate(functions):
-        (config,) = tuple(read(Filters, {f"f{number}": {"use": "m:f", "scope": "buffer"} | changes}, "filters").values())
+        (config,) = tuple(
+            read(Filters, {f"f{number}": {"use": "m:f", "scope": "buffer"} | changes}, "filters").values()
+        )
 
-        async def judge(of: FilterBuffer, name: str = config.name, function: Callable[[FilterBuffer], object] = function) -> Any:
+        async def judge(
+            of: FilterBuffer, name: str = config.name, function: Callable[[FilterBuffer], object] = function
+        ) -> Any:
             return decisions_of(name, function(of))
 
         opened.append(OpenFilter(config, judge))
@@ -279,7 +313,9 @@ async def test_each_filter_sees_what_the_ones_before_have_kept_and_given() -> No
         seen.append([(group.task, group.priority) for group in of.groups])
         return ["enough" if place else {"priority": 0.5} for place in range(len(of.groups))]
 
-    filtering, found = await verdicts([({}, first), ({"count_only": True}, lambda of: [False] * len(of.groups)), ({}, second)])
+    filtering, found = await verdicts(
+        [({}, first), ({"count_only": True}, lambda of: [False] * len(of.groups)), ({}, second)]
+    )
     assert seen == [[(1, 1.0), (3, 3.0), (4, 4.0)]]
     assert {id: (verdict.reason, verdict.priority) for id, verdict in found.items()} == {
         1: ("", 1.5),

@@ -123,8 +123,12 @@ RECORDS: st.SearchStrategy[PlanRecord] = st.one_of(
         config_digest=TEXT,
         chain=TEXT,
     ),
-    st.builds(Done, epoch=INTS, step=INTS, metrics=st.dictionaries(TEXT, FLOATS, max_size=3), weights_digest=st.none() | TEXT),
-    st.builds(Evaluated, epoch=INTS, version=INTS, step=INTS, dataset=TEXT, metrics=st.dictionaries(TEXT, FLOATS, max_size=3)),
+    st.builds(
+        Done, epoch=INTS, step=INTS, metrics=st.dictionaries(TEXT, FLOATS, max_size=3), weights_digest=st.none() | TEXT
+    ),
+    st.builds(
+        Evaluated, epoch=INTS, version=INTS, step=INTS, dataset=TEXT, metrics=st.dictionaries(TEXT, FLOATS, max_size=3)
+    ),
     st.builds(Requeue, **dict.fromkeys(("epoch", "task", "root", "count", "prompt_epoch", "offset", "step"), INTS)),
     st.builds(Settle, epoch=INTS, reason=TEXT, tasks=arrays("int64"), seqs=arrays("int64"), step=INTS),
     st.builds(Fence, epoch=INTS),
@@ -222,7 +226,13 @@ def test_dead_round_trip() -> None:
 
 
 DECODERS = [
-    *(codec.decode_sample, lambda data: codec.decode_task(data, 1), codec.decode_record, codec.decode_partial, codec.decode_dead),
+    *(
+        codec.decode_sample,
+        lambda data: codec.decode_task(data, 1),
+        codec.decode_record,
+        codec.decode_partial,
+        codec.decode_dead,
+    ),
     codec.decode_turn_record,
 ]
 
@@ -408,7 +418,19 @@ ODD = st.one_of(
 
 WIRE_ORDER = (
     *("run", "task", "index", "group_size", "attempt", "kind", "prompt", "tokens", "response_length", "response"),
-    *("rollout_log_probs", "loss_mask", "spans", "reward", "status", "sampling", "label", "metadata", "actor", "engine", "timings"),
+    *(
+        "rollout_log_probs",
+        "loss_mask",
+        "spans",
+        "reward",
+        "status",
+        "sampling",
+        "label",
+        "metadata",
+        "actor",
+        "engine",
+        "timings",
+    ),
     *("finish_reason", "created_s"),
 )
 """Fields of a sample of schema 1, as every release writes them."""
@@ -438,7 +460,10 @@ def test_a_changed_sample_is_refused_or_comes_back_as_it_was_read(sample: Sample
     fields = msgpack.unpackb(codec.encode_sample(dataclasses.replace(sample, extra={})), strict_map_key=False)
     inside = data.draw(st.sampled_from(["", "sampling", "timings"]))
     holder = fields[inside] if inside else fields
-    name, change = data.draw(st.sampled_from(sorted(holder))), data.draw(st.sampled_from(["value", "missing", "unknown", "order"]))
+    name, change = (
+        data.draw(st.sampled_from(sorted(holder))),
+        data.draw(st.sampled_from(["value", "missing", "unknown", "order"])),
+    )
     if change == "value":
         holder[name] = data.draw(ODD)
     elif change != "unknown":
@@ -468,7 +493,20 @@ class Words(str):
 NOT_USUAL = st.one_of(
     ODD,
     st.just(object()),
-    st.sampled_from([np.float64(0.5), np.int64(3), np.float32(1), Decimal(1), {1, 2}, (1, 2), Words("x"), "\ud800", 2**70, Status.ABORTED]),
+    st.sampled_from(
+        [
+            np.float64(0.5),
+            np.int64(3),
+            np.float32(1),
+            Decimal(1),
+            {1, 2},
+            (1, 2),
+            Words("x"),
+            "\ud800",
+            2**70,
+            Status.ABORTED,
+        ]
+    ),
     st.datetimes(timezones=st.just(UTC)) | st.datetimes(),
     st.integers(1, 80).map(nested),
 )
@@ -555,9 +593,11 @@ def test_an_unknown_field_may_have_any_name(name: str) -> None:
 def test_what_is_nested_too_deeply_to_be_shown_is_refused(field: str) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_sample()))
     for levels in (30, 60, 66, 400):
-        fields[field] = {"label": nested(levels), "unknown": nested(levels), "prompt": [{"content": nested(levels)}]}.get(
-            field, {"a": nested(levels)}
-        )
+        fields[field] = {
+            "label": nested(levels),
+            "unknown": nested(levels),
+            "prompt": [{"content": nested(levels)}],
+        }.get(field, {"a": nested(levels)})
         data = msgpack.packb(fields)
         if levels < 64:
             codec.decode_sample(data)

@@ -1,4 +1,6 @@
-"""Samples of several token sequences, tasks with a rollout and plans with rows: both schemas, round trips, each invariant broken once."""
+"""Samples of several token sequences, tasks with a rollout and plans with rows: both schemas, round trips, each
+invariant broken once.
+"""
 
 import dataclasses
 import hashlib
@@ -82,7 +84,17 @@ def test_messages_of_schema_2_keep_their_bytes() -> None:
     sample = msgpack.unpackb(codec.encode_sample(make_episode()))
     assert list(sample)[-4:] == ["rollout", "sequences", "turns", "transcript"]
     assert sample["sequences"] == [[10, 6], [6, 2]]
-    assert list(sample["turns"]) == ["at", "tokens", "begin_s", "seconds", "tools_s", "id", "finish", "agent", "rewards"]
+    assert list(sample["turns"]) == [
+        "at",
+        "tokens",
+        "begin_s",
+        "seconds",
+        "tools_s",
+        "id",
+        "finish",
+        "agent",
+        "rewards",
+    ]
     assert sample["turns"]["at"] == b"\0\0\0\0\4\0\0\0\6\0\0\0"
     assert sample["turns"]["rewards"] == [[1, 0.1]]
     digests = [
@@ -90,7 +102,9 @@ def test_messages_of_schema_2_keep_their_bytes() -> None:
         for data in (
             codec.encode_sample(make_episode()),
             codec.encode_task(
-                make_task(rollout="calc", budget=Budget(turns=6, tokens=512, context=4096, total_tokens=16384, seconds=600.0))
+                make_task(
+                    rollout="calc", budget=Budget(turns=6, tokens=512, context=4096, total_tokens=16384, seconds=600.0)
+                )
             ),
             codec.encode_record(make_plan(rows=ints(1, 2), ranks=ints(0, 1, 1), micro_batches=ints(0, 0, 0))),
         )
@@ -169,7 +183,10 @@ def test_the_header_counts_turns_sequences_and_sampled_tokens() -> None:
 
 
 def test_a_rollout_has_a_subject_and_a_consumer_of_its_own() -> None:
-    assert (subjects.task("r", "train", "calc"), subjects.consumer(Kind.TRAIN, "calc")) == ("tm.r.task.train-calc", "rollout-calc")
+    assert (subjects.task("r", "train", "calc"), subjects.consumer(Kind.TRAIN, "calc")) == (
+        "tm.r.task.train-calc",
+        "rollout-calc",
+    )
     assert (subjects.task("r", "train"), subjects.consumer(Kind.EVAL)) == ("tm.r.task.train", "eval")
 
 
@@ -193,7 +210,11 @@ def turns(**changes: Any) -> dict[str, Any]:
         ({"spans": (Span(version=5, num_tokens=8),)}, "spans"),
         ({"spans": (Span(version=5, num_tokens=7), Span(version=6, num_tokens=1))}, "spans"),
         (
-            {"loss_mask": ints(1, 1, 0, 0, 1, 1, 0, 0, dtype=np.uint8), "rollout_log_probs": np.zeros(8, np.float32), "turns": None},
+            {
+                "loss_mask": ints(1, 1, 0, 0, 1, 1, 0, 0, dtype=np.uint8),
+                "rollout_log_probs": np.zeros(8, np.float32),
+                "turns": None,
+            },
             "loss_mask",
         ),
         (turns(tokens=ints(2, 2)), "turns.tokens"),
@@ -253,7 +274,9 @@ def test_a_rollout_that_no_subject_can_have_is_neither_written_nor_read(change: 
     with pytest.raises(WireError) as written:
         codec.encode_task(make_task(**change))
     raw = {**msgpack.unpackb(codec.encode_task(make_task())), "schema": 2}
-    raw.update({name: dataclasses.asdict(value) if isinstance(value, Budget) else value for name, value in change.items()})
+    raw.update(
+        {name: dataclasses.asdict(value) if isinstance(value, Budget) else value for name, value in change.items()}
+    )
     with pytest.raises(WireError) as read:
         codec.decode_task(msgpack.packb(raw), 1)
     assert written.value.field == read.value.field == field
@@ -279,7 +302,12 @@ def test_a_plan_whose_rows_contradict_its_columns_is_refused(change: dict[str, A
 
 
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5) | st.binary(max_size=12),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=8,
 )
@@ -297,7 +325,10 @@ def test_any_value_in_a_field_of_episodes_is_read_or_refused(name: str, value: A
 
 
 @settings(max_examples=examples(300))
-@given(st.sampled_from(["at", "tokens", "begin_s", "seconds", "tools_s", "id", "finish", "agent", "rewards", "added"]), VALUES)
+@given(
+    st.sampled_from(["at", "tokens", "begin_s", "seconds", "tools_s", "id", "finish", "agent", "rewards", "added"]),
+    VALUES,
+)
 def test_any_value_in_a_column_of_turns_is_read_or_refused(name: str, value: Any) -> None:
     fields = msgpack.unpackb(codec.encode_sample(make_episode()))
     fields["turns"][name] = value

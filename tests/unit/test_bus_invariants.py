@@ -72,7 +72,10 @@ def test_a_broken_promise_names_its_field(change: dict[str, Any], field: str) ->
     [
         {},
         {"rollout_log_probs": with_value(SOUND.rollout_log_probs, 3, 1e-6)},
-        {"loss_mask": with_value(SOUND.loss_mask, 6, 0), "rollout_log_probs": with_value(SOUND.rollout_log_probs, 6, 0)},
+        {
+            "loss_mask": with_value(SOUND.loss_mask, 6, 0),
+            "rollout_log_probs": with_value(SOUND.rollout_log_probs, 6, 0),
+        },
         {"spans": (Span(version=0, num_tokens=3), Span(version=9, num_tokens=5))},
         {"reward": {"score": -1.0}},
         {"reward": -MAX_REWARD},
@@ -129,7 +132,9 @@ def test_the_note_of_a_finished_sample_has_no_tokens() -> None:
 
 
 def test_what_a_step_makes_of_the_largest_reward_is_a_finite_float32() -> None:
-    """The squared norm of a gradient, as the docstring of the bound derives it, and the float32 values that remain distinct."""
+    """The squared norm of a gradient, as the docstring of the bound derives it, and the float32 values that remain
+    distinct.
+    """
     largest_weight = np.float32(np.exp(20.0))
     gradient = np.float32(2 * MAX_REWARD) * largest_weight * np.float32(18_000)
     assert np.isfinite(np.square(gradient, dtype=np.float32))

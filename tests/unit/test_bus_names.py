@@ -69,7 +69,9 @@ def test_any_text_becomes_one_token(text: str) -> None:
 def test_parts_join_to_what_was_cut(data: bytes, max_payload: int) -> None:
     pieces = list(parts.cut(data, max_payload))
     assert all(parts.fits(piece, max_payload) for piece in pieces)
-    manifest = parts.read_manifest(parts.describe(data, range(1, len(pieces) + 1)), seq=len(pieces) + 1, max_payload=max_payload)
+    manifest = parts.read_manifest(
+        parts.describe(data, range(1, len(pieces) + 1)), seq=len(pieces) + 1, max_payload=max_payload
+    )
     assert join(manifest, pieces) == data
 
 
@@ -121,7 +123,9 @@ def test_numbers_of_tokens_and_headers_are_read() -> None:
     assert [subjects.natural(text) for text in ("0", "007", str(2**63 - 1))] == [0, 7, 2**63 - 1]
 
 
-ODD_NUMBERS = [f"$JS.ACK.s.c.1.{text}.3.4.5" for text in ("", "+2", " 2", "1_0", "\u0662", "-2", str(2**63), "9" * 5000, "2.2")]
+ODD_NUMBERS = [
+    f"$JS.ACK.s.c.1.{text}.3.4.5" for text in ("", "+2", " 2", "1_0", "\u0662", "-2", str(2**63), "9" * 5000, "2.2")
+]
 
 
 def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> None:
@@ -133,14 +137,25 @@ def test_the_place_of_a_message_is_read_from_its_acknowledgement_subject() -> No
 
 
 def test_headers_have_the_summary_of_a_sample() -> None:
-    sample = make_sample(task=12, index=3, spans=(Span(version=4, num_tokens=6), Span(version=5, num_tokens=2)), reward={"score": 0.25})
+    sample = make_sample(
+        task=12, index=3, spans=(Span(version=4, num_tokens=6), Span(version=5, num_tokens=2)), reward={"score": 0.25}
+    )
     assert headers_of(sample) == {
         "Nats-Msg-Id": "12.3.a0",
         "Tm-Sample": "group=8 versions=4-5 reward=0.25 status=completed tokens=8",
     }
     fields = header_fields(headers_of(make_sample(task=12, index=3, length=0, engine="http://e?a=b")))
-    assert (fields["task"], fields["index"], fields["versions"], fields["engine"]) == ("12", "3", "none", "http://e?a=b")
-    assert header_fields({"Nats-Msg-Id": "odd", "Tm-Sample": "what group=2"}) == {"task": "odd", "index": "", "group": "2"}
+    assert (fields["task"], fields["index"], fields["versions"], fields["engine"]) == (
+        "12",
+        "3",
+        "none",
+        "http://e?a=b",
+    )
+    assert header_fields({"Nats-Msg-Id": "odd", "Tm-Sample": "what group=2"}) == {
+        "task": "odd",
+        "index": "",
+        "group": "2",
+    }
 
 
 def test_header_lines_are_read() -> None:
@@ -175,7 +190,9 @@ def test_time_stamps_of_the_server(stamp: str, seconds: float) -> None:
 )
 def test_what_an_import_brings_along(module: str, banned: tuple[str, ...]) -> None:
     code = f"import sys, {module}; print([name for name in {banned!r} if name in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
 
 
 @pytest.mark.parametrize("data", [b"", b"junk", b"[1]", b"3", b"[" * 100_000, b"\xff"])

@@ -15,7 +15,11 @@ from tidemill.bus.errors import UnreadableRow, WireError
 from tidemill.bus.wire.rows import MAX_ROW_BYTES, LiveRow, VersionRow, json_map, read_row
 
 LIVE = json.loads(
-    json.dumps(dataclasses.asdict(LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})))
+    json.dumps(
+        dataclasses.asdict(
+            LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", load={"running": 2, "released": True})
+        )
+    )
 )
 """A live row as JSON has it: a list for every tuple."""
 VERSION = dataclasses.asdict(VersionRow(version=3, step=2, epoch=1))
@@ -53,7 +57,11 @@ def test_memory_is_bounded() -> None:
         ("live", "engine.e", LIVE),
         ("live", "engine.e", LIVE | {"load": {}, "something": [1]}),
         ("live", "engine.e", LIVE | {"capabilities": {"ranks": 1024, "something": [1]}}),
-        ("live", "engine.e", {name: item for name, item in LIVE.items() if name not in ("capabilities", "taking_memory")}),
+        (
+            "live",
+            "engine.e",
+            {name: item for name, item in LIVE.items() if name not in ("capabilities", "taking_memory")},
+        ),
         ("weights", "v.3", VERSION),
         ("weights", "v.3", VERSION | {"delta": "", "base": -1}),  # as earlier releases wrote it
         ("weights", "head", VERSION | {"fence": 1}),
@@ -132,7 +140,10 @@ def test_what_is_no_row_is_refused(data: bytes) -> None:
         read_row("run", "epoch", data)
 
 
-@given(st.binary(max_size=60) | st.recursive(st.none() | st.floats() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode))
+@given(
+    st.binary(max_size=60)
+    | st.recursive(st.none() | st.floats() | st.integers() | st.text(), st.lists).map(json.dumps).map(str.encode)
+)
 def test_any_bytes_are_a_row_or_a_wire_error(data: bytes) -> None:
     try:
         assert isinstance(json_map(data), dict)

@@ -53,7 +53,12 @@ def test_a_call_is_repeated_while_the_bus_is_away_and_each_failure_is_reported()
 
 def test_a_full_bus_is_waited_for_without_end_and_its_restart_after_it() -> None:
     errors: list[type[BusUnavailable]] = []
-    answers: list[BusUnavailable | int] = [BusFull("x", "no room"), BusFull("x", "no room"), BusUnavailable("x", "not connected"), 4]
+    answers: list[BusUnavailable | int] = [
+        BusFull("x", "no room"),
+        BusFull("x", "no room"),
+        BusUnavailable("x", "not connected"),
+        4,
+    ]
 
     async def ask() -> int:
         answer = answers.pop(0)
@@ -62,7 +67,9 @@ def test_a_full_bus_is_waited_for_without_end_and_its_restart_after_it() -> None
         return answer
 
     late = time.monotonic() - 1
-    assert asyncio.run(retry(FakeConnection(), ask, deadline=late, report=lambda error: errors.append(type(error)))) == 4
+    assert (
+        asyncio.run(retry(FakeConnection(), ask, deadline=late, report=lambda error: errors.append(type(error)))) == 4
+    )
     assert errors == [BusFull, BusFull, BusUnavailable]
 
 
@@ -94,7 +101,9 @@ def test_no_try_begins_behind_the_deadline() -> None:
         with pytest.raises(BusUnavailable):
             asyncio.run(retry(FakeConnection(), asked, pause_s=0.02, deadline=deadline))
         assert asked.calls <= 4
-        assert all(begin + 0.02 < deadline for begin in begins[:-1]), "the pause behind each was to end before the deadline"
+        assert all(begin + 0.02 < deadline for begin in begins[:-1]), (
+            "the pause behind each was to end before the deadline"
+        )
         if asked.calls >= 2 and begins[-1] < deadline:
             break
     assert asked.calls >= 2 and begins[-1] < deadline

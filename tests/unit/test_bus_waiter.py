@@ -21,7 +21,9 @@ def test_a_wake_up_ends_all_present_waits() -> None:
         waiter.wake()
         async with asyncio.timeout(60):
             await asyncio.gather(*tasks)
-        assert not any(task.done() for task in await ended(waiter, 1)), "a wake-up that was received must not end a later wait"
+        assert not any(task.done() for task in await ended(waiter, 1)), (
+            "a wake-up that was received must not end a later wait"
+        )
 
     asyncio.run(main())
 

@@ -34,13 +34,19 @@ def said(**fields: Any) -> dict[str, Any]:
         (said(content=None), said(content="")),
         (said(content=None, refusal="no"), said(content="no")),
         (said(content=[{"type": "refusal", "refusal": "no"}]), said(content="no")),
-        (said(content="x", refusal=None, audio=None, tool_calls=None, annotations=[]), said(content="x", annotations=[])),
+        (
+            said(content="x", refusal=None, audio=None, tool_calls=None, annotations=[]),
+            said(content="x", annotations=[]),
+        ),
         (said(content="x", tool_calls=[]), said(content="x")),
         (said(content=None, reasoning_content="why"), said(content="", reasoning_content="why")),
         (said(tool_calls=[CALL]), said(content="", tool_calls=[CALL])),
         (said(content=None, tool_calls=[call(arguments='{"a": 3}')]), said(content="", tool_calls=[CALL])),
         (said(tool_calls=[{"name": "add", "arguments": {"a": 3}, "id": "1"}]), said(content="", tool_calls=[CALL])),
-        (said(tool_calls=[{"id": "1", "function": {"name": "add", "arguments": '{"a":3}'}}]), said(content="", tool_calls=[CALL])),
+        (
+            said(tool_calls=[{"id": "1", "function": {"name": "add", "arguments": '{"a":3}'}}]),
+            said(content="", tool_calls=[CALL]),
+        ),
         (said(tool_calls=[call()]), said(content="", tool_calls=[call(arguments={})])),
         (said(tool_calls=[call(arguments=" ")]), said(content="", tool_calls=[call(arguments={})])),
         (said(tool_calls=[call(arguments=None)]), said(content="", tool_calls=[call(arguments={})])),
@@ -71,24 +77,45 @@ def test_a_message_has_one_form(message: dict[str, Any], wanted: dict[str, Any])
         ([{"role": "user", "text": "x"}], "m[0].content: "),
         ([said(value="x")], "m[0].content: want text or text parts, got 'no such key'"),
         ([{"role": "tool", "tool_call_id": "1"}], "m[0].content: "),
-        ([{"role": "user", "content": 5}], "m[0].content: want text or text parts (write other values as JSON text), got 5"),
-        ([{"role": "tool", "content": {"a": 1}}], "m[0].content: want text or text parts (write other values as JSON text)"),
-        ([{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "m[1].content[0]: "),
-        ([{"role": "user", "content": [{"type": "image_url"}]}], "as the model reads text alone, got 'a part of type image_url'"),
+        (
+            [{"role": "user", "content": 5}],
+            "m[0].content: want text or text parts (write other values as JSON text), got 5",
+        ),
+        (
+            [{"role": "tool", "content": {"a": 1}}],
+            "m[0].content: want text or text parts (write other values as JSON text)",
+        ),
+        (
+            [{"role": "user", "content": "x"}, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+            "m[1].content[0]: ",
+        ),
+        (
+            [{"role": "user", "content": [{"type": "image_url"}]}],
+            "as the model reads text alone, got 'a part of type image_url'",
+        ),
         ([{"role": "user", "content": ["x"]}], "m[0].content[0]: want a text part"),
         ([{"role": "user", "content": [{"type": "text", "text": None}]}], "m[0].content[0]: want a text part"),
         ([said(content="", audio={"id": "1"})], "m[0].audio: want text alone"),
-        ([said(content="", function_call={"name": "f"})], "m[0].function_call: want tool_calls, which have replaced it"),
+        (
+            [said(content="", function_call={"name": "f"})],
+            "m[0].function_call: want tool_calls, which have replaced it",
+        ),
         ([said(content="", name=3)], "m[0].name: want text, got 3"),
         ([said(content="", reasoning_content=["x"])], "m[0].reasoning_content: want text"),
         ([{"role": "tool", "content": "", "tool_call_id": 3}], "m[0].tool_call_id: want text"),
-        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "m[0].tool_calls: want a list of calls, in messages of the assistant"),
+        (
+            [{"role": "user", "content": "x", "tool_calls": [CALL]}],
+            "m[0].tool_calls: want a list of calls, in messages of the assistant",
+        ),
         ([said(tool_calls=3)], "m[0].tool_calls: want a list"),
         ([said(tool_calls=[3])], 'm[0].tool_calls[0]: want {"id"'),
         ([said(tool_calls=[CALL, {"id": "2", "function": {"name": ""}}])], "m[0].tool_calls[1]: want"),
         ([said(tool_calls=[{**CALL, "id": 7}])], "m[0].tool_calls[0].id: want text, got 7"),
         *(
-            ([said(tool_calls=[call(arguments=value)])], "m[0].tool_calls[0].function.arguments: want a map, or one as JSON text")
+            (
+                [said(tool_calls=[call(arguments=value)])],
+                "m[0].tool_calls[0].function.arguments: want a map, or one as JSON text",
+            )
             for value in ("{", "[1]", "null", "5", [1], 5, True, '{"a": NaN}', {"a": float("inf")}, "[" * 100_000)
         ),
     ],
@@ -102,7 +129,9 @@ def test_other_values_are_refused_by_message_and_field(messages: Any, complaint:
 def test_a_result_has_the_name_of_its_call() -> None:
     calls = [{"id": id, "function": {"name": name, "arguments": "{}"}} for id, name in (("1", "add"), ("2", "now"))]
     results = [{"role": "tool", "tool_call_id": id, "content": "x"} for id in ("2", "1", "3")]
-    found = chat_messages([said(tool_calls=calls), *results, {**results[0], "name": "own"}, {"role": "tool", "content": "x"}])
+    found = chat_messages(
+        [said(tool_calls=calls), *results, {**results[0], "name": "own"}, {"role": "tool", "content": "x"}]
+    )
     assert [message.get("name") for message in found[1:]] == ["now", "add", None, "own", None]
 
 

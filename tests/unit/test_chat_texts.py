@@ -1,4 +1,6 @@
-"""Tokens of recorded answers behind those of their prompts: answers that begin with newlines and blanks, templates, tokenizers."""
+"""Tokens of recorded answers behind those of their prompts: answers that begin with newlines and blanks, templates,
+tokenizers.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +18,13 @@ from tidemill.rewards.model_text.message_template import MessageTemplate
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>")
 END = 2
 PIECES = ["\n", "\n\n", " ", "  ", "\t", "Hello", " Hello", "12", "é", "模型", ".", "\r\n", ":", "assistant"]
-TEXTS = ["user\n\nHello  Hello\n\n\nassistant\n\n Hello", "12 12\t\t. .", "é é模型模型", "User: a\nAssistant: b\n\n", ":\n\n:\n :  "] * 20
+TEXTS = [
+    "user\n\nHello  Hello\n\n\nassistant\n\n Hello",
+    "12 12\t\t. .",
+    "é é模型模型",
+    "User: a\nAssistant: b\n\n",
+    ":\n\n:\n :  ",
+] * 20
 TEMPLATES = {
     "chatml": "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
@@ -26,7 +34,10 @@ TEMPLATES = {
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
     "words": "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}",
-    "no end": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}",
+    "no end": (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt "
+        "%}assistant:{% endif %}"
+    ),
 }
 
 
@@ -42,7 +53,9 @@ def trained(kind: str) -> Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")
         alphabet = sorted({letter for piece in PIECES for letter in piece} | set("abcdefghijklmnopqrstuvwxyz:. \n"))
-    tokenizer.train_from_iterator(TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=list(alphabet), special_tokens=list(SPECIAL)))
+    tokenizer.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=400, initial_alphabet=list(alphabet), special_tokens=list(SPECIAL))
+    )
     tokenizer.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIAL])
     return tokenizer
 
@@ -66,7 +79,11 @@ class Model:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-MODELS = {f"{kind}, {name}": Model(trained(kind), template) for kind in ("bytes", "words") for name, template in TEMPLATES.items()}
+MODELS = {
+    f"{kind}, {name}": Model(trained(kind), template)
+    for kind in ("bytes", "words")
+    for name, template in TEMPLATES.items()
+}
 ANSWERS = st.lists(st.sampled_from(PIECES), max_size=5).map("".join)
 
 
@@ -82,13 +99,21 @@ def sequence_of(model: Model, messages: list[dict[str, Any]]) -> Any:
 
 
 def check_sequence(model: Model, contents: Sequence[str]) -> None:
-    """Assert that the prompt's tokens are those that an engine gets, and that behind it tokens and masks are the template's text."""
+    """Assert that the prompt's tokens are those that an engine gets, and that behind it tokens and masks are the
+    template's text.
+    """
     messages = turns(*contents)
     sequence = sequence_of(model, messages)
     prompt, tokens = model(messages[:1]), sequence.tokens.tolist()
     assert tokens[: len(prompt)] == prompt == sequence.prompt_tokens.tolist()
-    head, whole, text = model.render(messages[:1]), model.render(messages, whole=True), model.decode(tokens)[len(model.decode(prompt)) :]
-    assert whole[len(head) :].startswith(text) and not whole[len(head) + len(text) :].strip(), "all but what is behind the last end token"
+    head, whole, text = (
+        model.render(messages[:1]),
+        model.render(messages, whole=True),
+        model.decode(tokens)[len(model.decode(prompt)) :],
+    )
+    assert whole[len(head) :].startswith(text) and not whole[len(head) + len(text) :].strip(), (
+        "all but what is behind the last end token"
+    )
     mask = [0] * len(prompt) + sequence.loss_mask.tolist()
     starts = [at for at in range(len(mask)) if mask[at] and not mask[at - 1]]
     assert len(starts) == len(contents) // 2
@@ -96,25 +121,38 @@ def check_sequence(model: Model, contents: Sequence[str]) -> None:
         stop = next((place for place in range(start, len(mask)) if not mask[place]), len(mask))
         taught = model.decode(tokens[:stop])[len(model.decode(tokens[:start])) :]
         answer = model.render(messages[: at + 1], whole=True)[len(model.render(messages[:at])) :]
-        assert answer.startswith(taught) and not answer[len(taught) :].strip() and (END in tokens[start:stop]) == ("<|im_end|>" in answer)
+        assert (
+            answer.startswith(taught)
+            and not answer[len(taught) :].strip()
+            and (END in tokens[start:stop]) == ("<|im_end|>" in answer)
+        )
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
-@pytest.mark.parametrize("answer", ["\n\nHello", "  Hello", "\n", " ", "\tHello", "Hello\n\n", "\r\nHello", "Hello", "é", "\n\n\n 12"])
+@pytest.mark.parametrize(
+    "answer", ["\n\nHello", "  Hello", "\n", " ", "\tHello", "Hello\n\n", "\r\nHello", "Hello", "é", "\n\n\n 12"]
+)
 def test_an_answer_may_begin_with_blanks_and_newlines(model: Model, answer: str) -> None:
     check_sequence(model, ["Hello", answer])
     check_sequence(model, ["Hello\n", answer, " 12", answer])
 
 
 @settings(max_examples=examples(60), deadline=None, derandomize=True)
-@given(contents=st.lists(st.tuples(ANSWERS, ANSWERS.filter(str.strip)), min_size=1, max_size=3), name=st.sampled_from(sorted(MODELS)))
+@given(
+    contents=st.lists(st.tuples(ANSWERS, ANSWERS.filter(str.strip)), min_size=1, max_size=3),
+    name=st.sampled_from(sorted(MODELS)),
+)
 def test_any_conversation_has_the_text_of_its_template(contents: list[tuple[str, str]], name: str) -> None:
     check_sequence(MODELS[name], [text for pair in contents for text in pair])
 
 
 def test_an_answer_that_the_template_changes_later_is_still_refused() -> None:
-    last_alone = "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
-    with pytest.raises(PromptError, match="want a chat template that writes message 2 in the middle of a conversation as at its end"):
+    last_alone = (
+        "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(
+        PromptError, match="want a chat template that writes message 2 in the middle of a conversation as at its end"
+    ):
         sequence_of(Model(trained("bytes"), last_alone), turns("Hello", "a", "Hello", "b"))
 
 

@@ -33,17 +33,37 @@ def test_a_configuration_names_its_files(tmp_path: Path, capsys: pytest.CaptureF
 def test_rows_are_shown_as_the_model_reads_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_model(tmp_path / "model", chat_template=False)
     (tmp_path / "model" / "chat_template.jinja").write_text(
-        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %} <eos>"
+        "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ "
+        "m.content }}{% endfor %} <eos>"
     )
-    row = {"prompt": [{"role": "user", "content": "what is one"}], "label": "1", "tools": [{"name": "plus"}], "r": "sums"}
+    row = {
+        "prompt": [{"role": "user", "content": "what is one"}],
+        "label": "1",
+        "tools": [{"name": "plus"}],
+        "r": "sums",
+    }
     file = write_prompts(
-        tmp_path / "prompts.jsonl", row, row | {"tools": None}, {"prompt": "the answer", "label": "1", "tools": None, "r": None}
+        tmp_path / "prompts.jsonl",
+        row,
+        row | {"tools": None},
+        {"prompt": "the answer", "label": "1", "tools": None, "r": None},
     )
-    words = ["data", "check", str(file), "--preview", "3", "--set", "data.tools_key=tools", "--set", "data.reward_key=r"]
+    words = [
+        "data",
+        "check",
+        str(file),
+        "--preview",
+        "3",
+        "--set",
+        "data.tools_key=tools",
+        "--set",
+        "data.reward_key=r",
+    ]
     assert cli.main([*words, "--set", f"model.path={tmp_path}/model"]) == 0
     one, two, three, _ = capsys.readouterr().out.splitlines()
     assert one.endswith(
-        "metadata {'reward': 'sums', 'tools': [{'type': 'function', 'function': {'name': 'plus'}}]} 5 tokens 'plus what is one <eos>'"
+        "metadata {'reward': 'sums', 'tools': [{'type': 'function', 'function': {'name': 'plus'}}]} 5 tokens "
+        "'plus what is one <eos>'"
     )
     assert two.endswith("metadata {'reward': 'sums'} 4 tokens 'what is one <eos>'")
     assert three.endswith("prompt 'the answer' label '1' 2 tokens 'the answer'")
@@ -58,7 +78,9 @@ def test_every_recorded_conversation_is_made_into_tokens(tmp_path: Path, capsys:
     run = write_run(tmp_path)
     good = [{"role": "user", "content": "what is one"}, {"role": "assistant", "content": "two <eos>"}]
     rows = [{"prompt": good, "label": "1"}] * 2
-    file = write_prompts(tmp_path / "prompts.jsonl", *rows, {"prompt": good[:1], "label": "1"}, {"prompt": good * 2, "label": "1"})
+    file = write_prompts(
+        tmp_path / "prompts.jsonl", *rows, {"prompt": good[:1], "label": "1"}, {"prompt": good * 2, "label": "1"}
+    )
     words = ["data", "check", str(run), "--set", "rollouts={answers: {use: dataset}}", "--set", "data.rollout=answers"]
     assert cli.main([*words, "--set", "learner.algorithm.correction=sft"]) == 78
     shown, third, last = capsys.readouterr().out.splitlines()

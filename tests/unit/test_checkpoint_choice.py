@@ -1,4 +1,6 @@
-"""Which checkpoint is loaded when nodes are lost: every subset of them, against a rule that is written down another way."""
+"""Which checkpoint is loaded when nodes are lost: every subset of them, against a rule that is written down another
+way.
+"""
 
 from itertools import combinations
 
@@ -16,9 +18,12 @@ def entry(*holders: int) -> FileEntry:
 
 def world(num_nodes: int, copies: int) -> tuple[dict[str, FileEntry], dict[int, set[str]]]:
     """Return a checkpoint with one file a node, and the files of each node when the copies are made."""
-    files = {f"__{node}_0.distcp": entry(node) for node in range(num_nodes)} | {name: entry(*range(num_nodes)) for name in METADATA}
+    files = {f"__{node}_0.distcp": entry(node) for node in range(num_nodes)} | {
+        name: entry(*range(num_nodes)) for name in METADATA
+    }
     there = {
-        node: {name for name, one in files.items() if node in targets(one, num_nodes=num_nodes, copies=copies)} for node in range(num_nodes)
+        node: {name for name, one in files.items() if node in targets(one, num_nodes=num_nodes, copies=copies)}
+        for node in range(num_nodes)
     }
     return files, there
 
@@ -33,7 +38,10 @@ def test_every_subset_of_lost_nodes(num_nodes: int, copies: int) -> None:
         for lost in combinations(range(num_nodes), number):
             held = {node: names for node, names in seen.items() if node not in lost}
             choice = choose([NEWEST, BEFORE], {NEWEST: files, BEFORE: files}, held, seen)
-            ring = [all((node + offset) % num_nodes in lost for offset in range(min(copies, num_nodes))) for node in range(num_nodes)]
+            ring = [
+                all((node + offset) % num_nodes in lost for offset in range(min(copies, num_nodes)))
+                for node in range(num_nodes)
+            ]
             if not any(ring):
                 assert choice == Choice(checkpoint=NEWEST)
                 continue

@@ -53,7 +53,10 @@ def test_a_taken_name_is_refused(tmp_path: Path) -> None:
         (lambda path: (path / "manifest.json").unlink(), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("{"), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json"),
-        (lambda path: (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": {}, "extra": {}})), "manifest.json"),
+        (
+            lambda path: (path / "manifest.json").write_text(json.dumps({"schema": 1, "files": {}, "extra": {}})),
+            "manifest.json",
+        ),
     ],
 )
 def test_verify_names_the_first_bad_file(tmp_path: Path, damage: object, file: str) -> None:
@@ -78,14 +81,20 @@ def test_latest_valid_passes_over_corrupt_ones_and_logs_them(tmp_path: Path, cap
 
 
 def test_a_corrupt_one_set_aside_is_none_any_more(tmp_path: Path) -> None:
-    """It is not listed, so nothing is kept for it in place of a sound one, but it stays on disk. A missing one is no error."""
+    """It is not listed, so nothing is kept for it in place of a sound one, but it stays on disk. A missing one is no
+    error.
+    """
     old, new = write(tmp_path, 1), write(tmp_path, 2)
     for _ in range(2):  # the second time there is nothing to set aside
         disk.set_aside(new)
         assert [one.path for one in disk.listed(tmp_path)] == [old]
     write(tmp_path, 2, epoch=2)
     disk.prune(tmp_path, keep=2, latest=disk.named(tmp_path / "step-2-epoch-2"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1-epoch-1", "step-2-epoch-1.corrupt", "step-2-epoch-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-1-epoch-1",
+        "step-2-epoch-1.corrupt",
+        "step-2-epoch-2",
+    ]
 
 
 @pytest.mark.parametrize("name", ["state.msgpack", "manifest.json"])
@@ -172,7 +181,10 @@ def test_files_of_other_nodes_may_be_missing(tmp_path: Path) -> None:
     names = ["__0_0.distcp", "__1_0.distcp", *sorted(manifests.METADATA)]
     for name in names:
         (tmp / name).write_bytes(name.encode())
-    files = {name: entry.written_by([1] if name == "__1_0.distcp" else [0]) for name, entry in disk.digest(tmp, names).items()}
+    files = {
+        name: entry.written_by([1] if name == "__1_0.distcp" else [0])
+        for name, entry in disk.digest(tmp, names).items()
+    }
     disk.write_manifest(tmp, Manifest(files=files, extra={}).encode())
     path = disk.publish(tmp)
     assert disk.is_spread(path) and not disk.is_spread(write(tmp_path, 3))

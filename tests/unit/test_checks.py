@@ -1,4 +1,6 @@
-"""Findings of the checks besides mistakes: warnings, prompt lengths, settings that a resumed run may not change, and their import cost."""
+"""Findings of the checks besides mistakes: warnings, prompt lengths, settings that a resumed run may not change, and
+their import cost.
+"""
 
 import json
 import re
@@ -94,12 +96,16 @@ def test_a_directory_of_megatron_that_cannot_be_made_is_an_error(tmp_path: Path)
 def test_the_best_checkpoint_needs_room_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2, 1, 1))  # type: ignore[attr-defined]
     held = f"eval.sets={{held: {{path: {tmp_path}/prompts.jsonl}}}}"
-    (error,) = [one.text for one in checked(tmp_path, "eval.every=5", held, "eval.best=held/mean").errors if one.topic == "disk"]
+    (error,) = [
+        one.text for one in checked(tmp_path, "eval.every=5", held, "eval.best=held/mean").errors if one.topic == "disk"
+    ]
     assert "for 5 checkpoints" in error
 
 
 def test_all_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """State of policy and critic, a reference that moves, in two checkpoints and the one being written; models of earlier steps."""
+    """State of policy and critic, a reference that moves, in two checkpoints and the one being written; models of
+    earlier steps.
+    """
     monkeypatch.setattr("tidemill.launch.checks.machine._gb", str)
 
     def need(*settings: str) -> int:
@@ -111,7 +117,9 @@ def test_all_that_is_kept_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyP
     plain = need()
     parameters, rest = divmod(plain, 3 * 16 + 4)
     assert parameters > 1000 and not rest
-    assert 0.5 * parameters < (need("learner.algorithm.advantage=gae") - plain) / (3 * 16) < parameters, "it has no output layer"
+    assert 0.5 * parameters < (need("learner.algorithm.advantage=gae") - plain) / (3 * 16) < parameters, (
+        "it has no output layer"
+    )
     assert need("learner.algorithm.kl.coef=0.1", "learner.algorithm.kl.reference_ema=0.9") - plain == 3 * 4 * parameters
     assert need("learner.save_hf_every=2", "learner.keep_hf=3") - plain == 3 * 4 * parameters
     assert need("learner.save_hf_every=2", "learner.keep_hf=0") - plain == 5 * 4 * parameters
@@ -153,7 +161,10 @@ def test_a_server_that_scores_at_one_temperature_is_refused_for_others(
 ) -> None:
     monkeypatch.setattr(teachers, "ANSWER_S", 60.0)
     file = write_run(tmp_path)
-    rows = [{"prompt": "what is one", "label": "3", "s": own} for own in (None, {"temperature": row} if row else {"max_new_tokens": 4})]
+    rows = [
+        {"prompt": "what is one", "label": "3", "s": own}
+        for own in (None, {"temperature": row} if row else {"max_new_tokens": 4})
+    ]
     write_prompts(tmp_path / "prompts.jsonl", *rows)
     with HTTPServer(("127.0.0.1", 0), type("Server", (_Teacher,), {"engine": engine})) as server:
         answering = threading.Thread(target=server.serve_forever)
@@ -175,9 +186,9 @@ def test_prompts_that_are_too_long_are_counted(tmp_path: Path) -> None:
     write_prompts(tmp_path / "prompts.jsonl", short, *[long, short] * 25)
     (warning,) = check(load(file), Purpose()).warnings
     assert (
-        f"{tmp_path}/prompts.jsonl:2: want <= 240 tokens (data.max_prompt_tokens), got 300; 25 of 51 rows read are such; they are skipped"
-        in warning.text
-    )
+        f"{tmp_path}/prompts.jsonl:2: want <= 240 tokens (data.max_prompt_tokens), got 300; 25 of 51 rows "
+        "read are such; they are skipped"
+    ) in warning.text
     (error,) = check(load(file, ["data.bad_rows=refuse"]), Purpose()).errors
     assert "25 of 51 rows read are such; a larger context" in error.text
 
@@ -201,13 +212,17 @@ def test_a_renderer_needs_its_packages(tmp_path: Path, monkeypatch: pytest.Monke
     (finding,) = [one for one in report.findings if one.topic == "rollouts"]
     want = "actor.gateway.renderer: want the packages of tidemill[renderers], got none of the name renderers"
     assert (
-        finding.level == ("error" if here else "warning") and want in finding.text and "pip install 'tidemill[renderers]'" in finding.text
+        finding.level == ("error" if here else "warning")
+        and want in finding.text
+        and "pip install 'tidemill[renderers]'" in finding.text
     )
     assert not checked(tmp_path).on("rollouts")
 
 
 @pytest.mark.parametrize("setting", ["learner.device", "engine.device"])
-def test_cuda_is_refused_where_there_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str) -> None:
+def test_cuda_is_refused_where_there_is_no_driver(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setattr("tidemill.launch.checks.devices.GPU", tmp_path / "nvidiactl")
     (error,) = texts(checked(tmp_path, f"{setting}=cuda").errors)
@@ -232,14 +247,35 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         (["bus.tls_ca=no.pem"], "bus.tls_ca: want a PEM file, got 'no.pem'"),
         (["bus.url=http://a:1"], "bus.url: want nats://host:port"),
         (["bus.url=nats://a:x"], "bus.url: want nats://host:port"),
-        (["engine.kind=sglang", "engine.sglang.python=/no/python"], "engine.sglang.python: want the Python interpreter"),
-        (["learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"], "kl.reference: want the directory of a model"),
-        (["learner.critic.path=/no/such", "learner.algorithm.advantage=gae"], "learner.critic.path: want the directory of a Hugging Face"),
-        (["learner.algorithm.advantage=nothere:f"], "advantage: want a function (rewards_N, groups_N, *, lengths_N, truncated_N, parts"),
+        (
+            ["engine.kind=sglang", "engine.sglang.python=/no/python"],
+            "engine.sglang.python: want the Python interpreter",
+        ),
+        (
+            ["learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"],
+            "kl.reference: want the directory of a model",
+        ),
+        (
+            ["learner.critic.path=/no/such", "learner.algorithm.advantage=gae"],
+            "learner.critic.path: want the directory of a Hugging Face",
+        ),
+        (
+            ["learner.algorithm.advantage=nothere:f"],
+            "advantage: want a function (rewards_N, groups_N, *, lengths_N, truncated_N, parts",
+        ),
         (["learner.algorithm.advantage=json:nothing"], "json has no 'nothing'"),
-        (["learner.hooks.before_step=shutil:copytree_"], "learner.hooks.before_step: want a function (moment), got 'shutil:copytree_'"),
-        (["learner.algorithm.reject=[textwrap:dedent]"], "learner.algorithm.reject: want a function (delta_T, mask_T, sequence_T"),
-        (["learner.hooks.before_step=textwrap:indent"], "it takes text, prefix, predicate; it is called with 1 arguments"),
+        (
+            ["learner.hooks.before_step=shutil:copytree_"],
+            "learner.hooks.before_step: want a function (moment), got 'shutil:copytree_'",
+        ),
+        (
+            ["learner.algorithm.reject=[textwrap:dedent]"],
+            "learner.algorithm.reject: want a function (delta_T, mask_T, sequence_T",
+        ),
+        (
+            ["learner.hooks.before_step=textwrap:indent"],
+            "it takes text, prefix, predicate; it is called with 1 arguments",
+        ),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),
     ],
@@ -272,13 +308,23 @@ def test_a_critic_reads_the_tokens_of_the_policy(tmp_path: Path, changes: dict[s
     [
         ({}, {}, ""),
         ({"rope_theta": 500.0}, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}, ""),
-        ({"rope_theta": 500.0}, {"rope_theta": 600.0}, "kl.reference: want a model with the policy's rope_theta = 500.0, got 600.0 in"),
+        (
+            {"rope_theta": 500.0},
+            {"rope_theta": 600.0},
+            "kl.reference: want a model with the policy's rope_theta = 500.0, got 600.0 in",
+        ),
         ({"rope_theta": 500.0}, {"rope_parameters": {"rope_theta": 600.0}}, "rope_theta = 500.0"),
-        ({"rope_scaling": None}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "the policy's rope_scaling = None"),
+        (
+            {"rope_scaling": None},
+            {"rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+            "the policy's rope_scaling = None",
+        ),
         ({}, {"num_hidden_layers": 2}, "want the directory of a model with the sizes of the trained one"),
     ],
 )
-def test_a_reference_is_computed_as_the_policy(tmp_path: Path, policys: dict[str, Any], changes: dict[str, Any], complaint: str) -> None:
+def test_a_reference_is_computed_as_the_policy(
+    tmp_path: Path, policys: dict[str, Any], changes: dict[str, Any], complaint: str
+) -> None:
     path = tmp_path / "reference"
     write_model(path)
     (path / "config.json").write_text(json.dumps(VALUES | ({} if "rope_parameters" in changes else policys) | changes))
@@ -303,7 +349,10 @@ def test_a_critic_with_experts_has_its_optimizer_on_the_device(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("where", "user"),
     [
-        (("engine.kind=sglang", "engine.sglang.url=http://127.0.0.1:1"), "a server that is running (engine.sglang.url)"),
+        (
+            ("engine.kind=sglang", "engine.sglang.url=http://127.0.0.1:1"),
+            "a server that is running (engine.sglang.url)",
+        ),
         ((), "engine.kind: builtin"),
     ],
 )
@@ -314,7 +363,9 @@ def test_settings_of_a_server_that_is_not_started_are_named(tmp_path: Path, wher
     assert not [text for text in texts(checked(tmp_path, *where).warnings) if "engine.sglang.arguments" in text]
 
 
-@pytest.mark.parametrize(("release", "supported"), [("0.5.20", False), ("0.5.21", True), ("0.6.0.post1", True), ("", True)])
+@pytest.mark.parametrize(
+    ("release", "supported"), [("0.5.20", False), ("0.5.21", True), ("0.6.0.post1", True), ("", True)]
+)
 def test_an_old_sglang_is_found_without_starting_it(tmp_path: Path, release: str, supported: bool) -> None:
     """In the environment of the interpreter; where no release is found there, the engine checks it when it starts."""
     program = tmp_path / "sglang/bin/python"
@@ -351,7 +402,11 @@ def clip_range(low: float, high: float) -> tuple[str, str]:
         ),
         (
             [
-                *("learner.algorithm.correction=gspo", "learner.algorithm.anchor=rollout", "learner.algorithm.weight=none"),
+                *(
+                    "learner.algorithm.correction=gspo",
+                    "learner.algorithm.anchor=rollout",
+                    "learner.algorithm.weight=none",
+                ),
                 *clip_range(3e-4, 4e-4),
             ],
             ["anchored at the proximal"],
@@ -369,7 +424,9 @@ def test_what_is_doubtful_is_a_warning(tmp_path: Path, settings: list[str], comp
 
 
 def test_the_stream_is_measured_by_the_longest_prompt(tmp_path: Path) -> None:
-    """The longest prompt is that of the file, or the limit; if neither is known, the context, which may be far too long: a warning."""
+    """The longest prompt is that of the file, or the limit; if neither is known, the context, which may be far too
+    long: a warning.
+    """
     small = "bus.samples_max_bytes=1000"
     (measured,) = texts(checked(tmp_path, small).errors)
     (limited,) = texts(checked(tmp_path, small, "data.max_prompt_tokens=10").errors)
@@ -388,16 +445,26 @@ def test_the_plan_of_a_step_fits_in_a_message(tmp_path: Path) -> None:
         step = ("learner.groups_per_step=400", "learner.group_size=16", "bus.samples_max_bytes=1000000000000")
         return [str(one) for one in checked(tmp_path, *step, *settings).findings if "the plan of a step" in one.text]
 
-    least = plan_bytes(groups=400, samples=6400, sequences=6400, versions=load(write_run(tmp_path)).config.staleness.max_lag + 1)
+    least = plan_bytes(
+        groups=400, samples=6400, sequences=6400, versions=load(write_run(tmp_path)).config.staleness.max_lag + 1
+    )
     assert 16 * 6400 < least < 18 * 6400 + 1024
     (error,) = found(f"bus.max_payload_bytes={least + 1023}")
-    assert error.startswith("error") and "--set: bus.max_payload_bytes: want room for the plan of a step, of 400 groups and 6400" in error
+    assert (
+        error.startswith("error")
+        and "--set: bus.max_payload_bytes: want room for the plan of a step, of 400 groups and 6400" in error
+    )
     assert f"for a plan of {least} bytes; raise it to {least + 1024}, or lower learner.groups_per_step" in error
     assert not found(f"bus.max_payload_bytes={least + 1024}")
     for budget in ("turns: 9", "turns: 0, tokens: 9", "turns: 99, total_tokens: 19"):
-        rollout = (f"rollouts={{a: {{use: 'agent:tests.rollout_programs:Agent', budget: {{{budget}}}}}}}", "data.rollout=a")
+        rollout = (
+            f"rollouts={{a: {{use: 'agent:tests.rollout_programs:Agent', budget: {{{budget}}}}}}}",
+            "data.rollout=a",
+        )
         (warning,) = found(*rollout, f"bus.max_payload_bytes={least + 1024}")
-        assert warning.startswith("warning") and "with the 9 sequences that rollouts.a.budget allows an episode" in warning
+        assert (
+            warning.startswith("warning") and "with the 9 sequences that rollouts.a.budget allows an episode" in warning
+        )
         assert "such a step runs with fewer groups; raise it to" in warning
         assert not found(*rollout, "bus.max_payload_bytes=1000000")
 
@@ -410,7 +477,9 @@ def test_a_model_whose_weights_are_not_its_own_is_refused(tmp_path: Path) -> Non
     assert "want a tensor model.embed_tokens.weight of (128, 32), as config.json has it, got one of (128, 16)" in error
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-1], lambda data: data[:3], lambda data: b"\xff" * 50, lambda data: b""])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: data[:3], lambda data: b"\xff" * 50, lambda data: b""]
+)
 def test_weights_that_are_cut_off_are_refused(tmp_path: Path, damage) -> None:  # type: ignore[no-untyped-def]
     file = write_run(tmp_path)
     weights = tmp_path / "model/model.safetensors"
@@ -419,7 +488,9 @@ def test_weights_that_are_cut_off_are_refused(tmp_path: Path, damage) -> None:  
     assert "want its weights in *.safetensors" in error
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "3", '{"model_type": "qwen2"}', '{"model_type": "qwen2", "hidden_size": "x"}', "\x00"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "3", '{"model_type": "qwen2"}', '{"model_type": "qwen2", "hidden_size": "x"}', "\x00"]
+)
 def test_a_configuration_of_a_model_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     file = write_run(tmp_path)
     (tmp_path / "model/config.json").write_text(text)
@@ -427,24 +498,42 @@ def test_a_configuration_of_a_model_that_is_none_is_refused(tmp_path: Path, text
 
 
 def test_the_module_and_the_interpreter_of_a_rollout_are_looked_for(tmp_path: Path) -> None:
-    good = ("rollouts.a.use=agent:tests.rollout_programs:Agent", f"rollouts.b.python={sys.executable}", "rollouts.b.use=agent:elsewhere:f")
+    good = (
+        "rollouts.a.use=agent:tests.rollout_programs:Agent",
+        f"rollouts.b.python={sys.executable}",
+        "rollouts.b.use=agent:elsewhere:f",
+    )
     assert not checked(tmp_path, *good).errors, "another interpreter may find other modules"
-    bad = ("rollouts.a.use=agent:nosuch.module:f", "rollouts.b.python=/nowhere/python", "rollouts.b.use=agent:elsewhere:f")
+    bad = (
+        "rollouts.a.use=agent:nosuch.module:f",
+        "rollouts.b.python=/nowhere/python",
+        "rollouts.b.use=agent:elsewhere:f",
+    )
     found = texts(checked(tmp_path, *bad).errors)
     assert len(found) == 2 and "rollouts.a.use" in found[0] and "'/nowhere/python'" in found[1]
     report = checked(tmp_path, *bad, starts_workers=False)
     assert not report.errors and len([text for text in texts(report.warnings) if "rollouts." in text]) == 2
-    unnamed = ("rollouts.a.use=slime:tests.rollout_programs:generat", "rollouts.b.use=agent:tests.rollout_programs:Agent")
+    unnamed = (
+        "rollouts.a.use=slime:tests.rollout_programs:generat",
+        "rollouts.b.use=agent:tests.rollout_programs:Agent",
+    )
     (found,) = texts(checked(tmp_path, *unnamed).errors)
     assert "'tests.rollout_programs:generat': tests.rollout_programs has no 'generat'" in found
 
 
 def test_filters_are_loaded_with_their_options(tmp_path: Path) -> None:
-    good = ("data.filters.a=equal_rewards", "data.filters.b.use=tests.child_filters:by_label", "data.filters.b.options.dropped=[1]")
+    good = (
+        "data.filters.a=equal_rewards",
+        "data.filters.b.use=tests.child_filters:by_label",
+        "data.filters.b.options.dropped=[1]",
+    )
     assert not checked(tmp_path, *good).errors
     found = texts(checked(tmp_path, "data.filters.a.use=mean_reward", "data.filters.a.options.atleast=0.5").errors)
     assert len(found) == 1 and "data.filters.a.options.atleast" in found[0] and "nearest: 'at_least'" in found[0]
-    for use, words in (("nosuch.module:f", "cannot import nosuch.module"), ("tests.child_filters:nothing", "has no 'nothing'")):
+    for use, words in (
+        ("nosuch.module:f", "cannot import nosuch.module"),
+        ("tests.child_filters:nothing", "has no 'nothing'"),
+    ):
         found = texts(checked(tmp_path, f"data.filters.a={use}").errors)
         assert len(found) == 1 and "data.filters.a.use" in found[0] and words in found[0]
 
@@ -472,21 +561,32 @@ OF_KIND = {
     ("label", "complaint"),
     [
         (7, ""),
-        ("a word", "actor.reward_parts.mine: want a number for row 3 of data.path with its label as the response, got want a number"),
+        (
+            "a word",
+            (
+                "actor.reward_parts.mine: want a number for row 3 of data.path with its label as the response, "
+                "got want a number"
+            ),
+        ),
     ],
 )
 def test_a_part_of_a_reward_is_tried_on_a_row_that_it_is_for(tmp_path: Path, label: object, complaint: str) -> None:
     file = write_run(tmp_path)
     kinds = {"form": None, "math": "5", "mine": label}
     write_prompts(
-        tmp_path / "prompts.jsonl", *({"prompt": "what", "label": label, "meta": {"kind": kind}} for kind, label in kinds.items())
+        tmp_path / "prompts.jsonl",
+        *({"prompt": "what", "label": label, "meta": {"kind": kind}} for kind, label in kinds.items()),
     )
     held = write_prompts(tmp_path / "held.jsonl", {"prompt": "what", "label": "6", "meta": {"kind": "held"}})
     words = [f"actor.reward_parts={json.dumps(OF_KIND)}", "actor.reward=''", "data.metadata_key=meta", "eval.every=1"]
-    report = check(load(file, [*words, f"eval.sets={json.dumps({'held': {'path': str(held)}})}"]), Purpose(call_reward=True))
+    report = check(
+        load(file, [*words, f"eval.sets={json.dumps({'held': {'path': str(held)}})}"]), Purpose(call_reward=True)
+    )
     assert [complaint in text for text in texts(report.errors)] == ([True] if complaint else []), texts(report.errors)
     tried = [text for text in report.on("reward") if "as the response is worth" in text]
-    assert len(tried) == 4 - bool(complaint) and "gsm8k loaded, not called (none of the rows read is for it)" in report.on("reward")
+    assert len(tried) == 4 - bool(
+        complaint
+    ) and "gsm8k loaded, not called (none of the rows read is for it)" in report.on("reward")
 
 
 def test_a_reward_is_not_tried_on_recorded_responses(tmp_path: Path) -> None:
@@ -502,7 +602,10 @@ def test_a_reward_is_not_tried_on_recorded_responses(tmp_path: Path) -> None:
 
 def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
-    file.write_text(f"directory: {tmp_path}/run\nprepare: {{kind: digits}}\nactor: {{reward: digits}}\nsampling: {{max_new_tokens: 4}}\n")
+    file.write_text(
+        f"directory: {tmp_path}/run\nprepare: {{kind: digits}}\nactor: {{reward: digits}}\nsampling: "
+        f"{{max_new_tokens: 4}}\n"
+    )
     assert not check(load(file), Purpose()).errors
     for setting, complaint in (
         ("learner.tensor_parallel=3", "prepare: vocab_size: want a multiple of learner.tensor_parallel = 3, got 16"),
@@ -523,9 +626,15 @@ def began(root: Path, rules: DataRules) -> None:
 def test_a_run_that_goes_on_is_compared_with_its_checkpoint(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     rules = {"run": "run", "steps": 5, "groups_per_step": 1, "temperature": 0.5}
-    began(tmp_path / "run", DataRules(**rules, model=model_identity(write_model(tmp_path / "llama", model_type="llama"))))
+    began(
+        tmp_path / "run", DataRules(**rules, model=model_identity(write_model(tmp_path / "llama", model_type="llama")))
+    )
     errors = texts(check(load(file), Purpose(resumes=True)).errors)
-    assert [re.split(": want", text)[0].rpartition(" ")[2] for text in errors] == ["data.path", "model.path", "sampling.temperature"]
+    assert [re.split(": want", text)[0].rpartition(" ")[2] for text in errors] == [
+        "data.path",
+        "model.path",
+        "sampling.temperature",
+    ]
     assert "llama of 1 layers" in errors[1] and f"got {tmp_path}/model: qwen2 of 1 layers" in errors[1]
     assert "want 0.5, with which the run in" in errors[2] and "got 1.0" in errors[2]
     assert not check(load(file), Purpose()).errors, "a run that begins"
@@ -536,7 +645,13 @@ def test_a_run_that_goes_on_may_have_other_rows_that_it_has_not_planned(tmp_path
     path = write_prompts(tmp_path / "prompts.jsonl", *rows)
     prompts = PromptFile(path, tokenize=lambda _: [1], max_tokens=9)
     planned, order = PlannedRows(prompts), prompts.order(0).tolist()
-    values: dict[str, Any] = {"run": "run", "epoch": 1, "group_size": 1, "sampling": Sampling(), "prompt_tokens": np.array([1], np.int32)}
+    values: dict[str, Any] = {
+        "run": "run",
+        "epoch": 1,
+        "group_size": 1,
+        "sampling": Sampling(),
+        "prompt_tokens": np.array([1], np.int32),
+    }
     planned.note(Task(prompt="", prompt_epoch=0, offset=0, **values))
     identity = {"prompts_digest": prompts.digest, "model": model_identity(tmp_path / "model")}
     rules = DataRules(run="run", steps=5, groups_per_step=1, **identity)
@@ -550,11 +665,17 @@ def test_a_run_that_goes_on_may_have_other_rows_that_it_has_not_planned(tmp_path
     write_prompts(path, *rows[: order[1]], {"prompt": "what is mended", "label": "1"}, *rows[order[1] + 1 :])
     assert not found().errors
     (warning,) = texts(found().warnings)
-    assert f"data.path: want the files with which the run in {tmp_path}/run began, got others: 1 of 20 rows differ" in warning
+    assert (
+        f"data.path: want the files with which the run in {tmp_path}/run began, got others: 1 of 20 rows differ"
+        in warning
+    )
     assert f"{path}:{order[1] + 1}" in warning and "the run goes on with these" in warning
     write_prompts(path, *rows[: order[0]], {"prompt": "what is other", "label": "1"}, *rows[order[0] + 1 :])
     (error,) = texts(found().errors)
-    assert f"data.path: want the row {path}:{order[0] + 1} as it was when the run planned it" in error and "what is other" in error
+    assert (
+        f"data.path: want the row {path}:{order[0] + 1} as it was when the run planned it" in error
+        and "what is other" in error
+    )
 
 
 def test_a_run_that_goes_on_keeps_its_adapters(tmp_path: Path) -> None:
@@ -619,13 +740,17 @@ def test_the_command_prints_all_of_it(tmp_path: Path, capsys: pytest.CaptureFixt
     file = str(write_run(tmp_path))
     assert cli.main(["check", file, "--set", "learner.device=cpu"]) == 0
     topics = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
-    assert topics == [["ok", topic] for topic in ("model", "tokenizer", "ends", "data", "reward", "disk", "memory", "devices")]
+    assert topics == [
+        ["ok", topic] for topic in ("model", "tokenizer", "ends", "data", "reward", "disk", "memory", "devices")
+    ]
     assert cli.main(["check", file, "--set", "actor.reward=nosuch"]) == 78
     assert "error   reward    --set: actor.reward: want" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["config", "check", "up"])
-def test_settings_that_cannot_work_are_printed_and_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+def test_settings_that_cannot_work_are_printed_and_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
     words = [command, str(write_run(tmp_path)), "--set", "learner.device=cpu", "--print-config"]
     assert cli.main(words) == 0
     assert cli.main([*words, "--set", "learner.algorithm.advantage=nothere:f"]) == 78
@@ -642,7 +767,9 @@ def test_settings_that_cannot_work_are_printed_and_refused(tmp_path: Path, capsy
         (["engine", "--print-config"], "--print-config: want --config FILE"),
     ],
 )
-def test_a_process_without_a_file_ignores_nothing(arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_process_without_a_file_ignores_nothing(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main([*arguments, "--bus", "nats://127.0.0.1:1"]) != 0
     assert complaint in capsys.readouterr().err
 
@@ -650,14 +777,18 @@ def test_a_process_without_a_file_ignores_nothing(arguments: list[str], complain
 def test_seven_thousand_prompts_are_checked_at_once_and_without_torch(tmp_path: Path) -> None:
     one, _ = _checked(tmp_path / "one", 1)
     all_of_them, said = _checked(tmp_path / "all", 7000)
-    read = re.search(r"(the first )?(\d+) prompts read", said)  # on a busy machine not all are read in the time there is
+    read = re.search(
+        r"(the first )?(\d+) prompts read", said
+    )  # on a busy machine not all are read in the time there is
     assert read is not None and (int(read[2]) >= SURE_ROWS if read[1] else int(read[2]) == 7000), said
     assert all_of_them < TIMES * one
     assert json.loads((tmp_path / "all/model/config.json").read_text())["model_type"] == "qwen2"
 
 
 def _checked(directory: Path, prompts: int) -> tuple[float, str]:
-    """Return the CPU seconds and the output of a process that checks a file of so many prompts, and imports no large module."""
+    """Return the CPU seconds and the output of a process that checks a file of so many prompts, and imports no large
+    module.
+    """
     directory.mkdir()
     file = write_run(directory)
     write_prompts(directory / "prompts.jsonl", *[{"prompt": f"what is one plus {'two ' * 40}", "label": "3"}] * prompts)
@@ -677,7 +808,13 @@ def _checked(directory: Path, prompts: int) -> tuple[float, str]:
 STRANGE = st.sampled_from(
     [None, True, 0, -1, 1.5, 1e400, 10**30, "", "x", [], [1], {}, {"a": 1}, {"rope_type": "linear"}, {"type": "llama3"}]
 )
-FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json")
+FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+)
 
 
 @settings(max_examples=examples(50), deadline=None, derandomize=True)
@@ -697,11 +834,14 @@ def test_whatever_stands_in_a_model_directory_a_check_ends(
 
 
 def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) -> None:
-    """The configuration that a run keeps names the files that it has made: ``--from-checkpoint`` with another directory uses them again."""
+    """The configuration that a run keeps names the files that it has made: ``--from-checkpoint`` with another directory
+    uses them again.
+    """
     sizes = "count: 20, layers: 1, hidden: 16, heads: 2, kv_heads: 1, head_dim: 8, intermediate: 16"
     file = tmp_path / "run.yaml"
     file.write_text(
-        f"directory: {tmp_path}/old\nprepare: {{kind: digits, {sizes}}}\nactor: {{reward: digits}}\nsampling: {{max_new_tokens: 4}}\n"
+        f"directory: {tmp_path}/old\nprepare: {{kind: digits, {sizes}}}\nactor: {{reward: digits}}\nsampling: "
+        f"{{max_new_tokens: 4}}\n"
     )
     first = load(file)
     assert first.config.prepare is not None

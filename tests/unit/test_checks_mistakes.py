@@ -1,4 +1,6 @@
-"""The mistakes of a first hour (docs/configuring.md): each is reported at once, with place, wanted and given value, and remedy."""
+"""The mistakes of a first hour (docs/configuring.md): each is reported at once, with place, wanted and given value, and
+remedy.
+"""
 
 import math
 import resource
@@ -17,7 +19,8 @@ from tidemill.launch.cli import main as cli
 ANSWER_S = 2.0
 """CPU seconds."""
 TRIES = 3
-"""Most measurements, of which the smallest counts: on shared processors a process is charged for time that others took."""
+"""Most measurements, of which the smallest counts: on shared processors a process is charged for time that others took.
+"""
 DOCS = Path(__file__).parents[2] / "docs/configuring.md"
 Prepare = Callable[[Path, pytest.MonkeyPatch], object]
 
@@ -110,12 +113,23 @@ MISTAKES: dict[str, Mistake] = {
         ("learner.tensor_parallel=3",),
     ),
     "responses longer than the context": Mistake(
-        "--set: sampling.max_new_tokens", "< 256", "got 5000", "set sampling.max_new_tokens to", ("sampling.max_new_tokens=5000",)
+        "--set: sampling.max_new_tokens",
+        "< 256",
+        "got 5000",
+        "set sampling.max_new_tokens to",
+        ("sampling.max_new_tokens=5000",),
     ),
-    "a data file that is not there": Mistake("no.jsonl", "a file of prompts", "no such file", "--set: data.path", ("data.path=no.jsonl",)),
+    "a data file that is not there": Mistake(
+        "no.jsonl", "a file of prompts", "no such file", "--set: data.path", ("data.path=no.jsonl",)
+    ),
     "an empty data file": Mistake("prompts.jsonl", "at least one prompt", "got none", "fix the file", (), empty),
     "broken JSON": Mistake(
-        "prompts.jsonl:2", "a JSON map", "Expecting value", "fix the file", ("data.bad_rows=refuse",), prompts(GOOD, '{"prompt": ')
+        "prompts.jsonl:2",
+        "a JSON map",
+        "Expecting value",
+        "fix the file",
+        ("data.bad_rows=refuse",),
+        prompts(GOOD, '{"prompt": '),
     ),
     "a key of prompts that is not there": Mistake(
         "prompts.jsonl:1",
@@ -173,7 +187,11 @@ MISTAKES: dict[str, Mistake] = {
         ("actor.reward=nosuch",),
     ),
     "a reward in a module that is not there": Mistake(
-        "--set: actor.reward", "a reward that can be loaded", "cannot import nomod", "PYTHONPATH", ("actor.reward=nomod:fn",)
+        "--set: actor.reward",
+        "a reward that can be loaded",
+        "cannot import nomod",
+        "PYTHONPATH",
+        ("actor.reward=nomod:fn",),
     ),
     "a reward that its module does not have": Mistake(
         "--set: actor.reward",
@@ -220,9 +238,15 @@ MISTAKES: dict[str, Mistake] = {
     "an engine that is not known": Mistake(
         "--set: engine.kind", "want builtin or sglang", "got 'vllm'", "builtin or sglang", ("engine.kind=vllm",)
     ),
-    "an address of the bus that is none": Mistake("--set: bus.url", "nats://host:port", "'foo'", "remove it", ("bus.url=foo",)),
+    "an address of the bus that is none": Mistake(
+        "--set: bus.url", "nats://host:port", "'foo'", "remove it", ("bus.url=foo",)
+    ),
     "a model and prompts beside `prepare`": Mistake(
-        "run.yaml:3: model.path", "or prepare, which makes both", "all of them", "--set prepare=null", ("prepare.kind=digits",)
+        "run.yaml:3: model.path",
+        "or prepare, which makes both",
+        "all of them",
+        "--set prepare=null",
+        ("prepare.kind=digits",),
     ),
     "groups of one": Mistake("group_size", "want >= 2", "got 1", "raise it", ("learner.group_size=1",)),
     "another model at a resume": Mistake(
@@ -234,7 +258,9 @@ MISTAKES: dict[str, Mistake] = {
         other_run,
         ("up", "--resume"),
     ),
-    "a misspelled setting": Mistake("--set", "did you mean learner.steps?", "learner.stepz", "did you mean", ("learner.stepz=3",)),
+    "a misspelled setting": Mistake(
+        "--set", "did you mean learner.steps?", "learner.stepz", "did you mean", ("learner.stepz=3",)
+    ),
     "a single value in place of a list": Mistake(
         "--set: sampling.stop", "want a list", "got 'word'", "such as [a, b]", ("sampling.stop=word",)
     ),
@@ -281,7 +307,9 @@ def test_a_mistake_is_answered_at_once(
         assert part in shown, shown
     assert code == 78
     assert bool(started) == ("--check-reward" in options), "the reward is called in a child, as by an actor"
-    assert [path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"] == before
+    assert [
+        path for path in sorted(tmp_path.rglob("*")) if path.suffix != ".pyc" and path.name != "__pycache__"
+    ] == before
     assert used_s < ANSWER_S
     assert "Traceback" not in shown
 
@@ -289,7 +317,14 @@ def test_a_mistake_is_answered_at_once(
 @pytest.mark.parametrize("settings", [("data.prompt_key=nope",), ("model.path=/nope", "actor.reward=nosuch")])
 def test_a_shell_gets_the_answer_too(tmp_path: Path, settings: tuple[str, ...]) -> None:
     file = write_run(tmp_path)
-    command = [sys.executable, "-m", "tidemill", "up", str(file), *[word for setting in settings for word in ("--set", setting)]]
+    command = [
+        sys.executable,
+        "-m",
+        "tidemill",
+        "up",
+        str(file),
+        *[word for setting in settings for word in ("--set", setting)],
+    ]
     used_s = math.inf
     for _ in range(TRIES):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

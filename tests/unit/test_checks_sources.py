@@ -1,4 +1,6 @@
-"""Functions by import path, compared with their call by the source of their module alone; and every setting that names a place."""
+"""Functions by import path, compared with their call by the source of their module alone; and every setting that names
+a place.
+"""
 
 import re
 import sys
@@ -78,7 +80,9 @@ def test_a_module_without_a_source_that_is_not_of_python_is_left_to_the_ranks() 
     assert misfit("numpy.linalg._umath_linalg:det", 1, ()) == ""
 
 
-@pytest.mark.parametrize(("name", "defect"), [("Loss", ""), ("Policy", ""), ("made", ""), ("fits", "no class"), ("number", "no class")])
+@pytest.mark.parametrize(
+    ("name", "defect"), [("Loss", ""), ("Policy", ""), ("made", ""), ("fits", "no class"), ("number", "no class")]
+)
 def test_a_class(name: str, defect: str) -> None:
     assert misfit_class(f"mine:{name}") == defect
     assert misfit_class("math:sin") == "no class"
@@ -95,7 +99,10 @@ NOWHERE: Mapping[str, tuple[str, ...]] = {
     "learner.from_checkpoint": ("learner.from_checkpoint=/no/such",),
     "learner.critic.path": ("learner.critic.path=/no/such", "learner.algorithm.advantage=gae"),
     "learner.lora.adapter": ("learner.lora.adapter=/no/such", "learner.lora.rank=4"),
-    **{f"learner.algorithm.{name}": (f"learner.algorithm.{name}=nothere:f",) for name in ("advantage", "loss", "weight", "aggregation")},
+    **{
+        f"learner.algorithm.{name}": (f"learner.algorithm.{name}=nothere:f",)
+        for name in ("advantage", "loss", "weight", "aggregation")
+    },
     "learner.algorithm.reject": ("learner.algorithm.reject=['nothere:f']",),
     "learner.algorithm.kl.reference": ("learner.algorithm.kl.reference=/no/such", "learner.algorithm.kl.coef=0.1"),
     "learner.hooks.before_step": ("learner.hooks.before_step=nothere:f",),
@@ -111,14 +118,23 @@ NOWHERE: Mapping[str, tuple[str, ...]] = {
     "debug.dump_modules.prompts": ("debug.dump_modules.step=1", "debug.dump_modules.prompts=/no/such"),
 }
 """Every setting that names a file, a directory or code, with settings by which it leads nowhere."""
-WRITTEN = {"directory", "bus.auth_dir", "engine.sglang.log", "debug.save_rollout", "debug.save_train", "debug.dump_modules.path"}
+WRITTEN = {
+    "directory",
+    "bus.auth_dir",
+    "engine.sglang.log",
+    "debug.save_rollout",
+    "debug.save_train",
+    "debug.dump_modules.path",
+}
 """Places where a run writes."""
 
 
 def test_every_setting_that_names_a_place_is_in_the_table() -> None:
     names = re.compile(r"import path|module:|director|PEM file|^File|^Files|^Interpreter|^Programs|file\'s path", re.I)
     by_sentence = {
-        one.path for one in reference.entries() if not one.is_section and ".NAME." not in one.path and names.search(one.sentence)
+        one.path
+        for one in reference.entries()
+        if not one.is_section and ".NAME." not in one.path and names.search(one.sentence)
     }
     assert by_sentence - {*NOWHERE} - WRITTEN == {
         "learner.checkpoint.store",  # test_checks_store
@@ -130,7 +146,9 @@ def test_every_setting_that_names_a_place_is_in_the_table() -> None:
 
 
 @pytest.mark.parametrize("path", NOWHERE)
-def test_a_place_that_is_not_there_is_refused_before_a_run_starts(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_place_that_is_not_there_is_refused_before_a_run_starts(
+    path: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = [word for setting in NOWHERE[path] for word in ("--set", setting)]
     assert main(["config", "launch/configs/digits.yaml", *words]) == 78
     message = capsys.readouterr().err
@@ -145,7 +163,9 @@ def test_a_place_that_is_not_there_is_refused_before_a_run_starts(path: str, cap
         ("{environment: 'nothere:E'}", "options.environment"),
     ],
 )
-def test_code_in_the_options_of_a_rollout_is_looked_for(options: str, setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_in_the_options_of_a_rollout_is_looked_for(
+    options: str, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     use = f"rollouts={{a: {{use: multi_turn, options: {options}}}}}"
     assert main(["config", "launch/configs/digits.yaml", "--set", use]) == 78
     assert f"rollouts.a.{setting}: want a program that can be imported, got " in capsys.readouterr().err

@@ -1,4 +1,6 @@
-"""The check of the store of checkpoints: packages and settings always, an object that is written where services are reached."""
+"""The check of the store of checkpoints: packages and settings always, an object that is written where services are
+reached.
+"""
 
 import shutil
 import threading
@@ -21,7 +23,9 @@ flaky = flaky_store.flaky
 
 def checked(directory: Path, url: str, *settings: str, uses_bus: bool = True) -> list[str]:
     """Return the texts of all findings about the store."""
-    return check(load(write_run(directory), [f"learner.checkpoint.store={url}", *settings]), Purpose(uses_bus=uses_bus)).on("store")
+    return check(
+        load(write_run(directory), [f"learner.checkpoint.store={url}", *settings]), Purpose(uses_bus=uses_bus)
+    ).on("store")
 
 
 def test_a_store_that_takes_an_object(flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
@@ -45,7 +49,9 @@ def test_a_store_without_an_answer(flaky: type[FlakyFileSystem], tmp_path: Path)
     answer, report = threading.Event(), Report()
     flaky.fails = staticmethod(lambda verb, path: answer.wait(60))
     try:
-        check_store(report, load(write_run(tmp_path), [f"learner.checkpoint.store={URL}"]).config, reach=True, answer_s=0.01)
+        check_store(
+            report, load(write_run(tmp_path), [f"learner.checkpoint.store={URL}"]).config, reach=True, answer_s=0.01
+        )
     finally:
         answer.set()
     assert ": no answer within 0 s; " in report.on("store")[0]

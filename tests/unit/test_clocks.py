@@ -1,4 +1,6 @@
-"""No decision depends on the wall clock: it may jump, and those of two machines differ. Every use is listed here with its purpose."""
+"""No decision depends on the wall clock: it may jump, and those of two machines differ. Every use is listed here with
+its purpose.
+"""
 
 import ast
 import functools
@@ -16,30 +18,40 @@ WALL = {
 READ_FOR = {
     "actors/actor/loop.py": "created_s of a sample: shown by `tidemill tail`, compared with nothing",
     "learner/feed/recorded_responses.py": "created_s of a sample that a row has recorded, as above",
-    "launch/samples/search.py": "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else",
+    "launch/samples/search.py": (
+        "times of samples as a person reads them, and `--since 10:00`: where an onlooker begins, nothing else"
+    ),
     "actors/openai/openai_server.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "rewards/model_text/message_template.py": "strftime_now of chat templates, as transformers has it",
     "actors/router/token_history.py": "created of an answer in OpenAI's shape, as OpenAI gives it",
     "actors/serving/builtin/backend.py": "timestamp in the answer to SGLang's /v1/loads, as SGLang gives it",
 }
 ONLOOKERS = ("bus/streams/history.py", "launch/samples/", "launch/cli/")
-"""Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on them."""
+"""Modules that show, search and count the server's stamps (its clock alone), for a person; the run does not depend on
+them.
+"""
 STAMPS = {
     "created_s": {"actors/actor/loop.py", "bus/wire/invariants.py"},
     "stored_s": {"bus/client/jetstream.py", "bus/client/pull.py", "bus/client/rows.py", "bus/streams/samples.py"},
 }
-"""Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound, carry or show them."""
+"""Wall-clock stamps that travel (the writer's, the server's), and the only files that may touch them: to set, bound,
+carry or show them.
+"""
 
 
 def test_the_wall_clock_is_read_only_to_be_shown() -> None:
     found: dict[str, list[str]] = {}
     for file, tree in _modules():
         if read := [
-            f"line {node.lineno}: {_name(node.func)}" for node in ast.walk(tree) if isinstance(node, ast.Call) and _reads(node.func)
+            f"line {node.lineno}: {_name(node.func)}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and _reads(node.func)
         ]:
             found[file] = read
         from_time = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module == "time"]
-        assert not from_time, f"{file}: want `import time`, so that what it reads can be seen, got line {from_time[0].lineno}"
+        assert not from_time, (
+            f"{file}: want `import time`, so that what it reads can be seen, got line {from_time[0].lineno}"
+        )
     assert found.keys() == READ_FOR.keys(), f"want the wall clock read in {sorted(READ_FOR)}, got {found}"
 
 

@@ -1,4 +1,6 @@
-"""Handles of a GPU's memory, as far as testable without one: torch's arguments in torch's order, in the form that SGLang accepts."""
+"""Handles of a GPU's memory, as far as testable without one: torch's arguments in torch's order, in the form that
+SGLang accepts.
+"""
 
 import base64
 import ctypes
@@ -29,11 +31,28 @@ HANDLE = {
 
 
 def check(told: dict[str, Any], rank: int, device: Any) -> None:
-    assert (told["storage_device"], told["storage_handle"], told["ref_counter_offset"]) == (device, b"storage-%d" % rank, rank)
-    assert (told["tensor_cls"], told["tensor_size"], told["tensor_stride"], told["tensor_offset"]) == (torch.Tensor, (32,), (1,), 4096)
-    assert (told["storage_cls"], told["dtype"], told["requires_grad"]) == (torch.storage.TypedStorage, torch.uint8, False)
+    assert (told["storage_device"], told["storage_handle"], told["ref_counter_offset"]) == (
+        device,
+        b"storage-%d" % rank,
+        rank,
+    )
+    assert (told["tensor_cls"], told["tensor_size"], told["tensor_stride"], told["tensor_offset"]) == (
+        torch.Tensor,
+        (32,),
+        (1,),
+        4096,
+    )
+    assert (told["storage_cls"], told["dtype"], told["requires_grad"]) == (
+        torch.storage.TypedStorage,
+        torch.uint8,
+        False,
+    )
     assert (told["storage_size_bytes"], told["storage_offset_bytes"]) == (1 << 20, 512)
-    assert (told["ref_counter_handle"], told["event_handle"], told["event_sync_required"]) == (b"counter", b"event", True)
+    assert (told["ref_counter_handle"], told["event_handle"], told["event_sync_required"]) == (
+        b"counter",
+        b"event",
+        True,
+    )
 
 
 def named(arguments: tuple[Any, ...]) -> dict[str, Any]:
@@ -64,8 +83,22 @@ def test_sglang_gets_the_same_without_its_being_opened_here() -> None:
         told = Recording(io.BytesIO(base64.b64decode(payload))).load()
         check(told["flattened_tensor"], rank, "uuid-1")
         assert [vars(one) for one in told["metadata"]] == [
-            {"name": "a", "shape": torch.Size([2, 3]), "dtype": torch.float32, "start_idx": 0, "end_idx": 24, "numel": 24},
-            {"name": "b", "shape": torch.Size([4]), "dtype": torch.bfloat16, "start_idx": 24, "end_idx": 32, "numel": 8},
+            {
+                "name": "a",
+                "shape": torch.Size([2, 3]),
+                "dtype": torch.float32,
+                "start_idx": 0,
+                "end_idx": 24,
+                "numel": 24,
+            },
+            {
+                "name": "b",
+                "shape": torch.Size([4]),
+                "dtype": torch.bfloat16,
+                "start_idx": 24,
+                "end_idx": 32,
+                "numel": 8,
+            },
         ]
     assert asked == {
         ("torch.multiprocessing.reductions", "rebuild_cuda_tensor"),
@@ -83,7 +116,9 @@ def test_a_block_is_shared_once_however_many_buckets_and_messages_name_it() -> N
         return [b"storage-%d" % len(made), flat.untyped_storage().nbytes(), 0, b"counter", len(made), b"event", True]
 
     shared, copies = SharedBlocks(share), [torch.zeros(4096, dtype=torch.uint8) for _ in range(2)]
-    shares = [shared.share(copy[start : start + 100]) for _ in range(3) for copy in copies for start in range(0, 4000, 500)]
+    shares = [
+        shared.share(copy[start : start + 100]) for _ in range(3) for copy in copies for start in range(0, 4000, 500)
+    ]
     assert made == [copy.untyped_storage().data_ptr() for copy in copies]
     assert [share[0] for share in shares] == ([b"storage-1"] * 8 + [b"storage-2"] * 8) * 3
     shared.clear()
@@ -91,7 +126,12 @@ def test_a_block_is_shared_once_however_many_buckets_and_messages_name_it() -> N
 
 
 def part(start: int, num_bytes: int, storage: bytes = b"one") -> dict[str, Any]:
-    return {"device": "uuid-1", "start": start, "num_bytes": num_bytes, "shares": [[storage, 1000, 0, b"counter", 0, b"event", True]]}
+    return {
+        "device": "uuid-1",
+        "start": start,
+        "num_bytes": num_bytes,
+        "shares": [[storage, 1000, 0, b"counter", 0, b"event", True]],
+    }
 
 
 def test_a_reader_opens_a_block_once_and_keeps_it_until_it_leaves() -> None:
@@ -124,7 +164,10 @@ def test_a_reader_opens_a_block_once_and_keeps_it_until_it_leaves() -> None:
         ({"shares": [7]}, "handle: shares"),
         ({"shares": [[b"one", "many", 0, b"", 0, b"", True]]}, "handle: shares: want bytes of the block"),
         ({"shares": [[b"one", -1, 0, b"", 0, b"", True]]}, "handle: shares: want bytes of the block"),
-        ({"shares": [[[b"one"], 1000, 0, b"", 0, b"", True]]}, "handle: shares: want a name and an offset of the block"),
+        (
+            {"shares": [[[b"one"], 1000, 0, b"", 0, b"", True]]},
+            "handle: shares: want a name and an offset of the block",
+        ),
         ({"shares": [[b"one", 1000, [], b"", 0, b"", True]]}, "handle: shares: want a name and an offset of the block"),
     ],
 )
@@ -138,7 +181,9 @@ def test_a_handle_that_is_out_of_its_block_or_none_at_all_opens_nothing(changes:
 
 def test_parts_of_a_block_have_its_identity_and_those_of_other_blocks_another() -> None:
     assert block_of(part(0, 10)) == block_of(part(500, 100))
-    assert len({block_of(one)[0] for one in (part(0, 10), part(0, 10, b"two"), {**part(0, 10), "device": "uuid-2"})}) == 3
+    assert (
+        len({block_of(one)[0] for one in (part(0, 10), part(0, 10, b"two"), {**part(0, 10), "device": "uuid-2"})}) == 3
+    )
 
 
 @pytest.mark.parametrize("visible", [(), ("GPU-bbbb",), ("GPU-bbbb", "GPU-cccc")])
@@ -146,7 +191,10 @@ def test_an_engine_refuses_memory_of_a_gpu_that_it_does_not_see(visible: tuple[s
     """SGLang would end: it opens the memory outside any handler of errors."""
     authority = Authority(visible_devices=visible)
     for device in ("aaaa", "", None):
-        with pytest.raises(BadRequest, match=r"handle: device: want one that this engine sees \(.*\), got .*; cure: weights.staging: host"):
+        with pytest.raises(
+            BadRequest,
+            match=r"handle: device: want one that this engine sees \(.*\), got .*; cure: weights.staging: host",
+        ):
             authority.require_visible({**HANDLE, "device": device})
     assert authority.refused.startswith("handle: device")
     authority.require_visible({"pid": 1})  # host memory
@@ -156,10 +204,14 @@ def test_an_engine_refuses_memory_of_a_gpu_that_it_does_not_see(visible: tuple[s
 
 
 def test_memory_that_is_mapped_to_be_pinned_is_the_learners_own_and_not_a_copy() -> None:
-    """Pinning touches every page for writing, which would detach a private mapping from the memory that is filled later."""
+    """Pinning touches every page for writing, which would detach a private mapping from the memory that is filled
+    later.
+    """
     memory = HostMemory()
     flat = memory.empty(100)
-    shared, private = (Mapped(pinning=pinning).part(memory.handle(flat, 1)) for pinning in (Pinning(ignored, ignored), None))
+    shared, private = (
+        Mapped(pinning=pinning).part(memory.handle(flat, 1)) for pinning in (Pinning(ignored, ignored), None)
+    )
     shared[0], private[1] = 7, 9
     assert flat[:2].tolist() == [7, 0]
     flat[2] = 5
@@ -168,7 +220,9 @@ def test_memory_that_is_mapped_to_be_pinned_is_the_learners_own_and_not_a_copy()
 
 
 def test_parts_are_pinned_once_and_unpinned_before_their_mapping_ends() -> None:
-    """Memory that is unmapped while it is pinned cannot be pinned again at the same address: another mapping may get it."""
+    """Memory that is unmapped while it is pinned cannot be pinned again at the same address: another mapping may get
+    it.
+    """
     pinned: list[int] = []
     unpinned: list[int] = []
 
@@ -232,7 +286,9 @@ def no_file_system() -> int:
     raise FileNotFoundError(2, "No such file or directory")
 
 
-@pytest.mark.parametrize(("free", "got"), [(lambda: 99, "got 99; cure: .*--shm-size"), (no_file_system, "got No such file or directory")])
+@pytest.mark.parametrize(
+    ("free", "got"), [(lambda: 99, "got 99; cure: .*--shm-size"), (no_file_system, "got No such file or directory")]
+)
 def test_a_bucket_that_shared_memory_has_no_room_for_is_refused(free: Any, got: str) -> None:
     """The engine answers with the reason; without the check it would get SIGBUS when it writes the bucket."""
     memory = HostMemory()

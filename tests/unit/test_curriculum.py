@@ -18,7 +18,14 @@ def made(**changes: Any) -> Curriculum:
 
 @pytest.mark.parametrize(
     ("scores", "left_out"),
-    [([1, 1, 1, 1], True), ([1, 1, 1, 0.9], False), ([1, 0, 0, 0], True), ([1, 1, 0, 0], False), ([0, 0, 0, 0], True), ([2, 1], True)],
+    [
+        ([1, 1, 1, 1], True),
+        ([1, 1, 1, 0.9], False),
+        ([1, 0, 0, 0], True),
+        ([1, 1, 0, 0], False),
+        ([0, 0, 0, 0], True),
+        ([2, 1], True),
+    ],
 )
 def test_a_prompt_is_left_out_of_the_next_passes_by_its_last_pass_rate(scores: list[float], left_out: bool) -> None:
     curriculum = made()
@@ -31,7 +38,11 @@ def test_a_prompt_is_left_out_of_the_next_passes_by_its_last_pass_rate(scores: l
 
 
 def test_without_a_bound_no_prompt_is_left_out() -> None:
-    for changes, scores in (({"skip_easy": 0.0}, [1, 1]), ({"skip_hard": -1.0}, [0, 0]), ({"skip_easy": 0.0, "skip_hard": -1.0}, [1, 1])):
+    for changes, scores in (
+        ({"skip_easy": 0.0}, [1, 1]),
+        ({"skip_hard": -1.0}, [0, 0]),
+        ({"skip_easy": 0.0, "skip_hard": -1.0}, [1, 1]),
+    ):
         curriculum = made(**changes)
         curriculum.note(1, 0, scores)
         assert not curriculum.skips(1, 1)

@@ -45,7 +45,9 @@ class Pond:
 
     def complete(self, of: Task, *spans: tuple[int, int], rewards: tuple[float, float] = (0.0, 1.0)) -> None:
         for index, reward in enumerate(rewards):
-            assert self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is Disposition.BUFFERED
+            assert (
+                self.add(sample(of, index, spans or ((of.min_version, 3),), reward=reward)).name is Disposition.BUFFERED
+            )
 
     def take(self) -> Plan | Settle | Requeue:
         record = self.source.plan(self.now)
@@ -134,7 +136,11 @@ def test_first_valid_sample_wins_whatever_stands_before_it() -> None:
     assert pond.add(sample(one, 0)).name is Disposition.BUFFERED
     assert pond.add(sample(one, 0, attempt="b")).name is Disposition.DUPLICATE
     books = pond.source.accounting()
-    assert (books.dropped, books.invalid, books.duplicate) == ({"failed": 1, "aborted": 1}, {"status": 1, "tokens": 1}, 1)
+    assert (books.dropped, books.invalid, books.duplicate) == (
+        {"failed": 1, "aborted": 1},
+        {"status": 1, "tokens": 1},
+        1,
+    )
     assert books.balanced
 
 
@@ -177,7 +183,9 @@ def test_a_sample_may_come_before_its_task_is_confirmed() -> None:
 
 
 def test_early_samples_of_a_task_that_is_none_are_settled_by_the_next_one() -> None:
-    """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the position in the stream."""
+    """Invented ids that no task gets, or that an evaluation gets, keep neither memory nor the position in the
+    stream.
+    """
     pond = Pond(groups_per_step=1)
     for id in (1, 1, 2):
         assert pond.add(sample(task(id), 0)).name is Disposition.BUFFERED
@@ -259,7 +267,9 @@ def test_a_sample_of_a_version_that_did_not_exist_when_it_was_stored_is_invalid_
         each.seq = 2
         each.source.version(7, 0, after=2)
     for index in (0, 1):
-        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(Disposition.INVALID, "version")
+        assert restarted.source.add(index + 1, sample(one, index, ((0, 1), (7, 2))), 0.0) == Arrival(
+            Disposition.INVALID, "version"
+        )
     for each in (pond, restarted):
         each.complete(one, (0, 1), (7, 2))
         assert each.source.accounting().invalid == {"version": 2}
@@ -600,7 +610,9 @@ def test_cursor_lists_what_is_settled_above_the_floor() -> None:
 
 
 def letter(of: Task, **changes: Any) -> Dead:
-    return Dead(task=of.id, reason="", attempts=3, actor="a", prompt="", **({"root": of.id, "offset": of.offset} | changes))
+    return Dead(
+        task=of.id, reason="", attempts=3, actor="a", prompt="", **({"root": of.id, "offset": of.offset} | changes)
+    )
 
 
 def test_a_requeued_dead_task_is_issued_once_more() -> None:
@@ -663,7 +675,9 @@ def test_prompts_that_are_issued_again_are_part_of_the_passes() -> None:
     pond.complete(again)
     pond.take_plan()
     assert pond.source.exhausted
-    pond.source.requeue(Dead(task=two.id, reason="", attempts=1, actor="", prompt="", root=two.id, prompt_epoch=0, offset=1))
+    pond.source.requeue(
+        Dead(task=two.id, reason="", attempts=1, actor="", prompt="", root=two.id, prompt_epoch=0, offset=1)
+    )
     assert not pond.source.exhausted, "an operator wants the dead one after all"
 
 
@@ -683,10 +697,38 @@ def test_more_passes_continue_a_run_that_was_exhausted() -> None:
 
 def test_plans_without_a_number_of_passes_have_the_digest_of_earlier_releases() -> None:
     assert rules().digest == "cc63f384be29a23e"
-    sizes = {"steps": 8, "groups_per_step": 2, "min_group_size": 1, "num_epochs": 2, "data_parallel": 2, "minibatches": 2}
-    ages = {"max_lag": 1, "gate": "drop", "max_reissues": 2, "order_deadline_s": 5.0, "over_sampling": 0.5, "max_refill": 3.0}
-    data = {"filters": "[]", "buffer_filters": True, "filter_zero_variance": True, "seed": 5, "prompts_digest": "abc", "model": "m"}
-    losses = {"demonstrations": True, "teacher": True, "teacher_top_k": 4, "temperature": 0.7, "push_every": 2, "max_context": 64}
+    sizes = {
+        "steps": 8,
+        "groups_per_step": 2,
+        "min_group_size": 1,
+        "num_epochs": 2,
+        "data_parallel": 2,
+        "minibatches": 2,
+    }
+    ages = {
+        "max_lag": 1,
+        "gate": "drop",
+        "max_reissues": 2,
+        "order_deadline_s": 5.0,
+        "over_sampling": 0.5,
+        "max_refill": 3.0,
+    }
+    data = {
+        "filters": "[]",
+        "buffer_filters": True,
+        "filter_zero_variance": True,
+        "seed": 5,
+        "prompts_digest": "abc",
+        "model": "m",
+    }
+    losses = {
+        "demonstrations": True,
+        "teacher": True,
+        "teacher_top_k": 4,
+        "temperature": 0.7,
+        "push_every": 2,
+        "max_context": 64,
+    }
     every = rules(**sizes, **ages, **data, **losses, run="r", max_tokens_per_micro_batch=32, top_p=1.0, top_k=-1)
     assert every.digest == "b56452e9f40f54c9"
     assert rules(num_epochs=1).digest != rules().digest
@@ -700,7 +742,9 @@ def test_trained_and_filtered_groups_have_their_scores_and_others_have_none() ->
     pond.source.lost(lost.id)
     found = {}
     while not isinstance(record := pond.source.plan(0.0), Waits):
-        found[record.reason if isinstance(record, Settle) else "trained"] = [(one.id, scores) for one, scores in pond.source.scored(record)]
+        found[record.reason if isinstance(record, Settle) else "trained"] = [
+            (one.id, scores) for one, scores in pond.source.scored(record)
+        ]
         pond.take()
     assert found == {"lost": [], "filtered": [(2, [1.0, 1.0])], "trained": [(3, [0.0, 1.0])]}
 
@@ -733,7 +777,9 @@ def test_the_group_of_a_dead_task_is_trained_with_the_samples_it_has() -> None:
 
 
 @pytest.mark.parametrize(("least", "indexes"), [(3, (0, 1)), (0, (0, 1, 2)), (0, (0, 1, 2, 3))])
-def test_with_fewer_samples_or_no_such_rule_the_group_of_a_dead_task_is_dropped(least: int, indexes: tuple[int, ...]) -> None:
+def test_with_fewer_samples_or_no_such_rule_the_group_of_a_dead_task_is_dropped(
+    least: int, indexes: tuple[int, ...]
+) -> None:
     pond = Pond(groups_per_step=1, min_group_size=least)
     short(pond, *indexes)
     assert pond.take_settle().reason == "dead"
@@ -766,7 +812,9 @@ def test_a_sample_that_comes_after_the_verdict_is_judged_with_the_others() -> No
     masks=st.booleans(),
     big=st.booleans(),
 )
-def test_a_plan_has_at_most_the_bytes_that_are_expected_of_it(sizes: list[list[int]], versions: int, masks: bool, big: bool) -> None:
+def test_a_plan_has_at_most_the_bytes_that_are_expected_of_it(
+    sizes: list[list[int]], versions: int, masks: bool, big: bool
+) -> None:
     """``sizes``: sequences of each sample of each group."""
     samples, sequences = sum(map(len, sizes)), sum(map(sum, sizes))
     first = 2**40 if big else 0
@@ -787,7 +835,9 @@ def test_a_plan_has_at_most_the_bytes_that_are_expected_of_it(sizes: list[list[i
         rows=np.ones(samples, np.int32) if sequences > samples else None,
         masked=np.arange(samples) if masks else None,
     )
-    bound = plan_bytes(groups=len(sizes), samples=samples, sequences=sequences, versions=versions, masked=samples * masks)
+    bound = plan_bytes(
+        groups=len(sizes), samples=samples, sequences=sequences, versions=versions, masked=samples * masks
+    )
     assert bound - 1024 - 17 * versions < len(encode_record(plan)) <= bound
     settle = Settle(epoch=first, reason="filtered:" + "r" * 200, tasks=plan.tasks, seqs=plan.seqs, step=first)
     assert len(encode_record(settle)) <= settle_bytes(groups=len(sizes), samples=samples)
@@ -803,7 +853,9 @@ def test_a_step_is_planned_with_as_many_groups_as_fit_in_a_message() -> None:
     assert plan.tasks.tolist() == [1, 2, 3] and len(encode_record(plan)) <= room
     assert pond.source.left_out == 5, "which stay for the next step"
     pond.source.max_record_bytes = 1
-    assert pond.take_plan().tasks.tolist() == [4], "one group at least: the log refuses a record that is larger than a message"
+    assert pond.take_plan().tasks.tolist() == [4], (
+        "one group at least: the log refuses a record that is larger than a message"
+    )
     pond.source.max_record_bytes = 0
     assert pond.take_plan().tasks.tolist() == [*range(5, 13)] and pond.source.left_out == 0
 
@@ -814,7 +866,9 @@ def test_sequences_and_masked_samples_count_for_the_room() -> None:
         groups = [SampleGroup(task=task(id), touched_s=0.0) for id in range(1, 9)]
         for group in groups:
             for index in range(2):
-                group.add(replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths))
+                group.add(
+                    replace(BufferedSample.of(2 * group.task.id + index, sample(group.task, index)), lengths=lengths)
+                )
             group.mask(frozenset(group.seqs) if masked else frozenset())
         return len(that_fit(groups, plan_bytes(groups=3, samples=6, sequences=6)))
 

@@ -157,7 +157,9 @@ class History(RuleBasedStateMachine):
         second = data.draw(st.sampled_from([version for version in old if version >= first]))
         status = data.draw(st.sampled_from([Status.COMPLETED] * 5 + [Status.TRUNCATED, Status.FAILED, Status.ABORTED]))
         reward = float(data.draw(st.integers(0, 1)))
-        self.store(of, index, first, second + data.draw(st.sampled_from([0] * 5 + [1, 3])), status=status, reward=reward)
+        self.store(
+            of, index, first, second + data.draw(st.sampled_from([0] * 5 + [1, 3])), status=status, reward=reward
+        )
 
     def store(self, of: Task, index: int, first: int, second: int, **changes: Any) -> None:
         """Store a sample, which may name versions that do not exist yet."""
@@ -168,7 +170,9 @@ class History(RuleBasedStateMachine):
     def complete(self, chance: random.Random) -> None:
         """Store whole groups for some of the tasks without samples; now and then a sample is stored twice."""
         worked = {one.task for one in self.stream if isinstance(one, Sample)}
-        for of in [one for one in self.tasks if one.id not in worked and chance.random() < (0.1 if one.id % 4 == 0 else 0.7)]:
+        for of in [
+            one for one in self.tasks if one.id not in worked and chance.random() < (0.1 if one.id % 4 == 0 else 0.7)
+        ]:
             versions = sorted(version for version in self.steps if version >= of.min_version)
             equal = chance.random() < 0.2
             if self.rules.min_group_size and of.id % 5 == 1:  # the others have failed for good
@@ -207,7 +211,9 @@ class History(RuleBasedStateMachine):
                 self.source.dead(id)
                 if chance.random() < 0.5:
                     self.ask_again(id)
-            elif self.source.lacks_samples(id) and self.source.step < self.rules.steps:  # behind the last step nothing is recorded
+            elif (
+                self.source.lacks_samples(id) and self.source.step < self.rules.steps
+            ):  # behind the last step nothing is recorded
                 self.source.lost(id)
                 self.propose()  # a lost task is not reported again after a restart: it counts once it is recorded
 
@@ -222,7 +228,9 @@ class History(RuleBasedStateMachine):
     @rule(chance=st.randoms(use_true_random=False))
     def publish(self, chance: random.Random) -> None:
         version = max(self.steps) + 1
-        step = chance.choice([self.source.step, self.source.step, chance.randint(max(self.steps.values()), self.source.step)])
+        step = chance.choice(
+            [self.source.step, self.source.step, chance.randint(max(self.steps.values()), self.source.step)]
+        )
         self.steps[version], self.after[version] = step, len(self.stream)
         if chance.random() < 0.7:
             self.source.published(version, step)
@@ -243,7 +251,9 @@ class History(RuleBasedStateMachine):
         """Have the buffer filters decide on the groups there are; each decision depends on the group alone."""
         if found := source.unchosen():
             REACHED["chosen"] += 1
-            choices = [(of.id, seqs, replace(self.verdict(of, [*seqs, 1]), masked=frozenset())) for of, seqs, _ in found]
+            choices = [
+                (of.id, seqs, replace(self.verdict(of, [*seqs, 1]), masked=frozenset())) for of, seqs, _ in found
+            ]
             source.chosen(source.step + 1, choices)
             self.kept |= {(source.step + 1, id) for id, _, choice in choices if not choice.reason}
 
@@ -269,14 +279,18 @@ class History(RuleBasedStateMachine):
 
     @rule(chance=st.randoms(use_true_random=False), before_apply=st.booleans())
     def crash(self, chance: random.Random, before_apply: bool) -> None:
-        """End the process, perhaps between writing a record and applying it; another begins, from any checkpoint or none."""
+        """End the process, perhaps between writing a record and applying it; another begins, from any checkpoint or
+        none.
+        """
         old = self.source
         self.confirm()
         if before_apply and old.step < self.rules.steps and not isinstance(record := old.plan(self.now), Waits):
             self.log.append(record)
             old.apply(record, len(self.log))
         checkpoint = chance.choice([0, *self.snapshots])
-        self.source = new = DataSource.restore(self.rules, self.snapshots[checkpoint]) if checkpoint else DataSource(self.rules)
+        self.source = new = (
+            DataSource.restore(self.rules, self.snapshots[checkpoint]) if checkpoint else DataSource(self.rules)
+        )
         self.confirm()
         for id in self.dead:
             new.dead(id)
@@ -350,7 +364,9 @@ class History(RuleBasedStateMachine):
 
     @invariant()
     def passes_are_whole(self) -> None:
-        """Every prompt of every pass is issued before the end, and settled by a record or given up at its last reissue."""
+        """Every prompt of every pass is issued before the end, and settled by a record or given up at its last
+        reissue.
+        """
         if not hasattr(self, "source"):
             return
         places = [(one.prompt_epoch, one.offset) for one in self.tasks if one.kind is Kind.TRAIN and not one.reissues]
@@ -367,7 +383,9 @@ class History(RuleBasedStateMachine):
     @invariant()
     def nothing_is_used_twice(self) -> None:
         for name in ("seqs", "tasks"):
-            used = [int(value) for record in self.log if not isinstance(record, Requeue) for value in getattr(record, name)]
+            used = [
+                int(value) for record in self.log if not isinstance(record, Requeue) for value in getattr(record, name)
+            ]
             assert len(used) == len(set(used))
         places = [(one.prompt_epoch, one.offset) for one in self.tasks if not one.reissues and one.kind is Kind.TRAIN]
         assert len(places) == len(set(places))
@@ -384,7 +402,9 @@ class History(RuleBasedStateMachine):
             places = [(row.task, row.index) for row in rows if isinstance(row, Sample)]
             if self.rules.buffer_filters:
                 assert {(plan.step, int(id)) for id in plan.tasks} <= self.kept
-            assert [id for id, _ in places] == [int(id) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for _ in range(size)]
+            assert [id for id, _ in places] == [
+                int(id) for id, size in zip(plan.tasks, plan.group_sizes, strict=True) for _ in range(size)
+            ]
             for id, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True):
                 (of,) = [one for one in self.tasks if one.id == id]
                 indexes = [index for its, index in places if its == id]
@@ -396,13 +416,17 @@ class History(RuleBasedStateMachine):
                 assert isinstance(row, Sample)
                 assert int(seq) not in self.lies
                 for earlier, one in enumerate(self.stream[: int(seq) - 1], 1):
-                    assert not (earlier not in self.lies and _valid(one) and (one.task, one.index) == (row.task, row.index))  # type: ignore[union-attr]
+                    assert not (
+                        earlier not in self.lies and _valid(one) and (one.task, one.index) == (row.task, row.index)
+                    )  # type: ignore[union-attr]
 
     @invariant()
     def nothing_too_old_is_trained(self) -> None:
         for plan in self.plans:
             masked = set[int]() if plan.masked is None else set(plan.masked.tolist())
-            for seq in set(plan.seqs.tolist()) - masked:  # of samples that a filter has masked nothing is trained, however old
+            for seq in (
+                set(plan.seqs.tolist()) - masked
+            ):  # of samples that a filter has masked nothing is trained, however old
                 row = self.stream[seq - 1]
                 assert isinstance(row, Sample)
                 everything = trainable_lags(row, self.steps, plan.step, None)
@@ -425,7 +449,11 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Plan):
         return bool(one.chain == other.chain)
     if isinstance(one, Settle):
-        return (one.reason, one.tasks.tolist(), one.seqs.tolist()) == (other.reason, other.tasks.tolist(), other.seqs.tolist())
+        return (one.reason, one.tasks.tolist(), one.seqs.tolist()) == (
+            other.reason,
+            other.tasks.tolist(),
+            other.seqs.tolist(),
+        )
     if isinstance(one, Requeue):
         return one == other
     return bool(one.missing == other.missing)
@@ -439,7 +467,9 @@ TestHistory = History.TestCase
 
 @pytest.mark.parametrize("seed", range(40))
 def test_long_histories(seed: int) -> None:
-    """Histories longer than those that hypothesis builds from small steps: up to the plan of the last step, with crashes on the way."""
+    """Histories longer than those that hypothesis builds from small steps: up to the plan of the last step, with
+    crashes on the way.
+    """
     chance, history = random.Random(seed), History()
     history.begin(
         chance.randint(0, 2),
@@ -466,7 +496,9 @@ def test_long_histories(seed: int) -> None:
             check()
     REACHED.update(record.reason.partition(":f")[0] for record in history.log if isinstance(record, Settle))
     REACHED["masked samples"] += sum(plan.masked is not None for plan in history.plans)
-    REACHED["by a filter"] += sum(record.reason.startswith("filtered:") for record in history.log if isinstance(record, Settle))
+    REACHED["by a filter"] += sum(
+        record.reason.startswith("filtered:") for record in history.log if isinstance(record, Settle)
+    )
     REACHED.update(name for name, count in history.source.accounting().tokens.items() if count)
     REACHED["requeued"] += sum(isinstance(record, Requeue) for record in history.log)
     REACHED["steps"] += history.source.step

@@ -1,4 +1,6 @@
-"""Comparison of dumps: the first thing that differs is named, with its place; dumps that cannot be compared are refused."""
+"""Comparison of dumps: the first thing that differs is named, with its place; dumps that cannot be compared are
+refused.
+"""
 
 import json
 from pathlib import Path
@@ -29,13 +31,19 @@ PROMPTS = [[1, 2, 3], [4, 5]]
 def modules(changed: str = "", by: float = 0.0, **other: Any) -> ModuleDump:
     """Return a dump; ``changed``: the prompt and module whose last token is moved by ``by``."""
     generator = np.random.default_rng(0)
-    outputs = {f"{n}.{name}": generator.normal(size=(len(one), 4)).astype(np.float32) for n, one in enumerate(PROMPTS) for name in ORDER}
+    outputs = {
+        f"{n}.{name}": generator.normal(size=(len(one), 4)).astype(np.float32)
+        for n, one in enumerate(PROMPTS)
+        for name in ORDER
+    }
     if changed:
         outputs[changed][-1, 2] += by
     return ModuleDump(**({"source": "s", "dtype": "float32", "prompts": PROMPTS, "outputs": outputs} | other))
 
 
-@pytest.mark.parametrize(("name", "hint"), [("layers.0.attention.qkv", "biases"), ("layers.0.mlp", "gate"), ("log_probs", "temperature")])
+@pytest.mark.parametrize(
+    ("name", "hint"), [("layers.0.attention.qkv", "biases"), ("layers.0.mlp", "gate"), ("log_probs", "temperature")]
+)
 def test_the_first_module_that_differs_is_named(name: str, hint: str) -> None:
     found = compare_modules(modules(f"1.{name}", 0.5), modules())
     assert found.first is not None
@@ -49,10 +57,14 @@ def test_rounding_is_no_difference_and_nan_is_one() -> None:
     assert compare_modules(modules("0.embedding", 1e-5), modules()).first is None
     assert compare_modules(modules("0.embedding", 1e-5), modules(), 0.0).first is not None
     assert compare_modules(modules("0.embedding", 0.02), modules()).first is not None
-    assert compare_modules(modules("0.embedding", 0.02, dtype="bfloat16"), modules()).first is None  # that of the coarser dtype
+    assert (
+        compare_modules(modules("0.embedding", 0.02, dtype="bfloat16"), modules()).first is None
+    )  # that of the coarser dtype
     assert compare_modules(modules("0.layers.0", np.nan), modules()).first is not None
     cut = modules()
-    cut = modules(outputs={name: value[:1] if name == "0.layers.0.mlp" else value for name, value in cut.outputs.items()})
+    cut = modules(
+        outputs={name: value[:1] if name == "0.layers.0.mlp" else value for name, value in cut.outputs.items()}
+    )
     first = compare_modules(cut, modules()).first
     assert first is not None and "shapes (1, 4), (3, 4)" in first.place
 
@@ -95,7 +107,12 @@ def written(path: Path, kind: str = TRAIN, *, step: int = 1, ids: tuple[int, ...
 
 def test_train_dumps_are_read_by_sequence(tmp_path: Path) -> None:
     dump = read_train(written(tmp_path / "a.safetensors"))
-    assert (dump.num_steps, dump.role, dump.steps[0].grad_norm, dump.steps[0].loss_dict) == (1, "actor", 0.5, {"loss": 0.1})
+    assert (dump.num_steps, dump.role, dump.steps[0].grad_norm, dump.steps[0].loss_dict) == (
+        1,
+        "actor",
+        0.5,
+        {"loss": 0.1},
+    )
     assert [one.tolist() for one in dump.steps[0].debug_data["unconcat_tokens"]] == [[0, 1, 2, 3], [4, 5, 6]]
     assert [len(one) for one in dump.steps[0].debug_data["advantages"]] == [2, 1]
     for content in (b"", b"no safetensors", json.dumps({}).encode()):
@@ -107,7 +124,9 @@ def test_train_dumps_are_read_by_sequence(tmp_path: Path) -> None:
 def test_the_first_field_that_differs_is_named(tmp_path: Path) -> None:
     base = read_train(written(tmp_path / "a"))
     moved = base.steps[0].debug_data["advantages"]
-    other = read_train(written(tmp_path / "b", columns={"advantages": np.concatenate(moved) + np.array([0, 0.25, 0], np.float32)}))
+    other = read_train(
+        written(tmp_path / "b", columns={"advantages": np.concatenate(moved) + np.array([0, 0.25, 0], np.float32)})
+    )
     found = compare_train(base, other)
     assert found.first is not None and found.first.name == "advantages"
     assert found.first.largest == pytest.approx(0.25) and "sequence 3, token 1" in found.first.place
@@ -161,5 +180,7 @@ def test_the_command_compares_dumps_of_modules(tmp_path: Path, capsys: pytest.Ca
     assert main(["debug", "compare", *map(str, paths), "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["differences"][0]["name"] == "layers.0"
     assert main(["debug", "compare", *map(str, paths)]) == 1
-    assert "equal: embedding, layers.0.attention.qkv, layers.0.mlp\nDIFFERS first in layers.0:" in capsys.readouterr().out
+    assert (
+        "equal: embedding, layers.0.attention.qkv, layers.0.mlp\nDIFFERS first in layers.0:" in capsys.readouterr().out
+    )
     assert main(["debug", "compare", str(paths[0]), str(written(tmp_path / "t"))]) == 2

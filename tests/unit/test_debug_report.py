@@ -17,7 +17,9 @@ GOOD = {
     "offpolicy/fresh_logprob_diff_abs": 2e-4,
     "offpolicy/logprob_diff_max": 3e-3,
 }
-FACTS = Facts(vocab_size=1000, dtype="float32", log_prob_mean=-0.3, own_reference=True, minibatches=1, memory={"host": [1e9]})
+FACTS = Facts(
+    vocab_size=1000, dtype="float32", log_prob_mean=-0.3, own_reference=True, minibatches=1, memory={"host": [1e9]}
+)
 
 
 def wrong(lines: list[Line]) -> list[str]:
@@ -61,7 +63,9 @@ def test_each_fault_has_its_line_with_a_cure(metrics: dict[str, float], facts: d
     ("entropy", "log_prob", "likely"), [(2.84, -2.9, True), (2.84, -3.8, True), (2.84, -4.5, False), (0.1, -1.2, False)]
 )
 def test_sampled_tokens_are_as_likely_as_the_entropy_has_it(entropy: float, log_prob: float, likely: bool) -> None:
-    """The expected log-prob of a sampled token is the negated entropy: a model that is undecided samples unlikely tokens rightly."""
+    """The expected log-prob of a sampled token is the negated entropy: a model that is undecided samples unlikely
+    tokens rightly.
+    """
     text = Excerpt(prompt="", response="", log_prob_mean=log_prob)
     lines = report(1, GOOD | {"train/entropy": entropy}, replace(FACTS, log_prob_mean=log_prob, excerpt=text))
     assert wrong(lines) == ([] if likely else ["rollout", "sampled text"])
@@ -70,7 +74,9 @@ def test_sampled_tokens_are_as_likely_as_the_entropy_has_it(entropy: float, log_
 
 def test_what_need_not_be_equal_is_not_judged() -> None:
     moved = GOOD | {"train/kl_reference": 0.3, "train/ppo_kl": 0.2, "offpolicy/fresh_logprob_diff_abs": 4e-2}
-    assert wrong(report(1, moved, replace(FACTS, minibatches=4, dtype="bfloat16"))) == []  # earlier minibatches moved the policy
+    assert (
+        wrong(report(1, moved, replace(FACTS, minibatches=4, dtype="bfloat16"))) == []
+    )  # earlier minibatches moved the policy
     assert wrong(report(1, moved | {"train/ppo_kl": 0.0}, replace(FACTS, own_reference=False, dtype="bfloat16"))) == []
     stale = {name: value for name, value in GOOD.items() if "fresh" not in name} | {"offpolicy/logprob_diff_abs": 0.3}
     lines = report(2, stale, FACTS)
@@ -81,10 +87,13 @@ def test_what_need_not_be_equal_is_not_judged() -> None:
 def test_a_sampled_text_is_shown_escaped_or_the_reason_why_not() -> None:
     shown = Excerpt(prompt="2 + 2?\n", response="4\x1b[31m \u202e", log_prob_mean=-0.25)
     lines = [
-        str(report(1, GOOD, replace(FACTS, excerpt=one))[1]) for one in (shown, replace(shown, missing="m/tokenizer.json: no such file"))
+        str(report(1, GOOD, replace(FACTS, excerpt=one))[1])
+        for one in (shown, replace(shown, missing="m/tokenizer.json: no such file"))
     ]
     assert lines[0] == r"ok   sampled text: ...'2 + 2?\n' -> '4\x1b[31m \u202e'... mean log-prob -0.2500"
-    assert "cannot be decoded (m/tokenizer.json: no such file)" in lines[1] and lines[1].endswith("mean log-prob -0.2500")
+    assert "cannot be decoded (m/tokenizer.json: no such file)" in lines[1] and lines[1].endswith(
+        "mean log-prob -0.2500"
+    )
     assert "sampled text" not in str([str(line) for line in report(2, GOOD, replace(FACTS, excerpt=shown))])
 
 

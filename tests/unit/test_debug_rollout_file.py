@@ -42,7 +42,9 @@ def test_damaged_and_other_files_are_refused(tmp_path: Path) -> None:
 
 
 def batches(data: Rollout, step: int, packing: Packing) -> tuple[StepBatch, ...]:
-    return build_batches(planned_again(data, step, packing, chain=GENESIS), data.samples, token_limits=data.token_limits)
+    return build_batches(
+        planned_again(data, step, packing, chain=GENESIS), data.samples, token_limits=data.token_limits
+    )
 
 
 def trained(found: tuple[StepBatch, ...]) -> dict[tuple[int, int], tuple[int, float, int]]:

@@ -1,4 +1,6 @@
-"""Settings of the debugging modes: file names with unknown placeholders, contradictions and missing files are refused before a start."""
+"""Settings of the debugging modes: file names with unknown placeholders, contradictions and missing files are refused
+before a start.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,10 @@ from tidemill.learner.errors import DebugFileRefused
 @pytest.mark.parametrize(
     ("settings", "want"),
     [
-        ({"save_rollout": "a/{rollout_id}.msgpack"}, "save_rollout: want a file name with {step}, got 'a/{rollout_id}.msgpack'"),
+        (
+            {"save_rollout": "a/{rollout_id}.msgpack"},
+            "save_rollout: want a file name with {step}, got 'a/{rollout_id}.msgpack'",
+        ),
         ({"save_rollout": "a/{}.msgpack"}, "save_rollout: want a file name with {step}"),
         ({"save_rollout": "a/{step.real}.msgpack"}, "{step} is missing"),
         ({"save_rollout": "a/{step"}, "write other braces twice"),
@@ -28,7 +33,10 @@ from tidemill.learner.errors import DebugFileRefused
         ({"rollout_only": True, "load_rollout": "a"}, "rollout_only: want either this or load_rollout, got both"),
         ({"train_only": True}, "train_only: want load_rollout"),
         ({"rollout_only": True, "save_train": "{step}_{rank}"}, "save_train: want none with rollout_only"),
-        ({"rollout_only": True, "dump_modules": DumpModulesConfig(step=1, prompts="p")}, "dump_modules: want none with rollout_only"),
+        (
+            {"rollout_only": True, "dump_modules": DumpModulesConfig(step=1, prompts="p")},
+            "dump_modules: want none with rollout_only",
+        ),
         ({"save_rollout": "{step}", "load_rollout": "{step}"}, "save_rollout: want other files than load_rollout"),
     ],
 )
@@ -59,16 +67,34 @@ def test_right_settings_are_accepted() -> None:
         ),
         (
             {"debug": {"rollout_only": True}, "model": {"megatron_checkpoint": "c"}},
-            "model.megatron_checkpoint: want none with debug.rollout_only, whose engines load model.path, got 'c'; convert it",
+            (
+                "model.megatron_checkpoint: want none with debug.rollout_only, whose engines load model.path, "
+                "got 'c'; convert it"
+            ),
         ),
         (
             {"learner": {"lora": {"rank": 2}}, "model": {"megatron_checkpoint": "c"}},
-            "model.megatron_checkpoint: want none with learner.lora, whose adapters belong to model.path, got 'c'; convert it",
+            (
+                "model.megatron_checkpoint: want none with learner.lora, whose adapters belong to model.path, "
+                "got 'c'; convert it"
+            ),
         ),
-        ({"debug": {"rollout_only": True}, "learner": {"nodes": 2, "data_parallel": 2}}, "learner.nodes: want 1 with debug.rollout_only"),
-        ({"debug": {"load_rollout": "a"}, "learner": {"colocated": True}}, "learner.colocated: want false with debug.load_rollout"),
-        ({"debug": {"load_rollout": "a"}, "learner": {"num_epochs": 2}}, "learner.num_epochs: want 0 with debug.load_rollout"),
-        ({"debug": {"load_rollout": "a", "save_rollout": "{step}"}}, "debug.save_rollout: want none with debug.load_rollout"),
+        (
+            {"debug": {"rollout_only": True}, "learner": {"nodes": 2, "data_parallel": 2}},
+            "learner.nodes: want 1 with debug.rollout_only",
+        ),
+        (
+            {"debug": {"load_rollout": "a"}, "learner": {"colocated": True}},
+            "learner.colocated: want false with debug.load_rollout",
+        ),
+        (
+            {"debug": {"load_rollout": "a"}, "learner": {"num_epochs": 2}},
+            "learner.num_epochs: want 0 with debug.load_rollout",
+        ),
+        (
+            {"debug": {"load_rollout": "a", "save_rollout": "{step}"}},
+            "debug.save_rollout: want none with debug.load_rollout",
+        ),
     ],
 )
 def test_contradictions_with_other_sections_are_refused(values: dict[str, Any], want: str) -> None:

@@ -8,7 +8,11 @@ import pytest
 from tidemill.bus import errors
 from tidemill.bus.errors import DetailedError
 
-_EVERY = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, DetailedError) and kind.template]
+_EVERY = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, DetailedError) and kind.template
+]
 
 
 class _OutOfRange(DetailedError):
@@ -49,7 +53,9 @@ def test_an_error_can_be_pickled_however_it_was_made() -> None:
     assert (type(error), error.args, error.line) == (_FarOutOfRange, ("steps", -1, 0, 7), 7)
 
 
-@pytest.mark.parametrize(("values", "named"), [((), {}), (("a", 1, 2, 3), {}), (("a", 1), {"got": 2}), (("a", 1), {"other": 2})])
+@pytest.mark.parametrize(
+    ("values", "named"), [((), {}), (("a", 1, 2, 3), {}), (("a", 1), {"got": 2}), (("a", 1), {"other": 2})]
+)
 def test_wrong_fields_are_refused(values: tuple[object, ...], named: dict[str, object]) -> None:
     with pytest.raises(TypeError, match="_OutOfRange"):
         _OutOfRange(*values, **named)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""From settings to the wants of a placement, and from places to the environment of processes; the check before a start shows both."""
+"""From settings to the wants of a placement, and from places to the environment of processes; the check before a start
+shows both.
+"""
 
 import json
 import os
@@ -84,7 +86,9 @@ def test_memory_is_the_least_that_a_process_needs(four: Node) -> None:
     def wanted(**settings: Any) -> tuple[int, int, int, int]:
         learner = LearnerConfig(dtype=settings.get("dtype", "bfloat16"), tensor_parallel=settings.get("tp", 1))
         weights = WeightsConfig(transport="handles", staging=settings.get("staging", "host"))
-        config = RunConfig(learner=learner, weights=weights, engine=settings.get("engine", EngineConfig(dtype="bfloat16")))
+        config = RunConfig(
+            learner=learner, weights=weights, engine=settings.get("engine", EngineConfig(dtype="bfloat16"))
+        )
         want = want_of(config, four, learner=True, engines=1, size=ModelSize(tensors))
         return want.memory_rank // GB, want.memory_sender // GB, want.memory_engine // GB, want.bucket_bytes // GB
 
@@ -154,7 +158,10 @@ def test_segments_that_a_colocated_process_cannot_release_are_refused(
     settings = ("learner.colocated=true", "weights.overlap=false")
     (error,) = checked(tmp_path, *settings).errors
     assert re.match(why, error.text)
-    assert not checked(tmp_path).errors and not checked(tmp_path, *settings, "learner.device=cpu", "engine.device=cpu").errors
+    assert (
+        not checked(tmp_path).errors
+        and not checked(tmp_path, *settings, "learner.device=cpu", "engine.device=cpu").errors
+    )
     colocated = RunConfig(learner=LearnerConfig(colocated=True), weights=WeightsConfig(overlap=False))
     with pytest.raises(PlacementRefused, match=why):
         place_ranks(colocated)
@@ -170,7 +177,9 @@ def test_segments_that_a_colocated_process_cannot_release_are_refused(
     take_devices(RunConfig(engine=EngineConfig(kind="sglang", sglang=server)))
 
 
-def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(
+    none: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     learner = LearnerConfig(colocated=True, device="cuda")
     with pytest.raises(PlacementRefused, match="PYTORCH_ALLOC_CONF: want no expandable_segments"):
@@ -179,10 +188,14 @@ def test_without_nvidia_smi_a_colocated_learner_on_cuda_is_refused_them_too(none
 
 
 def test_live_rows_have_the_version_of_nccl(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it all weights go over gloo. Of the learner's parent, of a node's agent, of engines with the interpreter that they have."""
+    """Without it all weights go over gloo. Of the learner's parent, of a node's agent, of engines with the interpreter
+    that they have.
+    """
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")  # restored after the test
     for module in (visible, demand, learner_nodes):
-        monkeypatch.setattr(module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7")
+        monkeypatch.setattr(
+            module, "nccl_of", lambda program=sys.executable: "2.30.4" if program == "/sglang/python" else "2.29.7"
+        )
     assert place_ranks(RunConfig())[1].nccl == "2.29.7"
     assert learner_nodes._capabilities(four.devices[:2]).nccl == "2.29.7"
     assert learner_nodes._versions(RunConfig(), four.devices[:2])["NCCL"] == "2.29.7"
@@ -227,7 +240,9 @@ def test_an_engine_without_the_memory_for_the_model_is_refused(tmp_path: Path, m
     take_devices(config)
 
 
-def test_an_sglang_server_counts_from_its_first_device_where_it_sees_all(four: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sglang_server_counts_from_its_first_device_where_it_sees_all(
+    four: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(device.uuid for device in four.devices))
     given = replace(sglang(tp_size=2), devices=(uuid_of(2), uuid_of(3)))
     config = RunConfig(engine=given, weights=WeightsConfig(transport="handles", staging="cuda"))
@@ -266,7 +281,12 @@ def checked(tmp_path: Path, *settings: str) -> Report:
 def test_the_check_shows_the_placement(four: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = checked(tmp_path, "up.engines=2", "learner.data_parallel=2", "weights.backend=gloo")
     assert not report.errors
-    assert report.on(PLACEMENT) == ["ranks 0 to 1 on devices 0, 1", "engine 0 on device 2", "engine 1 on device 3", "weights over gloo"]
+    assert report.on(PLACEMENT) == [
+        "ranks 0 to 1 on devices 0, 1",
+        "engine 0 on device 2",
+        "engine 1 on device 3",
+        "weights over gloo",
+    ]
     assert cli.main(["config", str(tmp_path / "run.yaml"), "--set", "engine.devices=[1]"]) == 0
     shown = capsys.readouterr().out
     assert "rank 0 on device 0\nengine 0 on device 1\n" in shown
@@ -275,8 +295,14 @@ def test_the_check_shows_the_placement(four: Node, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (["up.engines=4"], "devices: want 5 devices (1 for ranks, 4 x 1 for engines), got 4 visible (0, 1, 2, 3); lower up.engines"),
-        (["learner.devices=[7]"], "--set: learner.devices: want indices or UUIDs of visible devices, got '7': 4 visible"),
+        (
+            ["up.engines=4"],
+            "devices: want 5 devices (1 for ranks, 4 x 1 for engines), got 4 visible (0, 1, 2, 3); lower up.engines",
+        ),
+        (
+            ["learner.devices=[7]"],
+            "--set: learner.devices: want indices or UUIDs of visible devices, got '7': 4 visible",
+        ),
         (["engine.devices=[1, 1]"], "--set: engine.devices: want every device once, got '1', which is named before"),
         (["learner.tensor_parallel=2", "learner.data_parallel=4"], "devices: want 9 devices"),
     ],
@@ -286,7 +312,9 @@ def test_the_check_refuses_what_cannot_work(four: Node, tmp_path: Path, settings
     assert error.startswith(complaint)
 
 
-def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_counts_what_ranks_keep_outside_their_devices(
+    four: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The tiny model of the test fits; into a machine with one page of memory nothing does."""
     offloaded = "learner.offload_optimizer=true"
     (fits,) = checked(tmp_path, offloaded).on("host memory")
@@ -295,7 +323,9 @@ def test_the_check_counts_what_ranks_keep_outside_their_devices(four: Node, tmp_
     (error,) = [finding.text for finding in checked(tmp_path, offloaded).errors if finding.topic == "host memory"]
     assert error.startswith("--set: learner.offload_optimizer: want 0.0 GB of the machine's memory")
     assert "Adam: two moments" in error and "for checkpoints, at most" in error
-    assert error.endswith("use a larger machine or learner.offload_optimizer: false or learner.checkpoint.background: false")
+    assert error.endswith(
+        "use a larger machine or learner.offload_optimizer: false or learner.checkpoint.background: false"
+    )
 
 
 def test_the_check_names_devices_whose_memory_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,7 +361,9 @@ def test_a_family_of_sglang_alone_has_its_memory_checked_by_its_tensors(
     (fits,) = report.on("host memory")
     assert "needed for what 1 rank(s) keep outside their devices" in fits
     monkeypatch.setattr(os, "sysconf", lambda name: 1)
-    (error,) = [finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "host memory"]
+    (error,) = [
+        finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "host memory"
+    ]
     assert "copy of weights and Adam's state, for checkpoints" in error
     words = [word for setting in settings for word in ("--set", setting)]
     assert cli.main(["config", str(file), *words, "--memory"]) == 0
@@ -339,7 +371,10 @@ def test_a_family_of_sglang_alone_has_its_memory_checked_by_its_tensors(
     assert "rank weights" in shown and "rank Adam: two moments and main" in shown and "activations kept" not in shown
     assert "Nor counted for this family: activations, logits, and what its engine needs." in shown
     size = size_here(load(file, settings).config)
-    monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "small", script='for i in 0 1 2 3; do echo "$i, GPU-$i, 1 MiB, Disabled"; done'))
+    monkeypatch.setenv(
+        "PATH",
+        fake_nvidia_smi(tmp_path / "small", script='for i in 0 1 2 3; do echo "$i, GPU-$i, 1 MiB, Disabled"; done'),
+    )
     errors = [finding.text for finding in check(load(file, settings), Purpose()).errors if finding.topic == "devices"]
     assert size.parameters * 18 > 1 << 20 and errors[0].startswith("memory of device 0: want 0.0 GB")
 
@@ -361,10 +396,15 @@ def test_a_broken_driver_is_an_error_with_a_cure(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv("PATH", fake_nvidia_smi(tmp_path / "bin", script="echo Failed to initialize NVML; exit 255"))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     (error,) = checked(tmp_path).errors
-    assert "got 255: 'Failed to initialize NVML'; fix the driver, or hide the devices (CUDA_VISIBLE_DEVICES=)" in error.text
+    assert (
+        "got 255: 'Failed to initialize NVML'; fix the driver, or hide the devices (CUDA_VISIBLE_DEVICES=)"
+        in error.text
+    )
 
 
-def test_without_devices_there_is_no_placement_to_show(none: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_devices_there_is_no_placement_to_show(
+    none: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = checked(tmp_path, "up.engines=9", "learner.data_parallel=3")
     assert not report.errors and report.on(PLACEMENT) == []
     assert report.on("devices") == ["none visible here (nvidia-smi): ranks and engines run on the CPU"]
@@ -408,7 +448,11 @@ def test_the_launch_scripts_name_devices_by_hand(tmp_path: Path, script: str, se
 
     def words(**more: str) -> list[str]:
         command = ["bash", str(file)]
-        return subprocess.run(command, env=given | more, capture_output=True, text=True, check=True).stdout.splitlines()[-1].split()
+        return (
+            subprocess.run(command, env=given | more, capture_output=True, text=True, check=True)
+            .stdout.splitlines()[-1]
+            .split()
+        )
 
     assert words(DEVICES="2,3")[-2:] == ["--set", f"{setting}=[2,3]"]
     assert not any(setting in word for word in words())

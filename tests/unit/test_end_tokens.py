@@ -34,7 +34,9 @@ ADDED = [
 ID = {token: number for number, token in enumerate(ADDED)}
 
 
-def write_files(root: Path, *, template: str = "", eos: object = None, config: object = None, generation: object = None) -> Path:
+def write_files(
+    root: Path, *, template: str = "", eos: object = None, config: object = None, generation: object = None
+) -> Path:
     """Write a tokenizer with ``ADDED``, and the files that name end tokens; None = that file names none."""
     tokenizer = Tokenizer(WordLevel({token: id for token, id in ID.items()}, unk_token="<unk>"))
     tokenizer.add_tokens([AddedToken(token, special=token != "<|eot_id|>") for token in ADDED])
@@ -119,7 +121,10 @@ def test_sglang_is_given_the_end_of_turn_that_it_does_not_find_by_itself(tmp_pat
     assert end_of_turn(write_files(tmp_path, template=CHATML, eos="<|endoftext|>", config=2)) == {}
     arguments = end_of_turn(write_files(tmp_path, template=CHATML, eos="<|endoftext|>", config=6))
     assert arguments == {"json_model_override_args": {"eos_token_id": [6, ID["<|im_end|>"]]}}
-    assert command_line("python", tmp_path, 1, arguments)[-2:] == ["--json-model-override-args", '{"eos_token_id": [6, 2]}']
+    assert command_line("python", tmp_path, 1, arguments)[-2:] == [
+        "--json-model-override-args",
+        '{"eos_token_id": [6, 2]}',
+    ]
 
 
 @pytest.mark.parametrize(
@@ -128,10 +133,16 @@ def test_sglang_is_given_the_end_of_turn_that_it_does_not_find_by_itself(tmp_pat
         ({"template": CHATML, "eos": "<|im_end|>", "config": 2}, []),
         ({"template": CHATML, "eos": "<|endoftext|>", "config": [2, 6]}, []),
         ({"template": NEXT_HEADER, "eos": "</s>", "config": 4}, []),
-        ({"template": CHATML}, ["want the token behind an answer in the chat template among the end tokens of the files, none, got 2"]),
+        (
+            {"template": CHATML},
+            ["want the token behind an answer in the chat template among the end tokens of the files, none, got 2"],
+        ),
         ({}, ["want a token that ends a response"]),
         ({"template": CHATML, "eos": "<|endoftext|>", "config": 6}, ["among the end tokens of the files, 6, got 2"]),
-        ({"template": CHATML, "eos": "<|im_start|>", "config": 2}, ["want the tokenizer's eos_token among eos_token_id"]),
+        (
+            {"template": CHATML, "eos": "<|im_start|>", "config": 2},
+            ["want the tokenizer's eos_token among eos_token_id"],
+        ),
         (
             {"template": CHATML, "eos": "</s>", "config": 6},
             ["want the tokenizer's eos_token", "of the files, 6, 4, got 2"],

@@ -10,7 +10,14 @@ import pytest
 from aiohttp import web
 
 from tidemill.actors.engines import engine_client
-from tidemill.actors.errors import BadRequest, EngineFailed, EngineGone, EngineUnavailable, StaleEpoch, VersionUnavailable
+from tidemill.actors.errors import (
+    BadRequest,
+    EngineFailed,
+    EngineGone,
+    EngineUnavailable,
+    StaleEpoch,
+    VersionUnavailable,
+)
 from tidemill.actors.serving.sglang import api
 from tidemill.bus.errors import Fenced
 from tidemill.bus.http.client import ApiClient, CallFailed, Failure, refusal
@@ -45,7 +52,14 @@ def of_receiver(failed: CallFailed) -> Exception:
         (501, WHY, Failure.FAILED, EngineFailed, EngineFailed, _NotSupported),
         (502, {"error": "why"}, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (503, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
-        (503, {**WHY, "unavailable": "VersionUnavailable"}, Failure.UNAVAILABLE, VersionUnavailable, EngineUnavailable, ReceiverFailed),
+        (
+            503,
+            {**WHY, "unavailable": "VersionUnavailable"},
+            Failure.UNAVAILABLE,
+            VersionUnavailable,
+            EngineUnavailable,
+            ReceiverFailed,
+        ),
         (504, WHY, Failure.UNAVAILABLE, EngineUnavailable, EngineUnavailable, ReceiverFailed),
         (302, WHY, Failure.FAILED, EngineFailed, EngineFailed, ReceiverFailed),
     ],
@@ -55,14 +69,19 @@ def test_a_status_becomes_the_error_of_each_client(
 ) -> None:
     failed = refusal(URL, PATH, status, json.dumps(body).encode())
     assert (failed.failure, failed.status, failed.reason) == (failure, status, "why")
-    for error, kind in ((engine_client.error_of_call(failed), client), (api._error(failed), sglang), (of_receiver(failed), receiver)):
+    for error, kind in (
+        (engine_client.error_of_call(failed), client),
+        (api._error(failed), sglang),
+        (of_receiver(failed), receiver),
+    ):
         assert type(error) is kind
         assert "why" in str(error) or kind is Fenced
 
 
 @pytest.mark.parametrize("status", [400, 409, 500, 503])
 @pytest.mark.parametrize(
-    ("raw", "reason"), [(b"<html>", "<html>"), (b"[1]", "[1]"), (b"", ""), (b'{"error": null}', '{"error": null}'), (b"\xe9", "\ufffd")]
+    ("raw", "reason"),
+    [(b"<html>", "<html>"), (b"[1]", "[1]"), (b"", ""), (b'{"error": null}', '{"error": null}'), (b"\xe9", "\ufffd")],
 )
 def test_a_body_that_names_no_reason_is_the_reason(status: int, raw: bytes, reason: str) -> None:
     failed = refusal(URL, PATH, status, raw)
@@ -87,7 +106,9 @@ def test_no_answer_becomes_the_error_of_each_client(failure: Failure, client: ty
     assert isinstance(error, ReceiverFailed) and (error.phase, error.answered) == ("begin_weight_update", False)
 
 
-@pytest.mark.parametrize(("status", "failure"), [(200, Failure.UNREADABLE), (400, Failure.REFUSED), (503, Failure.UNAVAILABLE)])
+@pytest.mark.parametrize(
+    ("status", "failure"), [(200, Failure.UNREADABLE), (400, Failure.REFUSED), (503, Failure.UNAVAILABLE)]
+)
 async def test_a_compressed_answer_takes_no_memory(status: int, failure: Failure) -> None:
     """A teacher elsewhere may send half a gigabyte in 500 kB."""
     pack = zlib.compressobj(9, zlib.DEFLATED, 31)
@@ -96,7 +117,9 @@ async def test_a_compressed_answer_takes_no_memory(status: int, failure: Failure
 
     async def answer(request: web.Request) -> web.Response:
         asked.append(request.headers["Accept-Encoding"])
-        return web.Response(status=status, body=bomb, headers={"Content-Encoding": "gzip"}, content_type="application/json")
+        return web.Response(
+            status=status, body=bomb, headers={"Content-Encoding": "gzip"}, content_type="application/json"
+        )
 
     app = web.Application()
     app.router.add_post(PATH, answer)

@@ -1,4 +1,6 @@
-"""Parts of the built-in engine that need neither a socket nor a model: sequences, stop strings, progress, client errors."""
+"""Parts of the built-in engine that need neither a socket nor a model: sequences, stop strings, progress, client
+errors.
+"""
 
 import asyncio
 from pathlib import Path
@@ -32,8 +34,14 @@ def test_spans_cover_the_tokens_and_skip_versions_that_made_none() -> None:
         sequence.enter(version)
         for _ in range(count):
             sequence.append(9, -1.0)
-    assert sequence.weight_versions(6) == [{"version": "0", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 6}]
-    assert sequence.weight_versions(3) == [{"version": "0", "start": 0, "end": 2}, {"version": "2", "start": 2, "end": 3}]
+    assert sequence.weight_versions(6) == [
+        {"version": "0", "start": 0, "end": 2},
+        {"version": "2", "start": 2, "end": 6},
+    ]
+    assert sequence.weight_versions(3) == [
+        {"version": "0", "start": 0, "end": 2},
+        {"version": "2", "start": 2, "end": 3},
+    ]
     assert sequence.weight_versions(2) == [{"version": "0", "start": 0, "end": 2}]
     assert new_sequence().weight_versions(0) == []
 
@@ -122,7 +130,9 @@ def test_names_and_shapes_are_those_of_transformers(tmp_path: Path, family: str)
     for tied in (False, True):
         changes = {} if family in ("qwen2", "mistral") else {"attention_bias": True}
         tiny_config(family, tied=tied, **changes).save_pretrained(tmp_path)
-        want = {name: tuple(tensor.shape) for name, tensor in tiny_model(family, tied=tied, **changes).named_parameters()}
+        want = {
+            name: tuple(tensor.shape) for name, tensor in tiny_model(family, tied=tied, **changes).named_parameters()
+        }
         assert ModelShape.read(tmp_path).tensors() == want
 
 

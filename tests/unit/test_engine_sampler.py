@@ -14,13 +14,17 @@ CPU = torch.device("cpu")
 LIMITS = RequestLimits(vocab_size=100, max_context=64, encode=None)
 
 
-def draw(scores_NV: torch.Tensor, params: list[dict[str, Any]], row_seeds: list[int], position: int = 7) -> tuple[np.ndarray, np.ndarray]:
+def draw(
+    scores_NV: torch.Tensor, params: list[dict[str, Any]], row_seeds: list[int], position: int = 7
+) -> tuple[np.ndarray, np.ndarray]:
     sampler = Sampler([SamplingParams(**each) for each in params], row_seeds, CPU)
     return sampler.draw(scores_NV.clone(), np.full(len(params), position, np.int64))
 
 
 def test_uniforms_are_splitmix64() -> None:
-    """The uniforms agree with plain integers: output of the published function for the seed, then for a counter on top of it."""
+    """The uniforms agree with plain integers: output of the published function for the seed, then for a counter on top
+    of it.
+    """
 
     def mix(state: int) -> int:
         state = (state + 0x9E3779B97F4A7C15) % 2**64
@@ -41,7 +45,9 @@ def test_uniforms_are_uniform_and_neighbours_independent() -> None:
     for found in (by_seed, by_position):
         assert found.min() > 0 and found.max() < 1
         drawn = np.histogram(found, bins=100, range=(0, 1))[0]
-        assert ((drawn - count / 100) ** 2 / (count / 100)).sum() < 170  # 99 degrees of freedom; by chance once in 100,000
+        assert (
+            (drawn - count / 100) ** 2 / (count / 100)
+        ).sum() < 170  # 99 degrees of freedom; by chance once in 100,000
         assert abs(np.corrcoef(found[:-1], found[1:])[0, 1]) < 0.02
     shifted = uniforms(np.full(count, 4, np.uint64), np.arange(count))
     assert not set(by_position[:1000]) & set(shifted[:1000])
@@ -61,7 +67,14 @@ def test_draws_follow_the_distribution() -> None:
 def test_a_row_does_not_depend_on_other_rows() -> None:
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(6, 50, generator=generator) * 3
-    params = [{}, {"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5, "temperature": 0.7}, {"temperature": 2.0}, {"top_k": 9, "top_p": 0.9}]
+    params = [
+        {},
+        {"temperature": 0.0},
+        {"top_k": 3},
+        {"top_p": 0.5, "temperature": 0.7},
+        {"temperature": 2.0},
+        {"top_k": 9, "top_p": 0.9},
+    ]
     row_seeds = [3, 1, 4, 1, 5, 9]
     together = draw(scores, params, row_seeds)
     for row in range(6):
@@ -123,7 +136,10 @@ def test_scores_that_are_not_finite_show_in_their_log_prob() -> None:
 
 
 def test_seeds_are_spread_over_a_group_and_fresh_without_one() -> None:
-    body = {"input_ids": [[1], [2], [3]], "sampling_params": [{"n": 2, "sampling_seed": 5}, {"n": 2}, {"sampling_seed": -1}]}
+    body = {
+        "input_ids": [[1], [2], [3]],
+        "sampling_params": [{"n": 2, "sampling_seed": 5}, {"n": 2}, {"sampling_seed": -1}],
+    }
     found = seeds(parse_generate(body, LIMITS))
     assert found[:2] == [5, 6]
     assert found[4] == 2**64 - 1

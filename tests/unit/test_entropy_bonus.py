@@ -1,4 +1,6 @@
-"""The adaptive coefficient of the entropy bonus: its bounds, its direction, and that it holds the entropy of a policy that learns."""
+"""The adaptive coefficient of the entropy bonus: its bounds, its direction, and that it holds the entropy of a policy
+that learns.
+"""
 
 import math
 
@@ -30,7 +32,9 @@ def test_it_stays_within_its_bounds_and_moves_by_delta_towards_the_target(
 
 
 def last_entropies(*, target: float) -> list[float]:
-    """Return the entropies of the last 500 of 3,000 steps of a policy of four actions, of which one alone is rewarded; 0 = no target."""
+    """Return the entropies of the last 500 of 3,000 steps of a policy of four actions, of which one alone is rewarded;
+    0 = no target.
+    """
     logits = torch.zeros(4, dtype=torch.float64, requires_grad=True)
     rewards = torch.tensor([1.0, 0, 0, 0]).double()
     bonus, entropies = EntropyBonus(coef=0.0), []
@@ -47,7 +51,9 @@ def last_entropies(*, target: float) -> list[float]:
 
 
 def test_it_holds_the_entropy_of_a_policy_that_would_lose_it() -> None:
-    """Exact gradients of the expected reward: the entropy falls below 0.02 nats without, and stays about its target with the bonus."""
+    """Exact gradients of the expected reward: the entropy falls below 0.02 nats without, and stays about its target
+    with the bonus.
+    """
     assert max(last_entropies(target=0.0)) < 0.02
     for target in (0.2, 0.5):
         held = last_entropies(target=target)

@@ -17,7 +17,9 @@ from tidemill.bus.wire.messages import Span
 
 def output(*tokens: int, id: str = "") -> TurnOutput:
     spans = (Span(version=0, num_tokens=len(tokens)),) if tokens else ()
-    return TurnOutput(tokens=np.array(tokens, np.int32), log_probs=np.full(len(tokens), -0.5, np.float32), spans=spans, id=id)
+    return TurnOutput(
+        tokens=np.array(tokens, np.int32), log_probs=np.full(len(tokens), -0.5, np.float32), spans=spans, id=id
+    )
 
 
 def ids(*tokens: int) -> np.ndarray:
@@ -47,9 +49,14 @@ PROMPTS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size
 
 
 @given(
-    prompts=PROMPTS, asked=st.integers(1, 5), limit=st.integers(1, 30), name=st.sampled_from(["tokens", "context", "total_tokens", "turns"])
+    prompts=PROMPTS,
+    asked=st.integers(1, 5),
+    limit=st.integers(1, 30),
+    name=st.sampled_from(["tokens", "context", "total_tokens", "turns"]),
 )
-def test_a_budget_is_kept_by_every_sequence_of_calls(prompts: list[list[int]], asked: int, limit: int, name: str) -> None:
+def test_a_budget_is_kept_by_every_sequence_of_calls(
+    prompts: list[list[int]], asked: int, limit: int, name: str
+) -> None:
     """Exported samples stay within every limit, whatever is asked, one call after the other and two at once."""
     episode = Episode(task(budget=Budget(**{name: limit})), 0, "n")
     for place, prompt in enumerate(prompts):

@@ -1,4 +1,6 @@
-"""Episodes in the learner: values of an episode by episode, those of a sequence by sequence, against loops in float64."""
+"""Episodes in the learner: values of an episode by episode, those of a sequence by sequence, against loops in
+float64.
+"""
 
 import hashlib
 from collections.abc import Sequence
@@ -54,7 +56,9 @@ def episodes(draw: st.DrawFn, groups: int = 2, size: int = 3) -> list[list[Turn]
 
 
 def cut(turns: Sequence[Turn], borders: Sequence[bool], index: int, of: Any) -> Sample:
-    """Return the episode: a new sequence before each turn for which ``borders`` is true, its context repeated, else a token of a tool."""
+    """Return the episode: a new sequence before each turn for which ``borders`` is true, its context repeated, else a
+    token of a tool.
+    """
     tokens: list[int] = []
     sizes: list[SequenceSize] = []
     region: list[tuple[int, float, int, int]] = []
@@ -129,11 +133,19 @@ def trainable(batches: Sequence[StepBatch]) -> dict[int, list[tuple[int, float, 
 def denominators(batch: StepBatch, minibatch: int = 0) -> Denominators:
     trained = torch.from_numpy(np.where(batch.minibatches_N == minibatch, batch.trainable_N, 0)).long()
     groups = torch.from_numpy(batch.groups_N).long()
-    return Denominators(tokens=int(trained.sum()), sequences=int((trained > 0).sum()), trainable_N=trained, constant=8.0, groups_N=groups)
+    return Denominators(
+        tokens=int(trained.sum()),
+        sequences=int((trained > 0).sum()),
+        trainable_N=trained,
+        constant=8.0,
+        groups_N=groups,
+    )
 
 
 def total(batches: Sequence[StepBatch], mode: str, minibatches: int) -> list[float]:
-    """Return the aggregate of every minibatch over rows and ranks; the loss of a token is its log-prob times its sample's advantage."""
+    """Return the aggregate of every minibatch over rows and ranks; the loss of a token is its log-prob times its
+    sample's advantage.
+    """
     weights = torch.from_numpy(batches[0].rewards_N).double() + 1
     found = [0.0] * minibatches
     for batch in batches:
@@ -170,15 +182,29 @@ def by_loop(told: Sequence[Sequence[Turn]], mode: str, groups: Sequence[int]) ->
 def test_no_number_depends_on_how_an_episode_is_cut(
     told: list[list[Turn]], borders: list[list[bool]], ranks: int, minibatches: int, max_tokens: int
 ) -> None:
-    """Over any number of ranks, micro-batches and minibatches: tokens, ages, columns of episodes, and every denominator."""
+    """Over any number of ranks, micro-batches and minibatches: tokens, ages, columns of episodes, and every
+    denominator.
+    """
     whole = make_batches(step(told, WHOLE))
     split = make_batches(step(told, borders), data_parallel=ranks, max_tokens=max_tokens, minibatches=minibatches)
     assert trainable(split) == trainable(whole)
-    for name in ("rewards_N", "groups_N", "sampled_N", "trainable_N", "turn_samples_C", "turn_rewards_C", "turn_tokens_C"):
+    for name in (
+        "rewards_N",
+        "groups_N",
+        "sampled_N",
+        "trainable_N",
+        "turn_samples_C",
+        "turn_rewards_C",
+        "turn_tokens_C",
+    ):
         assert getattr(split[0], name).tolist() == getattr(whole[0], name).tolist(), name
-    assert whole[0].sampled_N.tolist() == [sum(len(ids) for ids, _, _ in turns) for turns in told], "tools are not sampled"
+    assert whole[0].sampled_N.tolist() == [sum(len(ids) for ids, _, _ in turns) for turns in told], (
+        "tools are not sampled"
+    )
     for mode in AGGREGATIONS:
-        wanted = [by_loop(told, mode, [group for group in (0, 1) if group % minibatches == one]) for one in range(minibatches)]
+        wanted = [
+            by_loop(told, mode, [group for group in (0, 1) if group % minibatches == one]) for one in range(minibatches)
+        ]
         assert total(split, mode, minibatches) == pytest.approx(wanted, rel=1e-12), mode
 
 
@@ -191,7 +217,10 @@ def test_rows_know_their_sequence_and_turn(told: list[list[Turn]], borders: list
     assert batch.num_sequences == sum(len(sample.sequences) for sample in samples) == len(row.cu_seqlens) - 1
     for number, (begin, end) in enumerate(zip(row.cu_seqlens[:-1], row.cu_seqlens[1:], strict=True)):
         here = slice(begin, end)
-        assert set(row.sequence_T[here].tolist()) != set() and len(set(row.sequence_T[here])) == len(set(row.sample_T[here])) == 1, number
+        assert (
+            set(row.sequence_T[here].tolist()) != set()
+            and len(set(row.sequence_T[here])) == len(set(row.sample_T[here])) == 1
+        ), number
         assert row.position_ids_T[here].tolist() == list(range(end - begin))
         assert not row.loss_mask_T[end - 1], "no target crosses the end of a sequence"
     turns = [turn for turns in told for turn in turns]
@@ -212,8 +241,25 @@ def _decoded(batch: StepBatch) -> StepBatch:
 
 def test_with_one_sequence_the_arrays_are_those_of_the_release_before() -> None:
     """The digest was made by that release: bit for bit, and dtype by dtype."""
-    tokens = ("tokens_T", "targets_T", "position_ids_T", "cu_seqlens", "sample_T", "loss_mask_T", "rollout_log_probs_T", "lag_T")
-    columns = ("rewards_N", "groups_N", "response_lengths_N", "truncated_N", "unended_N", "trainable_N", "minibatches_N")
+    tokens = (
+        "tokens_T",
+        "targets_T",
+        "position_ids_T",
+        "cu_seqlens",
+        "sample_T",
+        "loss_mask_T",
+        "rollout_log_probs_T",
+        "lag_T",
+    )
+    columns = (
+        "rewards_N",
+        "groups_N",
+        "response_lengths_N",
+        "truncated_N",
+        "unended_N",
+        "trainable_N",
+        "minibatches_N",
+    )
     digest = hashlib.sha256()
     for number in (1, 2, 3):
         for ranks in (1, 2):
@@ -229,13 +275,30 @@ def test_with_one_sequence_the_arrays_are_those_of_the_release_before() -> None:
 
 
 def test_parts_of_rewards_travel_by_name() -> None:
-    rewards: list[float | dict[str, float]] = [{"score": 2.0, "b": 1.0, "a": 0.5}, 3.0, {"score": 1.0, "b": 4.0}, {"score": 0.0}]
-    samples = [replace(sample, reward=reward) for sample, reward in zip(make_samples(vocab=64, step=1, groups=1), rewards, strict=True)]
+    rewards: list[float | dict[str, float]] = [
+        {"score": 2.0, "b": 1.0, "a": 0.5},
+        3.0,
+        {"score": 1.0, "b": 4.0},
+        {"score": 0.0},
+    ]
+    samples = [
+        replace(sample, reward=reward)
+        for sample, reward in zip(make_samples(vocab=64, step=1, groups=1), rewards, strict=True)
+    ]
     (batch,) = make_batches(samples, step=1)
     again = _decoded(batch)
     assert again.part_names == batch.part_names == ("a", "b")
     assert again.rewards_N.tolist() == [2.0, 3.0, 1.0, 0.0]
-    assert [None if np.isnan(value) else value for value in again.parts_NK.tolist()] == [0.5, 1.0, None, None, None, 4.0, None, None]
+    assert [None if np.isnan(value) else value for value in again.parts_NK.tolist()] == [
+        0.5,
+        1.0,
+        None,
+        None,
+        None,
+        4.0,
+        None,
+        None,
+    ]
     with pytest.raises(FeedError, match="2 parts of each reward"):
         _decoded(replace(batch, parts_NK=batch.parts_NK[1:]))
     plain = _decoded(make_batches([replace(sample, reward=1.0) for sample in samples], step=1)[0])
@@ -260,7 +323,10 @@ WEIGHTED = [
 @pytest.mark.parametrize("config", WEIGHTED, ids=str)
 def test_ratios_are_local_to_a_sequence(config: dict[str, Any]) -> None:
     """Every sequence as a sample of its own, with the episode's advantage, has the same loss at every token."""
-    told: list[list[Turn]] = [[([5, 6], [-1.0, -2.0], 2), ([7], [-0.5], 2)], [([8], [-3.0], 2), ([9, 4, 5], [-0.25, -1.5, -1.0], 2)]]
+    told: list[list[Turn]] = [
+        [([5, 6], [-1.0, -2.0], 2), ([7], [-0.5], 2)],
+        [([8], [-3.0], 2), ([9, 4, 5], [-0.25, -1.5, -1.0], 2)],
+    ]
     samples = [cut(turns, [False, True], index, task(1, rollout="calc")) for index, turns in enumerate(told)]
     (batch,) = make_batches(samples)
     (row,) = batch.micro_batches
@@ -277,10 +343,15 @@ def test_ratios_are_local_to_a_sequence(config: dict[str, Any]) -> None:
         "advantages_T": torch.tensor([1.0, -1.0]).double()[sample_T],
     }
     objective = Objective(AlgorithmConfig(**config))
-    episodes = Tokens(sample_T=sample_T, num_samples=2, sequence_T=sequence_T, num_sequences=batch.num_sequences, **shared)
+    episodes = Tokens(
+        sample_T=sample_T, num_samples=2, sequence_T=sequence_T, num_sequences=batch.num_sequences, **shared
+    )
     alone = Tokens(sample_T=sequence_T, num_samples=batch.num_sequences, **shared)
     joined = Tokens(sample_T=sample_T, num_samples=2, **shared)
-    losses = [objective.token_loss(log_probs_T, tokens, objective.coupled([], **_alone())).loss_T for tokens in (episodes, alone, joined)]
+    losses = [
+        objective.token_loss(log_probs_T, tokens, objective.coupled([], **_alone())).loss_T
+        for tokens in (episodes, alone, joined)
+    ]
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=0)
     assert not torch.allclose(losses[0], losses[2]), "over whole episodes it would be another loss: the test can tell"
 
@@ -292,7 +363,9 @@ def _alone() -> dict[str, Any]:
 # ---- credit by turn
 
 
-def ordinal_by_loop(rewards: Sequence[float], own: Sequence[Sequence[float]], groups: Sequence[int], gamma: float) -> list[list[float]]:
+def ordinal_by_loop(
+    rewards: Sequence[float], own: Sequence[Sequence[float]], groups: Sequence[int], gamma: float
+) -> list[list[float]]:
     """Return the ``rloo`` advantage of every turn."""
     returns = []
     for reward, turns in zip(rewards, own, strict=True):
@@ -304,7 +377,12 @@ def ordinal_by_loop(rewards: Sequence[float], own: Sequence[Sequence[float]], gr
     found = []
     for place, each in enumerate(returns):
         others = [returns[other] for other in range(len(returns)) if other != place and groups[other] == groups[place]]
-        found.append([value - sum(other[min(at, len(other) - 1)] for other in others) / len(others) for at, value in enumerate(each)])
+        found.append(
+            [
+                value - sum(other[min(at, len(other) - 1)] for other in others) / len(others)
+                for at, value in enumerate(each)
+            ]
+        )
     return found
 
 
@@ -320,7 +398,9 @@ def columns(own: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
 
 @given(SIX, OWN, st.floats(0, 1))
 def test_turn_advantages_are_those_of_the_loop(rewards: list[float], own: list[list[float]], gamma: float) -> None:
-    got = turn_advantages(torch.tensor(rewards, dtype=torch.float64), GROUPS, *columns(own), advantage="rloo", gamma=gamma)
+    got = turn_advantages(
+        torch.tensor(rewards, dtype=torch.float64), GROUPS, *columns(own), advantage="rloo", gamma=gamma
+    )
     wanted = [value for each in ordinal_by_loop(rewards, own, GROUPS.tolist(), gamma) for value in each]
     assert got.tolist() == pytest.approx(wanted, abs=1e-9)
 
@@ -349,7 +429,9 @@ def test_the_baseline_of_a_turn_does_not_depend_on_its_own_episode() -> None:
     own = [[0.5, 0.0], [1.0], [0.0, 0.25, 0.5], [0.0], [0.0], [0.0]]
     rewards = torch.tensor([1.0, 2.0, 3.0, 0.0, 0.0, 0.0]).double()
     one = turn_advantages(rewards, GROUPS, *columns(own), advantage="rloo", gamma=0.9)
-    other = turn_advantages(rewards + torch.tensor([0, 0, 4.0, 0, 0, 0]), GROUPS, *columns(own), advantage="rloo", gamma=0.9)
+    other = turn_advantages(
+        rewards + torch.tensor([0, 0, 4.0, 0, 0, 0]), GROUPS, *columns(own), advantage="rloo", gamma=0.9
+    )
     assert (other - one)[3:6].tolist() == pytest.approx([4 * 0.81, 4 * 0.9, 4.0])
 
 
@@ -367,7 +449,9 @@ def test_the_baseline_of_an_episode_does_not_see_its_sequences(
     (batch,) = make_batches(samples)
     for name in ADVANTAGES:
         lengths_N = torch.from_numpy(batch.trainable_N)
-        got = ADVANTAGES[name].function(torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), lengths_N=lengths_N)
+        got = ADVANTAGES[name].function(
+            torch.from_numpy(batch.rewards_N).double(), torch.from_numpy(batch.groups_N), lengths_N=lengths_N
+        )
         wanted = ADVANTAGES[name].function(
             torch.tensor(np.array(rewards, np.float32)).double(), torch.tensor([1, 1, 1, 2, 2, 2]), lengths_N=lengths_N
         )
@@ -383,7 +467,10 @@ def test_the_baseline_of_an_episode_does_not_see_its_sequences(
         ({"credit": "turn", "algorithm": AlgorithmConfig(advantage="tests.enumerated:x")}, "credit: turn needs"),
         ({"credit": "turn", "algorithm": AlgorithmConfig(correction="sft")}, "sft has no advantages"),
         ({"credit_gamma": 0.9}, "credit_gamma: not used with credit: episode"),
-        ({"credit": "turn", "credit_gamma": 1.1, "algorithm": AlgorithmConfig(advantage="rloo")}, "credit_gamma: want <= 1, got 1.1"),
+        (
+            {"credit": "turn", "credit_gamma": 1.1, "algorithm": AlgorithmConfig(advantage="rloo")},
+            "credit_gamma: want <= 1, got 1.1",
+        ),
     ],
 )
 def test_a_credit_without_meaning_is_refused(changes: dict[str, Any], said: str) -> None:
@@ -430,11 +517,20 @@ def test_episodes_are_planned_by_sequence_and_settled_once() -> None:
         plan = source.plan(0.0)
         assert isinstance(plan, Plan)
         assert plan.rows is not None
-        assert (plan.seqs.tolist(), plan.rows.tolist(), len(plan.ranks), len(plan.micro_batches)) == ([1, 2], [2, 1], 3, 3)
+        assert (plan.seqs.tolist(), plan.rows.tolist(), len(plan.ranks), len(plan.micro_batches)) == (
+            [1, 2],
+            [2, 1],
+            3,
+            3,
+        )
         assert source.token_limits(plan) == {1: 40}
         batches = build_batches(plan, [two, one], token_limits=source.token_limits(plan))
         assert {batch.max_new_tokens for batch in batches} == {40}
-        assert sum(int(row.loss_mask_T.sum()) for batch in batches for row in batch.micro_batches) == batches[0].num_tokens == 4
+        assert (
+            sum(int(row.loss_mask_T.sum()) for batch in batches for row in batch.micro_batches)
+            == batches[0].num_tokens
+            == 4
+        )
         source.apply(plan, 1)
         accounting = source.accounting()
         assert (accounting.trained, accounting.duplicate, accounting.buffered) == (2, 1, 0)

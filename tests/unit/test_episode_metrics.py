@@ -51,13 +51,18 @@ def plan(oldest_step: int | None = None) -> Plan:
 
 
 @pytest.mark.parametrize(("oldest", "of_all", "of_first"), [(None, 0, 0), (5, 0, 0), (6, 2 / 6, 1), (7, 1, 1)])
-def test_tokens_that_are_too_old_are_counted_for_the_first_turns_alone_too(oldest: int | None, of_all: float, of_first: float) -> None:
-    """The example has two sampled tokens of version 5, its first turn, and behind the tool's result four of version 6."""
+def test_tokens_that_are_too_old_are_counted_for_the_first_turns_alone_too(
+    oldest: int | None, of_all: float, of_first: float
+) -> None:
+    """The example has two sampled tokens of version 5, its first turn, and behind the tool's result four of version
+    6.
+    """
     found = episode_metrics([make_episode(), make_sample()], plan(oldest))
     assert found["data/masked_share_all_turns"] == pytest.approx(of_all)
     assert found["data/masked_share_first_turn"] == pytest.approx(of_first)
     mixed = episode_metrics(
-        [make_episode(), make_episode(spans=(Span(version=7, num_tokens=6), Span(version=7, num_tokens=2)))], plan(oldest)
+        [make_episode(), make_episode(spans=(Span(version=7, num_tokens=6), Span(version=7, num_tokens=2)))],
+        plan(oldest),
     )
     assert mixed["data/masked_share_all_turns"] == pytest.approx(of_all / 2)
     assert mixed["data/masked_share_first_turn"] == pytest.approx(of_first / 2)
@@ -68,7 +73,9 @@ def seconds(of: float) -> Sample:
     return make_episode(turns=make_turns(begin_s=np.array([0, 1, of - 1], np.float32), seconds=np.ones(3, np.float32)))
 
 
-def test_episodes_are_measured_by_the_time_of_steps_and_longer_ones_are_an_alarm(caplog: pytest.LogCaptureFixture) -> None:
+def test_episodes_are_measured_by_the_time_of_steps_and_longer_ones_are_an_alarm(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     age = EpisodeAge(AlarmConfig(), Context(max_lag=2))
     metrics = episode_metrics([seconds(of) for of in (5.0, *[30.0] * 20)], plan())
     assert metrics["data/episode_seconds_p95"] == 30.0
@@ -96,7 +103,9 @@ def test_repeated_steps_and_settings_raise_no_alarm_of_long_episodes() -> None:
         age = EpisodeAge(config, context)
         assert [age.done(metrics, now) for now in (0.0, 10.0)] == [{}, {SHARE: 10.0}] and age.trouble == ""
     age = EpisodeAge(AlarmConfig(), Context(max_lag=0))
-    assert [age.done(metrics, now) for now in (0.0, 10.0)] == [{}, {}], "without lag no step is taken while an episode runs"
+    assert [age.done(metrics, now) for now in (0.0, 10.0)] == [{}, {}], (
+        "without lag no step is taken while an episode runs"
+    )
 
 
 def vars_of(turns: Turns) -> dict[str, Any]:
@@ -118,7 +127,9 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
         timings=Timings(queued_s=1.0, generating_s=2.0, tools_s=3.0, reward_s=4.0),
         turns=replace(first.turns, finish=("stop", "cut", "stop")),
     )
-    found = episode_metrics([replace(first, timings=Timings(), metadata={}, finish_reason="stop"), make_sample(), again], plan())
+    found = episode_metrics(
+        [replace(first, timings=Timings(), metadata={}, finish_reason="stop"), make_sample(), again], plan()
+    )
     count = len(first.turns.at)
     sampled = int(first.turns.tokens.sum())
     assert (found["data/episodes"], found["data/turns_mean"], found["data/turns_max"]) == (2, count, count)
@@ -130,7 +141,12 @@ def test_episodes_are_counted_and_single_turns_beside_them_are_not() -> None:
     assert [found[f"data/untrained_turns/{why}"] for why in ("asked", "log_probs", "empty")] == [2.5, 0, 0]
     parts = [found[f"data/episode_{part}_seconds"] for part in ("queued", "generating", "tools", "reward")]
     assert parts == [0.5, 1.0, 1.5, 2.0]
-    assert {name: value for name, value in found.items() if "budget" in name and value} == {"data/budget_share/turns": 0.5}
+    assert {name: value for name, value in found.items() if "budget" in name and value} == {
+        "data/budget_share/turns": 0.5
+    }
     assert not undocumented(found)
     words = episodes_in_words(found)
-    assert words.startswith(f"2 in the newest step, {count:.1f} turns, 2.0 sequences") and "budget spent: turns 50 %" in words
+    assert (
+        words.startswith(f"2 in the newest step, {count:.1f} turns, 2.0 sequences")
+        and "budget spent: turns 50 %" in words
+    )

@@ -44,7 +44,12 @@ class Run:
         samples = {"a": 2, "b": 1}[place.set]
         metadata = {MARK: self.rounds.mark(place)}
         task = data_kit.task(
-            next(self.ids), kind=Kind.EVAL, group_size=samples, offset=place.row, min_version=place.version, metadata=metadata
+            next(self.ids),
+            kind=Kind.EVAL,
+            group_size=samples,
+            offset=place.row,
+            min_version=place.version,
+            metadata=metadata,
         )
         assert self.rounds.issued(task)
         self.tasks[task.id] = task
@@ -89,13 +94,21 @@ def test_versions_that_are_due() -> None:
     rounds = made()
     due = [version for version in range(40) if rounds.due(version, version)]
     assert due == [0, 10, 20, 30, 35], "0 at the start, the multiples, the last step"
-    assert [version for version in range(40) if made(at_start=False, at_end=False).due(version, version)] == [10, 20, 30]
+    assert [version for version in range(40) if made(at_start=False, at_end=False).due(version, version)] == [
+        10,
+        20,
+        30,
+    ]
     assert not any(made(every=0).due(version, version) for version in range(40))
-    assert made().due(1, 0) and not made(every=1, at_start=False).due(1, 0), "the first version of a run with other initial weights"
+    assert made().due(1, 0) and not made(every=1, at_start=False).due(1, 0), (
+        "the first version of a run with other initial weights"
+    )
 
 
 def test_weights_that_are_published_again_are_evaluated_once_and_are_not_later_ones() -> None:
-    """A start publishes the weights that it begins with under another version; tokens of a third version are later ones."""
+    """A start publishes the weights that it begins with under another version; tokens of a third version are later
+    ones.
+    """
     for later, expected in ((1, (0.0, 0.0)), (2, (2.0, 0.0)), (3, (3.0, 0.0))):
         run = Run(made(size("a", 2, 2), every=1))
         run.rounds.published(0, 0)
@@ -110,7 +123,10 @@ def test_weights_that_are_published_again_are_evaluated_once_and_are_not_later_o
             spans = replace(data_kit.sample(one, index, ((later, 2),)), metadata={})
             assert again.arrived(spans)
         (result,) = again.results()
-        assert (result.version, result.metrics["versions_later"], result.metrics["versions_later_min"]) == (0, *expected)
+        assert (result.version, result.metrics["versions_later"], result.metrics["versions_later_min"]) == (
+            0,
+            *expected,
+        )
         again.close()
         assert again.idle
 
@@ -196,7 +212,9 @@ def test_a_round_that_is_ended_has_the_scores_so_far() -> None:
 
 @given(st.lists(st.sampled_from(["issue", "answer", "half", "restart", "publish"]), max_size=60), st.integers(1, 4))
 def test_restarts_change_no_result(does: list[str], every: int) -> None:
-    """A restart has the state of a checkpoint, reads the tasks again that were issued after it, and the samples after it."""
+    """A restart has the state of a checkpoint, reads the tasks again that were issued after it, and the samples after
+    it.
+    """
     run, whole = Run(made(every=every, last_step=1000)), Run(made(every=every, last_step=1000))
     for one in (run, whole):
         one.rounds.published(0, 0)
@@ -275,7 +293,9 @@ def test_the_state_of_other_sets_is_passed_over() -> None:
 
 
 def response(score: float, **changes: Any) -> ScoredResponse:
-    return ScoredResponse(**({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes))
+    return ScoredResponse(
+        **({"score": score, "num_tokens": 3, "truncated": False, "oldest_version": 6, "newest_version": 7} | changes)
+    )
 
 
 @given(st.integers(1, 12), st.data())
@@ -323,7 +343,11 @@ def test_the_scores_of_a_set() -> None:
     assert (found["tokens_mean"], found["tokens_max"], found["truncated_share"]) == (4.2, 9.0, 0.2)
     assert (found["versions_later"], found["versions_later_min"]) == (2.0, 1.0)
     assert not undocumented(f"eval/{name}" for name in found)
-    assert scores({}, num_prompts=4, samples=2, passes_at=1.0, versions=(5, 5)) == {"prompts": 0.0, "samples": 0.0, "missing": 8.0}
+    assert scores({}, num_prompts=4, samples=2, passes_at=1.0, versions=(5, 5)) == {
+        "prompts": 0.0,
+        "samples": 0.0,
+        "missing": 8.0,
+    }
 
 
 # ---- settings
@@ -336,7 +360,9 @@ def test_sets_have_defaults() -> None:
 
 
 def test_a_set_has_its_own_prompts_or_those_settings_of_training() -> None:
-    training = DataConfig(path="t.jsonl", system_prompt="Think.", template="Q: {prompt}", chat_template_args={"thinking": True})
+    training = DataConfig(
+        path="t.jsonl", system_prompt="Think.", template="Q: {prompt}", chat_template_args={"thinking": True}
+    )
     assert EvalSet(path="x.jsonl").data(training) == replace(training, path="x.jsonl", shuffle=False)
     own = {"system_prompt": "", "template": "{prompt}", "chat_template_args": {"thinking": False}}
     assert EvalSet(path="x.jsonl", **own).data(training) == replace(training, path="x.jsonl", shuffle=False, **own)
@@ -353,7 +379,10 @@ def test_a_set_may_have_each_of_its_settings() -> None:
         "str": "x",
     }
     kinds = typing.get_type_hints(EvalSet)
-    values = {one.name: next(value for kind, value in examples.items() if kind in str(kinds[one.name])) for one in fields(EvalSet)}
+    values = {
+        one.name: next(value for kind, value in examples.items() if kind in str(kinds[one.name]))
+        for one in fields(EvalSet)
+    }
     own = {**values, "stop": ("Q:", "A:"), "stop_token_ids": (7, 8)}
     assert EvalConfig(sets={"held": values}).sets == {"held": EvalSet(**own)}
 
@@ -363,21 +392,39 @@ def test_a_set_may_have_each_of_its_settings() -> None:
     [
         ({"every": -1}, "every: want >= 0, got -1"),
         ({"every": 1}, "sets: want at least one held-out set with every > 0, got none"),
-        ({"sets": {"a": {"path": "x", "chat_template_args": 3}}}, "sets.a.chat_template_args: want a map, such as {name: value}, got 3"),
+        (
+            {"sets": {"a": {"path": "x", "chat_template_args": 3}}},
+            "sets.a.chat_template_args: want a map, such as {name: value}, got 3",
+        ),
         ({"sets": {"a": {"path": "x", "stop": "word"}}}, "sets.a.stop: want a list, such as [a, b], got 'word'"),
-        ({"sets": {"a": {"path": "x", "stop": [""]}}}, 'sets.a.stop: want at most 16 strings of 1 to 200 letters, got [""]'),
+        (
+            {"sets": {"a": {"path": "x", "stop": [""]}}},
+            'sets.a.stop: want at most 16 strings of 1 to 200 letters, got [""]',
+        ),
         ({"sets": {"a": {"path": "x", "stop_token_ids": [-1]}}}, "sets.a.stop_token_ids[0]: want >= 0, got -1"),
-        ({"sets": {"a": {"path": "x", "stop_token_ids": [True]}}}, "sets.a.stop_token_ids[0]: want a whole number, such as 3, got true"),
+        (
+            {"sets": {"a": {"path": "x", "stop_token_ids": [True]}}},
+            "sets.a.stop_token_ids[0]: want a whole number, such as 3, got true",
+        ),
         ({"max_open_tasks": 0}, "max_open_tasks: want > 0, got 0"),
         ({"stall_s": 0}, "stall_s: want > 0, got 0"),
         ({"stop_after": -1}, "stop_after: want >= 0, got -1"),
         ({"stop_after": 2}, "stop_after: want best: SET/METRIC with it, the score that is to rise, got 2 alone"),
         ({"best": "a/mean"}, "best: want every > 0 with it, got 'a/mean' and no evaluation"),
-        ({"every": 1, "sets": {"a": {"path": "x"}}, "best": "b/mean"}, "best: want SET/METRIC with a set of a, got 'b/mean'"),
-        ({"every": 1, "sets": {"a": {"path": "x"}}, "best": "a"}, "best: want SET/METRIC with a metric of mean, pass_at_1, got 'a'"),
+        (
+            {"every": 1, "sets": {"a": {"path": "x"}}, "best": "b/mean"},
+            "best: want SET/METRIC with a set of a, got 'b/mean'",
+        ),
+        (
+            {"every": 1, "sets": {"a": {"path": "x"}}, "best": "a"},
+            "best: want SET/METRIC with a metric of mean, pass_at_1, got 'a'",
+        ),
         (
             {"every": 1, "sets": {"a": {"path": "x", "samples": 6}}, "best": "a/pass_at_3"},
-            "best: want SET/METRIC with a metric of mean, pass_at_1, pass_at_2, pass_at_4, pass_at_6, got 'a/pass_at_3'",
+            (
+                "best: want SET/METRIC with a metric of mean, pass_at_1, pass_at_2, pass_at_4, pass_at_6, got "
+                "'a/pass_at_3'"
+            ),
         ),
         ({"sets": {"a b": {"path": "x"}}}, "sets.a b: want a name like"),
         ({"sets": {"a": "x.jsonl"}}, "sets.a: want a map of settings, such as {path: ...}, got 'x.jsonl'"),
@@ -388,9 +435,15 @@ def test_a_set_may_have_each_of_its_settings() -> None:
         ({"sets": {"a": {"path": "x", "samples": 2.5}}}, "sets.a.samples: want a whole number, such as 3, got 2.5"),
         ({"sets": {"a": {"path": "x", "samples": True}}}, "sets.a.samples: want a whole number, such as 3, got true"),
         ({"sets": {"a": {"path": "x", "samples": 0}}}, "sets.a.samples: want >= 1, got 0"),
-        ({"sets": {"a": {"path": "x", "temperature": "warm"}}}, "sets.a.temperature: want a number, such as 0.5, got 'warm'"),
+        (
+            {"sets": {"a": {"path": "x", "temperature": "warm"}}},
+            "sets.a.temperature: want a number, such as 0.5, got 'warm'",
+        ),
         ({"sets": {"a": {"path": "x", "temperature": -1}}}, "sets.a.temperature: want 0, or 0.01 to 100, got -1"),
-        ({"sets": {"a": {"path": "x", "temperature": 1e-300}}}, "sets.a.temperature: want 0, or 0.01 to 100, got 1e-300"),
+        (
+            {"sets": {"a": {"path": "x", "temperature": 1e-300}}},
+            "sets.a.temperature: want 0, or 0.01 to 100, got 1e-300",
+        ),
         ({"sets": {"a": {"path": "x", "temperature": 0, "samples": 4}}}, "sets.a.samples: want 1 with temperature: 0"),
         ({"sets": {"a": {"path": "x", "top_p": 0}}}, "sets.a.top_p: want > 0, got 0"),
         ({"sets": {"a": {"path": "x", "top_k": 0}}}, "sets.a.top_k: want -1 or >= 1, got 0"),
@@ -452,4 +505,6 @@ def test_the_version_of_a_step_is_known_before_it_is_published(
 ) -> None:
     """Version 5 of the second example was published twice; step 5 of the fifth was the last that a start repeated."""
     known = {0: 0, 3: 3, 4: 4}
-    assert tuple(versions_of(step, versions=known, head=head, push_every=push_every, republished=republished)) == versions
+    assert (
+        tuple(versions_of(step, versions=known, head=head, push_every=push_every, republished=republished)) == versions
+    )

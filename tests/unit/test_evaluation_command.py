@@ -28,7 +28,9 @@ def test_the_check_reads_the_sets(tmp_path: Path) -> None:
     report = checked(tmp_path, with_set(file, samples=4, limit=5))
     assert not report.errors
     assert report.on("eval") == [f"held: {file}: 20 prompts read, the first 5 are used; 4 responses each"]
-    assert checked(tmp_path, with_set(tmp_path / "none.jsonl"), "eval.every=0").on("eval") == [], "no evaluation, no file"
+    assert checked(tmp_path, with_set(tmp_path / "none.jsonl"), "eval.every=0").on("eval") == [], (
+        "no evaluation, no file"
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,9 @@ def test_the_check_reads_the_sets(tmp_path: Path) -> None:
         ({"prompt": "what", "label": "1"}, {"template": "no place"}, "want text with {prompt} in it"),
     ],
 )
-def test_bad_sets_are_found_before_the_start(tmp_path: Path, row: object, changes: dict[str, object], complaint: str) -> None:
+def test_bad_sets_are_found_before_the_start(
+    tmp_path: Path, row: object, changes: dict[str, object], complaint: str
+) -> None:
     file = tmp_path / "held.jsonl"
     if row is not None:
         write_prompts(file, row)
@@ -70,12 +74,27 @@ def test_without_a_learner_the_evaluation_sets_are_the_only_data(tmp_path: Path)
 
 def test_the_arguments_are_settings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, data = write_model(tmp_path / "model"), write_prompts(tmp_path / "held out.jsonl")
-    words = ["eval", str(model), str(data), "--samples", "4", "--temperature", "0.5", "--limit", "3", "--reward", "exact", "--print-config"]
+    words = [
+        "eval",
+        str(model),
+        str(data),
+        "--samples",
+        "4",
+        "--temperature",
+        "0.5",
+        "--limit",
+        "3",
+        "--reward",
+        "exact",
+        "--print-config",
+    ]
     assert cli.main(words) == 0
     shown = capsys.readouterr().out
     assert f"sets: {{held-out: {{limit: 3, path: {data}, samples: 4, temperature: 0.5}}}}" in shown
     config = tmp_path / "best.yaml"
-    config.write_text(json.dumps({"eval": {"every": 5, "sets": {"other": {"path": "x"}}, "best": "other/mean", "stop_after": 3}}))
+    config.write_text(
+        json.dumps({"eval": {"every": 5, "sets": {"other": {"path": "x"}}, "best": "other/mean", "stop_after": 3}})
+    )
     assert cli.main([*words, "--config", str(config)]) == 0, "a score of the run's sets does not stand in the way"
     assert shown.startswith("run: eval ") and "  reward: exact " in shown and f"  path: {model}" in shown
 
@@ -85,7 +104,10 @@ def test_the_arguments_are_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
     [
         (["/none", "{data}"], "MODEL: want a directory with a Hugging Face model (config.json in it), got '/none'"),
         (["{model}"], "want DATA, a file of prompts, or --config with eval.sets"),
-        (["{model}", "--config", "{config}", "--samples", "2"], "--samples: want it with DATA; without, change eval.sets of --config"),
+        (
+            ["{model}", "--config", "{config}", "--samples", "2"],
+            "--samples: want it with DATA; without, change eval.sets of --config",
+        ),
         (["{model}", "--config", "{config}"], "eval.sets: want at least one held-out set"),
         (["{model}", "{data}", "--samples", "0"], "eval.sets.held.samples: want >= 1, got 0"),
         (["{model}", "{data}", "--dir", "{model}"], "--dir: want an empty directory"),
@@ -93,7 +115,9 @@ def test_the_arguments_are_settings(tmp_path: Path, capsys: pytest.CaptureFixtur
         (["{model}", "{data}", "--reward", "nosuch"], "nosuch"),
     ],
 )
-def test_wrong_arguments_are_refused(tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_arguments_are_refused(
+    tmp_path: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = write_run(tmp_path)
     values = {"model": tmp_path / "model", "data": write_prompts(tmp_path / "held.jsonl"), "config": config}
     assert cli.main(["eval", *(word.format(**values) for word in words)]) in (2, 78)
@@ -102,8 +126,17 @@ def test_wrong_arguments_are_refused(tmp_path: Path, words: list[str], complaint
 
 def test_a_set_stops_where_it_says_or_where_training_does(tmp_path: Path) -> None:
     held = {"path": str(write_prompts(tmp_path / "held.jsonl"))}
-    sets = {"as": held, "own": {**held, "stop": ["Q:"], "stop_token_ids": [7]}, "none": {**held, "stop": [], "stop_token_ids": []}}
-    settings = (f"eval.sets={json.dumps(sets)}", "eval.every=1", "sampling.stop=[END]", "sampling.stop_token_ids=[5, 6]")
+    sets = {
+        "as": held,
+        "own": {**held, "stop": ["Q:"], "stop_token_ids": [7]},
+        "none": {**held, "stop": [], "stop_token_ids": []},
+    }
+    settings = (
+        f"eval.sets={json.dumps(sets)}",
+        "eval.every=1",
+        "sampling.stop=[END]",
+        "sampling.stop_token_ids=[5, 6]",
+    )
     plan = _plan(load(write_run(tmp_path), settings).config)
     stops = {one.name: (one.sampling.stop, one.sampling.stop_token_ids) for one in plan.sets}
     assert stops == {"as": (("END",), (5, 6)), "own": (("Q:",), (7,)), "none": ((), ())}

@@ -29,12 +29,18 @@ def test_what_a_process_writes_of_its_end_is_what_its_parent_reads(
 ) -> None:
     assert exit_codes.report(error, logging.getLogger("test")) == code
     written = capsys.readouterr().err
-    assert exit_codes.reason(["error: an earlier one", *written.splitlines(), "a line behind it"]) == exit_codes.message(error)
+    assert exit_codes.reason(
+        ["error: an earlier one", *written.splitlines(), "a line behind it"]
+    ) == exit_codes.message(error)
     assert bool(caplog.records) == (code not in exit_codes.FINAL), "a traceback is for errors of the program"
 
 
-@pytest.mark.parametrize(("error", "code"), [(None, 0), (KeyError("x"), exit_codes.CRASHED), (UnknownReward("x", "y"), exit_codes.CONFIG)])
-def test_the_work_of_a_process_ends_with_its_code(error: Exception | None, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "code"), [(None, 0), (KeyError("x"), exit_codes.CRASHED), (UnknownReward("x", "y"), exit_codes.CONFIG)]
+)
+def test_the_work_of_a_process_ends_with_its_code(
+    error: Exception | None, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
     def work() -> None:
         if error is not None:
             raise error

@@ -1,4 +1,6 @@
-"""Each role's extra: the table matches pyproject.toml, a base install imports its modules, and a missing extra is one clear error."""
+"""Each role's extra: the table matches pyproject.toml, a base install imports its modules, and a missing extra is one
+clear error.
+"""
 
 import re
 import subprocess
@@ -66,9 +68,17 @@ def test_a_base_install_imports_the_bus_the_actor_and_the_commands() -> None:
 
 
 def _base_modules() -> list[str]:
-    files = [file for package in BASE_PACKAGES for file in (ROOT / package.replace(".", "/").removeprefix("tidemill/")).rglob("*.py")]
+    files = [
+        file
+        for package in BASE_PACKAGES
+        for file in (ROOT / package.replace(".", "/").removeprefix("tidemill/")).rglob("*.py")
+    ]
     files += (ROOT / "actors").glob("*.py")
-    names = {f"tidemill.{file.relative_to(ROOT).with_suffix('')}".replace("/", ".") for file in files if not file.stem.startswith("__")}
+    names = {
+        f"tidemill.{file.relative_to(ROOT).with_suffix('')}".replace("/", ".")
+        for file in files
+        if not file.stem.startswith("__")
+    }
     return sorted(names - OF_LEARNER)
 
 
@@ -91,7 +101,9 @@ def test_a_command_without_its_extra_names_the_extra_to_install(
     monkeypatch.chdir(ROOT)
     assert cli.main(words) == exit_codes.CONFIG
     error = capsys.readouterr().err
-    assert error.startswith(f"tidemill {words[0]}: want the packages of tidemill[{extra}], got none of the name {package}; ")
+    assert error.startswith(
+        f"tidemill {words[0]}: want the packages of tidemill[{extra}], got none of the name {package}; "
+    )
     assert f"pip install 'tidemill[{extra}]'" in error
     assert error.count("\n") == 1
 

@@ -1,4 +1,6 @@
-"""Files that are written whole: the old one stays until the new one is complete, and a private one is never readable by other users."""
+"""Files that are written whole: the old one stays until the new one is complete, and a private one is never readable by
+other users.
+"""
 
 import os
 from pathlib import Path

@@ -1,4 +1,6 @@
-"""Filters: decisions of the built-in ones, results that a function of a user may have, and groups that are dropped, masked and ordered."""
+"""Filters: decisions of the built-in ones, results that a function of a user may have, and groups that are dropped,
+masked and ordered.
+"""
 
 import json
 import math
@@ -23,7 +25,16 @@ from tidemill.learner.buffer.groups import Verdict
 from tidemill.learner.buffer.plans import chain_of
 from tidemill.learner.buffer.selection import Waits
 from tidemill.learner.data.filter_settings import BUILT_IN, Filters, identity_of
-from tidemill.learner.filters.filters import FILTER, TABLE, Decision, FilterGroup, FilterSample, decision_in, decision_of, group_of
+from tidemill.learner.filters.filters import (
+    FILTER,
+    TABLE,
+    Decision,
+    FilterGroup,
+    FilterSample,
+    decision_in,
+    decision_of,
+    group_of,
+)
 from tidemill.rewards.errors import BadRewardOption, RewardFailed
 from tidemill.rewards.registry import bind
 
@@ -97,14 +108,21 @@ def test_truncated_samples_are_masked_and_groups_of_many_dropped() -> None:
 
 
 def test_length() -> None:
-    of = group(*(one(index, loss_mask=np.array([1] * count + [0] * (9 - count), np.uint8)) for index, count in enumerate((1, 4, 9))))
+    of = group(
+        *(
+            one(index, loss_mask=np.array([1] * count + [0] * (9 - count), np.uint8))
+            for index, count in enumerate((1, 4, 9))
+        )
+    )
     assert decide("length", of, at_least=2, at_most=8).masked == (0, 2)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=40), st.integers(1, 6))
 def test_repetition_counts_certain_tokens_in_a_row(tokens: list[tuple[bool, bool]], window: int) -> None:
     """(certain, sampled) of each token: tokens of the environment are passed over."""
-    log_probs = np.array([0.0 if certain and sampled else -3.0 if sampled else 0.0 for certain, sampled in tokens], np.float32)
+    log_probs = np.array(
+        [0.0 if certain and sampled else -3.0 if sampled else 0.0 for certain, sampled in tokens], np.float32
+    )
     of = group(one(0, log_probs=log_probs, loss_mask=np.array([sampled for _, sampled in tokens], np.uint8)))
     sampled = "".join("x" if certain else " " for certain, sampled in tokens if sampled)
     longest = max(map(len, sampled.split(" ")))
@@ -118,13 +136,28 @@ def test_gibberish_wants_a_rare_token_of_low_probability() -> None:
         tokens, log_probs = np.array([1, 2, 3, id, 4], np.int32), np.array([-1.0, log_prob, -1.0], np.float32)
         return group(one(0, tokens=tokens, log_probs=log_probs, loss_mask=np.array([1, mask, 1], np.uint8)))
 
-    masked = [decide("gibberish", one, vocab_size=1000, rare_from=500).masked for one in (of(501, bound - 0.1), of(500, bound - 0.1))]
-    masked += [decide("gibberish", one, vocab_size=1000, rare_from=500).masked for one in (of(501, bound + 0.1), of(501, bound - 0.1, 0))]
+    masked = [
+        decide("gibberish", one, vocab_size=1000, rare_from=500).masked
+        for one in (of(501, bound - 0.1), of(500, bound - 0.1))
+    ]
+    masked += [
+        decide("gibberish", one, vocab_size=1000, rare_from=500).masked
+        for one in (of(501, bound + 0.1), of(501, bound - 0.1, 0))
+    ]
     assert masked == [(0,), (), (), ()]
 
     # Two sequences of three tokens, two of them responses: 501 is the second's context, 502 its first sampled token.
-    tokens, log_probs = np.array([1, 2, 3, 501, 502, 4], np.int32), np.array([bound - 1, -1.0, -1.0, bound - 1], np.float32)
-    episode = one(0, tokens=tokens, log_probs=log_probs, loss_mask=np.ones(4, np.uint8), sequences=(SequenceSize(3, 2), SequenceSize(3, 2)))
+    tokens, log_probs = (
+        np.array([1, 2, 3, 501, 502, 4], np.int32),
+        np.array([bound - 1, -1.0, -1.0, bound - 1], np.float32),
+    )
+    episode = one(
+        0,
+        tokens=tokens,
+        log_probs=log_probs,
+        loss_mask=np.ones(4, np.uint8),
+        sequences=(SequenceSize(3, 2), SequenceSize(3, 2)),
+    )
     (again,) = FILTER.decode(json.loads(FILTER.encode(group(episode)))).samples
     assert episode.response_tokens.tolist() == again.response_tokens.tolist() == [2, 3, 502, 4]
     assert decide("gibberish", group(episode), vocab_size=1000, rare_from=500).masked == ()
@@ -146,7 +179,10 @@ def test_gibberish_wants_a_rare_token_of_low_probability() -> None:
         ("x" * 100, {"keep": False, "reason": "x" * 40}),
         ({"masked": [1]}, {"masked": [1]}),
         ({"priority": 2}, {"priority": 2.0}),
-        (SimpleNamespace(keep=False, reason="zero_std_0.0", keep_when_insufficient=True), {"keep": False, "reason": "zero_std_0.0"}),
+        (
+            SimpleNamespace(keep=False, reason="zero_std_0.0", keep_when_insufficient=True),
+            {"keep": False, "reason": "zero_std_0.0"},
+        ),
         (Decision(masked=(0,)), {"masked": [0]}),
     ],
 )
@@ -175,7 +211,8 @@ def test_what_a_filter_may_not_return(result: object, words: str) -> None:
 
 @given(
     st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(), lambda of: st.lists(of) | st.dictionaries(st.text(), of)
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+        lambda of: st.lists(of) | st.dictionaries(st.text(), of),
     )
 )
 def test_any_result_is_a_decision_or_refused(result: object) -> None:
@@ -188,14 +225,21 @@ def test_any_result_is_a_decision_or_refused(result: object) -> None:
 
 
 def test_a_group_is_the_same_on_both_sides_of_a_child() -> None:
-    of = group_of(task(7), [sample(task(7), index, ((0, 3),), reward={"score": 1.0, "a": 0.5}) for index in range(2)], {0: 0}, 3)
+    of = group_of(
+        task(7), [sample(task(7), index, ((0, 3),), reward={"score": 1.0, "a": 0.5}) for index in range(2)], {0: 0}, 3
+    )
     import json
 
     again = FILTER.decode(json.loads(FILTER.encode(of)))
     assert again.samples[1].parts == {"score": 1.0, "a": 0.5}
     assert again.samples[0].lag == of.samples[0].lag == 2
     for mine, other in zip(of.samples, again.samples, strict=True):
-        assert (mine.index, mine.reward, mine.status, mine.response) == (other.index, other.reward, other.status, other.response)
+        assert (mine.index, mine.reward, mine.status, mine.response) == (
+            other.index,
+            other.reward,
+            other.status,
+            other.response,
+        )
         for name in ("tokens", "log_probs", "loss_mask"):
             assert np.array_equal(getattr(mine, name), getattr(other, name))
 
@@ -214,7 +258,10 @@ def test_a_group_is_the_same_on_both_sides_of_a_child() -> None:
         ({"f": {"use": "m:f", "options": 3}}, r"filters.f.options: want a map"),
         ({"f": {"use": "m:f", "count_only": "no"}}, r"filters.f.count_only: want true or false"),
         ({"f": {"use": "m:f", "scope": "step"}}, r"filters.f.scope: want group or buffer, got 'step'"),
-        ({"f": {"use": "length", "scope": "buffer"}}, r"filters.f.scope: want group with the filter length, which decides on one group"),
+        (
+            {"f": {"use": "length", "scope": "buffer"}},
+            r"filters.f.scope: want group with the filter length, which decides on one group",
+        ),
         ({"f": {"use": "m:f", "timeout_s": 0}}, r"filters.f.timeout_s: want > 0"),
         ({"f": {"use": "m:f", "workers": 0}}, r"filters.f.workers: want >= 1"),
     ],
@@ -230,8 +277,14 @@ def test_only_filters_that_decide_are_part_of_the_rules() -> None:
     assert (identity_of(()), identity_of(counted)) == ("", "[]"), "groups wait for filters that only count, too"
     assert identity_of(deciding) == '[["a", "equal_rewards", {}]]'
     of_all = tuple(read(Filters, {"a": {"use": "m:f", "scope": "buffer"}}, "filters").values())
-    assert identity_of(of_all) == '[["a", "m:f", {}, "buffer"]]' != identity_of(tuple(read(Filters, {"a": "m:f"}, "filters").values()))
-    assert rules().digest == replace(rules(), filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
+    assert (
+        identity_of(of_all)
+        == '[["a", "m:f", {}, "buffer"]]'
+        != identity_of(tuple(read(Filters, {"a": "m:f"}, "filters").values()))
+    )
+    assert (
+        rules().digest == replace(rules(), filters="", over_sampling=0.0).digest != replace(rules(), filters="x").digest
+    )
 
 
 # ---- groups that are dropped, masked and ordered
@@ -348,14 +401,24 @@ def test_priority_orders_what_is_young_enough() -> None:
 @pytest.mark.parametrize(("max_lag", "over_sampling"), [(0, 0.0), (0, 1.5), (2, 0.5)])
 def test_no_share_of_rejected_groups_stops_a_run(rejected: float, max_lag: int, over_sampling: float) -> None:
     chance = random.Random(round(1000 * rejected) + max_lag)
-    pond = Pond(filters="f", steps=12, groups_per_step=4, max_lag=max_lag, over_sampling=over_sampling, max_refill=4.0, gate="drop")
+    pond = Pond(
+        filters="f",
+        steps=12,
+        groups_per_step=4,
+        max_lag=max_lag,
+        over_sampling=over_sampling,
+        max_refill=4.0,
+        gate="drop",
+    )
     issued = dropped = trained = 0
     for _ in range(20_000):
         if pond.source.step == 12:
             break
         while (wanted := pond.source.wanted()) is not None:
             issued += 1
-            changes = {"reissue_of": wanted.reissue_of, "reissues": wanted.reissues} if wanted.reissue_of is not None else {}
+            changes = (
+                {"reissue_of": wanted.reissue_of, "reissues": wanted.reissues} if wanted.reissue_of is not None else {}
+            )
             (of,) = pond.issue(issued, prompt_epoch=wanted.prompt_epoch, offset=wanted.offset, **changes)
             if chance.random() < 0.7:
                 pond.complete(of)

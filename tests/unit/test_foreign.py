@@ -30,7 +30,9 @@ def raise_(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize(
-    "error", [KeyError("a"), SystemExit(3), StopIteration(), RecursionError(), Rude()], ids=lambda one: type(one).__name__
+    "error",
+    [KeyError("a"), SystemExit(3), StopIteration(), RecursionError(), Rude()],
+    ids=lambda one: type(one).__name__,
 )
 def test_every_error_becomes_one_of_ours(error: BaseException) -> None:
     with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(described(error))):
@@ -44,12 +46,17 @@ def test_every_error_becomes_one_of_ours(error: BaseException) -> None:
     [
         ("import json\n\njson.loads('x')\n", r"JSONDecodeError: Expecting value.* \(.*/user_module\.py, line 3\)"),
         ("def f(r)\n    return 1\n", r"SyntaxError: expected ':' \(user_module\.py, line 1\)"),
-        ("error = ValueError('the message')\nerror.add_note('a note')\nraise error\n", r"ValueError: the message \(.*, line 3\)"),
+        (
+            "error = ValueError('the message')\nerror.add_note('a note')\nraise error\n",
+            r"ValueError: the message \(.*, line 3\)",
+        ),
         ("import sys\nsys.exit('no key')\n", r"SystemExit: no key \(.*/user_module\.py, line 2\)"),
     ],
     ids=["in a library", "syntax", "with a note", "exit"],
 )
-def test_an_import_names_the_line_of_the_users_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, wanted: str) -> None:
+def test_an_import_names_the_line_of_the_users_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, wanted: str
+) -> None:
     (tmp_path / "user_module.py").write_text(content)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(Ours) as raised, errors_as(lambda error: Ours(described(error))):
@@ -65,15 +72,28 @@ RAISES = "def g():\n    raise KeyError\n"
     [
         ({"mine.py": "def f(r):\n    raise KeyError('a')\n"}, " (mine.py, line 2)"),
         ({"mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (mine.py, line 3)"),
-        ({"mine.py": "import tidemill.bus.config\ndef f(r):\n    tidemill.bus.config.BusConfig(port=0)\n"}, " (mine.py, line 3)"),
+        (
+            {"mine.py": "import tidemill.bus.config\ndef f(r):\n    tidemill.bus.config.BusConfig(port=0)\n"},
+            " (mine.py, line 3)",
+        ),
         ({"mine.py": "import other\ndef f(r):\n    other.g()\n", "site/other.py": RAISES}, " (mine.py, line 3)"),
         ({"site/mine.py": "import json\ndef f(r):\n    json.loads('x')\n"}, " (site/mine.py, line 3)"),
         ({"site/mine.py": "import deep\ndef f(r):\n    deep.g()\n", "site/deep.py": RAISES}, " (site/mine.py, line 3)"),
         ({"mine.py": "f = int\n"}, ""),
     ],
-    ids=["own", "in Python", "in this program", "in a package", "an installed package", "in a package below it", "no frame"],
+    ids=[
+        "own",
+        "in Python",
+        "in this program",
+        "in a package",
+        "an installed package",
+        "in a package below it",
+        "no frame",
+    ],
 )
-def test_the_line_of_the_users_code_that_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], place: str) -> None:
+def test_the_line_of_the_users_code_that_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], place: str
+) -> None:
     monkeypatch.setattr(foreign, "_PACKAGES", (f"{tmp_path}/site/",))
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,4 +1,6 @@
-"""Functions by import path: found, or refused with the defect; what cannot be called ends a process for good, and no restart cures it."""
+"""Functions by import path: found, or refused with the defect; what cannot be called ends a process for good, and no
+restart cures it.
+"""
 
 import pickle
 import sys

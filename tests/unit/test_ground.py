@@ -1,4 +1,6 @@
-"""Conventions of the project that `make check` cannot see: one root for all packages, light imports, the map of the tree."""
+"""Conventions of the project that `make check` cannot see: one root for all packages, light imports, the map of the
+tree.
+"""
 
 import re
 import subprocess
@@ -12,8 +14,9 @@ PACKAGES = ("bus", "weightstore", "rewards", "actors", "learner", "launch")
 
 
 def test_tidemill_is_the_only_import_name() -> None:
-    """The rooms are packages of ``tidemill``, from one checkout: a user's ``rewards.py`` or ``bus/`` hides none of them, and is hidden by
-    none."""
+    """The rooms are packages of ``tidemill``, from one checkout: a user's ``rewards.py`` or ``bus/`` hides none of
+    them, and is hidden by none.
+    """
     code = (
         "import importlib, importlib.util\n"
         f"print('\\n'.join(importlib.import_module('tidemill.' + name).__file__ for name in {PACKAGES!r}))\n"
@@ -62,5 +65,9 @@ def test_every_package_of_the_disk_is_installed() -> None:
     declared = re.search(r"packages = \[(.*?)\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL)
     assert declared
     names = set(re.findall(r'"([\w.]+)"', declared.group(1)))
-    on_disk = {str(p.parent.relative_to(ROOT)).replace("/", ".") for name in PACKAGES for p in (ROOT / name).rglob("__init__.py")}
+    on_disk = {
+        str(p.parent.relative_to(ROOT)).replace("/", ".")
+        for name in PACKAGES
+        for p in (ROOT / name).rglob("__init__.py")
+    }
     assert names == {"tidemill", *(f"tidemill.{name}" for name in on_disk - {"launch.tidemill"})}

@@ -20,7 +20,11 @@ def _tests(file: str) -> dict[str, ast.FunctionDef | ast.AsyncFunctionDef | None
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             found[node.name] = node
         elif isinstance(node, ast.Assign | ast.ClassDef):
-            found.update(dict.fromkeys([node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(each) for each in node.targets]))
+            found.update(
+                dict.fromkeys(
+                    [node.name] if isinstance(node, ast.ClassDef) else [ast.unparse(each) for each in node.targets]
+                )
+            )
     return found
 
 
@@ -39,6 +43,10 @@ def test_a_named_test_exists_in_its_suite(all_only: str, file: str, name: str) -
 
 def test_every_run_and_every_storm_holds_a_guarantee() -> None:
     """A test of a whole run that no row of the page names holds a promise that no reader finds."""
-    files = {str(path.relative_to(ROOT)) for folder in ("whole", "chaos") for path in (ROOT / "tests" / folder).glob("test_*.py")}
+    files = {
+        str(path.relative_to(ROOT))
+        for folder in ("whole", "chaos")
+        for path in (ROOT / "tests" / folder).glob("test_*.py")
+    }
     assert len(files) > 20
     assert sorted(files - {file for _, file, _ in NAMED}) == []

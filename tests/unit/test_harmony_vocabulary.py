@@ -1,4 +1,6 @@
-"""The vocabulary that openai-harmony reads, made from a tokenizer.json. ``tests/env/test_real_tokenizers.py`` has that of gpt-oss."""
+"""The vocabulary that openai-harmony reads, made from a tokenizer.json. ``tests/env/test_real_tokenizers.py`` has that
+of gpt-oss.
+"""
 
 import base64
 import hashlib
@@ -20,7 +22,9 @@ def write_tokenizer(directory: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(["low lower lowest, newer and newest \u00fc\u00fc \U0001f30a \t\n"] * 4, trainer)
     tokenizer.save(str(directory / "tokenizer.json"))
     return tokenizer
@@ -30,7 +34,9 @@ def expected(tokenizer: Tokenizer) -> bytes:
     """Return a line for each token: its bytes in base64, its id; the bytes by the table of transformers."""
     byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
     tokens = sorted(tokenizer.get_vocab().items(), key=lambda one: one[1])
-    return b"".join(base64.b64encode(bytes(byte_of[one] for one in token)) + f" {number}\n".encode() for token, number in tokens)
+    return b"".join(
+        base64.b64encode(bytes(byte_of[one] for one in token)) + f" {number}\n".encode() for token, number in tokens
+    )
 
 
 def test_it_is_the_tokens_bytes_and_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,11 +58,15 @@ def test_it_is_the_tokens_bytes_and_ids(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_vocabulary_of_another_model_is_refused(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
-    with pytest.raises(ValueError, match=r"tokenizer\.json: want the vocabulary of gpt-oss, got another one, of \d{3} tokens"):
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json: want the vocabulary of gpt-oss, got another one, of \d{3} tokens"
+    ):
         HarmonyVocabulary(tmp_path / "tokenizer.json")
 
 
-@pytest.mark.parametrize("content", [{}, [], {"model": {}}, {"model": {"vocab": []}}, {"model": {"vocab": {"\u4e2d": 1}}}, {"model": None}])
+@pytest.mark.parametrize(
+    "content", [{}, [], {"model": {}}, {"model": {"vocab": []}}, {"model": {"vocab": {"\u4e2d": 1}}}, {"model": None}]
+)
 def test_what_is_no_byte_level_bpe_is_refused(tmp_path: Path, content: Any) -> None:
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="want the vocabulary of gpt-oss, got one that is no byte-level BPE"):

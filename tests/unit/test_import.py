@@ -34,15 +34,23 @@ def record(path: Path, *samples: Sample | bytes) -> Path:
 def imported(tmp_path: Path, *files: Path) -> PromptFile:
     out = tmp_path / "rows.jsonl"
     assert main(["data", "import", *map(str, files), "-o", str(out)]) == 0
-    data = DataConfig(path=str(out), shuffle=False, rollout="recorded", responses_key="responses", metadata_key="metadata")
-    recordings = Recordings(lambda prompt, **_: [ord(letter) for letter in prompt], rollouts={"recorded"}, end_ids=(), max_tokens=99)
+    data = DataConfig(
+        path=str(out), shuffle=False, rollout="recorded", responses_key="responses", metadata_key="metadata"
+    )
+    recordings = Recordings(
+        lambda prompt, **_: [ord(letter) for letter in prompt], rollouts={"recorded"}, end_ids=(), max_tokens=99
+    )
     return PromptFile(data.used, tokenize=lambda prompt: [0], max_tokens=99, shuffle=False, recordings=recordings)
 
 
-def test_every_sample_of_a_recording_comes_back_token_by_token(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_sample_of_a_recording_comes_back_token_by_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = data_kit.task(1, sampling=WARM, label="x", metadata={"a": 1}), data_kit.task(2, sampling=WARM)
     partly = replace(data_kit.sample(first, 1), loss_mask=np.array([1, 0, 1], np.uint8))
-    partly = replace(partly, rollout_log_probs=partly.rollout_log_probs * partly.loss_mask, reward={"score": 1.0, "form": 0.5})
+    partly = replace(
+        partly, rollout_log_probs=partly.rollout_log_probs * partly.loss_mask, reward={"score": 1.0, "form": 0.5}
+    )
     kept = [
         replace(data_kit.sample(first, 0), label="x", metadata={"a": 1}, status=Status.TRUNCATED),
         replace(partly, label="x"),
@@ -53,7 +61,12 @@ def test_every_sample_of_a_recording_comes_back_token_by_token(tmp_path: Path, c
         replace(kept[0], attempt="b"),
         data_kit.sample(data_kit.eval_task(3), 0),
         replace(data_kit.sample(second, 0), status=Status.FAILED, metadata={"error": "e"}),
-        replace(data_kit.sample(second, 0), sequences=two, spans=data_kit.sample(second, 0, ((0, 1), (0, 2))).spans, rollout="r"),
+        replace(
+            data_kit.sample(second, 0),
+            sequences=two,
+            spans=data_kit.sample(second, 0, ((0, 1), (0, 2))).spans,
+            rollout="r",
+        ),
         b"damaged",
     ]
     prompts = imported(tmp_path, record(tmp_path / "a.tide", *kept, *left_out))
@@ -133,7 +146,11 @@ def test_bad_lines_are_refused_and_nothing_is_written(
     ],
 )
 def test_wrong_use_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], complaint: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    complaint: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()

@@ -41,8 +41,12 @@ def test_nothing_is_overwritten(kind: str, tmp_path: Path, capsys: pytest.Captur
     assert [(file.name, file.read_text()) for file in Path().iterdir()] == [(last, "mine")]
 
 
-@pytest.mark.parametrize(("given", "setting"), [(["own"], "--model"), (["gsm8k", "--model", "m"], "--model"), (["sft"], "--model")])
-def test_a_model_is_given_where_there_is_none(given: list[str], setting: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("given", "setting"), [(["own"], "--model"), (["gsm8k", "--model", "m"], "--model"), (["sft"], "--model")]
+)
+def test_a_model_is_given_where_there_is_none(
+    given: list[str], setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli.main(["init", *given]) != 0
     assert setting in capsys.readouterr().err
     assert not [*Path().iterdir()]

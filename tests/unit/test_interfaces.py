@@ -32,7 +32,9 @@ MACHINE = [
     ("ib0", "fe80::1"),
     ("ib0", "fd01::5"),
 ]
-"""Interface and address of each entry, in the order of Linux: hardware first, then IPv4, then IPv6. A tunnel has no address."""
+"""Interface and address of each entry, in the order of Linux: hardware first, then IPv4, then IPv6. A tunnel has no
+address.
+"""
 
 
 class Library:
@@ -66,7 +68,9 @@ class Library:
             data = struct.pack("=HHI16sI", socket.AF_INET6, 0, 0, parsed.packed, 2)
         buffer = ctypes.create_string_buffer(data) if data else None
         self._kept.append(buffer)
-        return learner_nodes._Entry(name=name.encode(), address=ctypes.addressof(buffer) if buffer is not None else None)
+        return learner_nodes._Entry(
+            name=name.encode(), address=ctypes.addressof(buffer) if buffer is not None else None
+        )
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""The choice of kernels by device, dtype, torch and model; flash attention's arguments, against attention in float64."""
+"""The choice of kernels by device, dtype, torch and model; flash attention's arguments, against attention in
+float64.
+"""
 
 import dataclasses
 import functools
@@ -127,7 +129,10 @@ def test_the_activation_is_fused_only_where_the_same_bits_are_not_asked_for() ->
     assert choose_fused_activation("never", fast).kernel == "separate"
     for site in (fast._replace(device="cpu"), fast._replace(compiler="triton needs a C compiler")):
         assert choose_fused_activation("auto", site).kernel == "separate"
-        with pytest.raises(ConfigRefused, match=r"learner.fused_activation: want auto or never, got 'always: (the device is cpu|triton)"):
+        with pytest.raises(
+            ConfigRefused,
+            match=r"learner.fused_activation: want auto or never, got 'always: (the device is cpu|triton)",
+        ):
             choose_fused_activation("always", site)
 
 
@@ -138,7 +143,9 @@ def test_kernels_of_our_own_are_chosen_wherever_triton_runs() -> None:
         assert choose("never", site) == ("separate", "learner.fused_rotary: never")
     for site in (HOPPER._replace(device="cpu"), HOPPER._replace(compiler="the package triton is not installed")):
         assert choose("auto", site).kernel == "separate"
-        with pytest.raises(ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the (device is cpu|package)"):
+        with pytest.raises(
+            ConfigRefused, match=r"learner.fused_rotary: want auto or never, got 'always: the (device is cpu|package)"
+        ):
             choose("always", site)
 
 
@@ -155,7 +162,9 @@ def test_experts_are_grouped_where_torch_has_a_product_for_them() -> None:
     ):
         bad = site._replace(**change)
         assert choose_grouped_experts("auto", bad).kernel == "sequential"
-        with pytest.raises(ConfigRefused, match=f"learner.grouped_experts: want auto or never, got 'always: .*{obstacle}"):
+        with pytest.raises(
+            ConfigRefused, match=f"learner.grouped_experts: want auto or never, got 'always: .*{obstacle}"
+        ):
             choose_grouped_experts("always", bad)
 
 
@@ -235,8 +244,9 @@ def by_formula(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Attention with the signature and the rules of ``varlen_attn`` (torch 2.13), sequence by sequence; refuses arguments with
-    which a kernel would read out of bounds."""
+    """Attention with the signature and the rules of ``varlen_attn`` (torch 2.13), sequence by sequence; refuses
+    arguments with which a kernel would read out of bounds.
+    """
     assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
     starts = cu_seq_q.tolist()
     assert starts == cu_seq_k.tolist()
@@ -270,13 +280,17 @@ def of_torch_2_11(
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     """The operator passes all heads on to the kernel, which takes fewer heads of keys and values."""
-    return by_formula(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=True)
+    return by_formula(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=True
+    )
 
 
 @pytest.mark.parametrize("operator", [by_formula, of_torch_2_11])
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("scale", [None, 0.3])
-def test_a_row_by_flash_attentions_arguments_equals_sdpa(operator: Callable[..., Tensor], groups: int, scale: float | None) -> None:
+def test_a_row_by_flash_attentions_arguments_equals_sdpa(
+    operator: Callable[..., Tensor], groups: int, scale: float | None
+) -> None:
     """Values and gradients in float64; the values of attention are views of a joint projection, as in the model."""
     row = row_of(LENGTHS)
     tokens, generator = sum(LENGTHS), torch.Generator().manual_seed(0)
@@ -310,17 +324,24 @@ class OnTheCpu(CudnnCoreAttention):
 
 @pytest.mark.parametrize("lengths", [(150,), (5, 150, 3, 0, 7, 128, 200, 1), (128, 1, 2), (1, 2), (129, 130)])
 def test_long_sequences_apart_equal_the_whole_row(lengths: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Values and gradients in float64: a row cut into pieces, its long sequences padded, against sequence by sequence."""
+    """Values and gradients in float64: a row cut into pieces, its long sequences padded, against sequence by
+    sequence.
+    """
     monkeypatch.setattr(layers, "LONG_SEQUENCE", 128)
     row = row_of(lengths)
     assert sum(piece.tokens for piece in row.pieces) in (0, sum(lengths))
-    assert [piece.tokens for piece in row.pieces if piece.bounds_S is None] == [length for length in lengths if length >= 128]
+    assert [piece.tokens for piece in row.pieces if piece.bounds_S is None] == [
+        length for length in lengths if length >= 128
+    ]
     config = type("Config", (), {"context_parallel_size": 1, "attention_dropout": 0.0})()
     generator = torch.Generator().manual_seed(0)
     joint = torch.randn(sum(lengths), 1, 8, 16, generator=generator, dtype=torch.float64)
     weights = torch.randn(sum(lengths), 1, 64, generator=generator, dtype=torch.float64)
     found = []
-    for attention in (OnTheCpu(config, 1, None, "self", softmax_scale=0.3), SDPACoreAttention(config, 1, None, "self", softmax_scale=0.3)):
+    for attention in (
+        OnTheCpu(config, 1, None, "self", softmax_scale=0.3),
+        SDPACoreAttention(config, 1, None, "self", softmax_scale=0.3),
+    ):
         leaf = joint.clone().requires_grad_()
         out = attention(*leaf.split([4, 2, 2], 2), None, packed_seq_params=row)
         out.backward(weights)

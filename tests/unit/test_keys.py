@@ -13,7 +13,13 @@ KEYS = Keys.of("s3cret")
 
 @pytest.mark.parametrize(
     ("presented", "command", "request_"),
-    [(KEYS.admin, True, True), (KEYS.api, False, True), ("", False, False), ("s3cre", False, False), ("s3cret\udcff", False, False)],
+    [
+        (KEYS.admin, True, True),
+        (KEYS.api, False, True),
+        ("", False, False),
+        ("s3cre", False, False),
+        ("s3cret\udcff", False, False),
+    ],
 )
 def test_what_a_key_opens(presented: str, command: bool, request_: bool) -> None:
     assert (KEYS.admits(presented, admin=True), KEYS.admits(presented, admin=False)) == (command, request_)

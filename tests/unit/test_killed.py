@@ -40,7 +40,9 @@ def write(root: Path, name: str, text: str) -> None:
         ("", [], None, UNKNOWN),
     ],
 )
-def test_the_killer_is_named_by_the_counts(tmp_path: Path, cgroups: str, files: list[str], grows: int | None, origin: str) -> None:
+def test_the_killer_is_named_by_the_counts(
+    tmp_path: Path, cgroups: str, files: list[str], grows: int | None, origin: str
+) -> None:
     """``grows``: number of the file whose count is higher after the end of the process."""
     write(tmp_path, "proc/7/status", "Name:\tpython\nVmRSS:\t 8105472 kB\nThreads:\t4\n")
     write(tmp_path, "proc/7/cgroup", cgroups)

@@ -24,7 +24,9 @@ FAST = 0.5
 
 
 def tidemill(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return subprocess.run(
+        [sys.executable, "-m", "tidemill", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
 
 
 def processor_s() -> float:
@@ -46,7 +48,11 @@ def torch_s() -> float:
 
 def declared(parser: argparse.ArgumentParser, *path: str) -> dict[str, list[str]]:
     """Return the options and places of every command and of its words, as ``command word`` -> names."""
-    found = {} if not path else {" ".join(path): [name for action in parser._actions for name in action.option_strings or [action.dest]]}
+    found = (
+        {}
+        if not path
+        else {" ".join(path): [name for action in parser._actions for name in action.option_strings or [action.dest]]}
+    )
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for name, inner in action.choices.items():
@@ -55,9 +61,13 @@ def declared(parser: argparse.ArgumentParser, *path: str) -> dict[str, list[str]
 
 
 def test_every_command_has_its_module_and_its_options() -> None:
-    """What a command line of an earlier release says is still understood: options come into the file, and do not leave it."""
+    """What a command line of an earlier release says is still understood: options come into the file, and do not leave
+    it.
+    """
     parsers = {**commands_of(_parser()), **commands_of(_inner_parser())}
-    modules = {name: parser.get_default("run_command").__module__.rpartition(".")[2] for name, parser in parsers.items()}
+    modules = {
+        name: parser.get_default("run_command").__module__.rpartition(".")[2] for name, parser in parsers.items()
+    }
     shared = {"engine": "worker", "actor": "worker", "scorer": "worker", "feeder": "learner", "rank": "learner"}
     assert modules == {name: shared.get(name, name.replace("-", "_")) for name in (*COMMANDS, *INNER)}
     assert {**declared(_parser()), **declared(_inner_parser())} == json.loads(OPTIONS.read_text())
@@ -88,7 +98,9 @@ def test_only_the_module_of_the_given_command_is_imported() -> None:
     ],
     ids=["help", "print-config", "config", "config-error", "no-file"],
 )
-def test_the_command_line_answers_in_a_fraction_of_a_second(arguments: tuple[str, ...], code: int, torch_s: float) -> None:
+def test_the_command_line_answers_in_a_fraction_of_a_second(
+    arguments: tuple[str, ...], code: int, torch_s: float
+) -> None:
     """One of five runs: the machine is shared, the imports are not."""
     times: list[float] = []
     while not times or (times[-1] >= FAST * torch_s and len(times) < 5):
@@ -104,7 +116,8 @@ def test_the_command_line_loads_no_heavy_package(arguments: list[str]) -> None:
     code = (
         "import sys\nfrom tidemill.launch.cli.main import main\n"
         f"try: main({arguments!r})\nexcept SystemExit: pass\n"
-        "heavy = {'torch', 'transformers', 'nats', 'numpy.linalg', 'aiohttp', 'rich', 'matplotlib'} & set(sys.modules)\n"
+        "heavy = {'torch', 'transformers', 'nats', 'numpy.linalg', 'aiohttp', 'rich', 'matplotlib'} & "
+        "set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
@@ -181,7 +194,9 @@ def test_make_passes_arguments_on(target: str) -> None:
     make = shutil.which("make")
     if make is None:
         pytest.skip("no make")
-    result = subprocess.run([make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(
+        [make, "-n", target, "ARGS=--set learner.steps=20"], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     (line,) = [line for line in result.stdout.splitlines() if "tidemill up" in line]
     assert line.endswith("--set learner.steps=20")
 
@@ -198,7 +213,11 @@ def test_a_host_passes_on_where_its_engines_listen() -> None:
     ("words", "usage", "why"),
     [
         (["tail", "--lastt", "3"], "usage: tidemill tail ", "unrecognized arguments: --lastt 3 (nearest: --last)"),
-        (["data", "import", "a", "-o", "b", "--quick=1"], "usage: tidemill data import ", "unrecognized arguments: --quick=1"),
+        (
+            ["data", "import", "a", "-o", "b", "--quick=1"],
+            "usage: tidemill data import ",
+            "unrecognized arguments: --quick=1",
+        ),
         (["status", "extra"], "usage: tidemill status ", "unrecognized arguments: extra"),
         (["--nothing"], "usage: tidemill [-h]", "the following arguments are required: COMMAND"),
     ],

@@ -32,7 +32,11 @@ def test_the_run_itself_comes_first_where_a_total_does_not_divide() -> None:
 
 def test_without_a_row_or_with_an_invalid_number_the_count_is_zero() -> None:
     assert wanted().of(A, [A]) == {"engine": 0, "scorer": 0, "actor": 0}
-    assert DesiredRoles({ALL: ({"actor": "many", "engine": -3}, 1)}).of(A, [A]) == {"engine": 0, "scorer": 0, "actor": 0}
+    assert DesiredRoles({ALL: ({"actor": "many", "engine": -3}, 1)}).of(A, [A]) == {
+        "engine": 0,
+        "scorer": 0,
+        "actor": 0,
+    }
 
 
 @given(total=st.integers(0, 50), names=st.sets(st.sampled_from("abcdefgh"), min_size=1))

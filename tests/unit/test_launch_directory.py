@@ -91,7 +91,18 @@ def test_a_checkpoint_to_begin_with_is_not_thrown_away(tmp_path: Path, capsys: p
     for file in ("manifest.json", "common.pt"):
         (checkpoint / file).touch()
     smoke = Path(__file__).resolve().parents[2] / "launch" / "configs" / "smoke.yaml"
-    command = ["up", str(smoke), "--fresh", "--set", f"directory={tmp_path / 'r'}", "--from-checkpoint", str(checkpoint)]
+    command = [
+        "up",
+        str(smoke),
+        "--fresh",
+        "--set",
+        f"directory={tmp_path / 'r'}",
+        "--from-checkpoint",
+        str(checkpoint),
+    ]
     assert main(command) == 2
-    assert f"--fresh: would remove the checkpoint to begin with, {checkpoint}; set another directory" in capsys.readouterr().err
+    assert (
+        f"--fresh: would remove the checkpoint to begin with, {checkpoint}; set another directory"
+        in capsys.readouterr().err
+    )
     assert checkpoint.exists()

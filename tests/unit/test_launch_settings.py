@@ -1,4 +1,6 @@
-"""The configuration of a run: precedence, strictness, errors that name path and nearest key, contradictions refused with the reason."""
+"""The configuration of a run: precedence, strictness, errors that name path and nearest key, contradictions refused
+with the reason.
+"""
 
 import dataclasses
 import re
@@ -55,7 +57,11 @@ def test_every_value_has_its_origin(tmp_path: Path) -> None:
 
 def test_what_is_printed_can_be_loaded_again(tmp_path: Path) -> None:
     file = write(
-        tmp_path, "prepare: {kind: digits}\nsampling: {stop: [a, b]}\nactor: {reward_options: {x: 1}}\nlearner: {optimizer: {lr: 1e-3}}\n"
+        tmp_path,
+        (
+            "prepare: {kind: digits}\nsampling: {stop: [a, b]}\nactor: {reward_options: {x: 1}}\nlearner: "
+            "{optimizer: {lr: 1e-3}}\n"
+        ),
     )
     config = load(file).config
     assert config.learner.optimizer.lr == 1e-3, "YAML reads 1e-3 as a word"
@@ -93,7 +99,10 @@ def test_one_setting_makes_engines_return_experts(tmp_path: Path) -> None:
     [
         ("learner: {stepz: 3}", "learner.stepz: no such setting; did you mean learner.steps?"),
         ("lerner: {steps: 3}", "lerner: no such setting; did you mean learner?"),
-        ("weights: {deltas: 0}", "weights.deltas: this setting was removed: engines that are behind load whole weights"),
+        (
+            "weights: {deltas: 0}",
+            "weights.deltas: this setting was removed: engines that are behind load whole weights",
+        ),
         ("learner: {steps: many}", "learner.steps: want a whole number, such as 3, got 'many'"),
         ("learner: {steps: 1.5}", "learner.steps: want a whole number, such as 3, got 1.5"),
         ("learner: {steps: true}", "learner.steps: want a whole number, such as 3, got true"),
@@ -120,10 +129,18 @@ def test_a_map_changes_what_it_names_and_nothing_else(tmp_path: Path) -> None:
     file = write(tmp_path, "learner: {steps: 1, groups_per_step: 2}\nactor: {reward_options: {a: 1, b: 2}}\n")
     settings = ["learner={steps: 9, optimizer: {lr: 0.5}}", "actor.reward_options.b=3", "actor.reward_options.c.d=4"]
     loaded = load(file, settings)
-    assert (loaded.config.learner.steps, loaded.config.learner.groups_per_step, loaded.config.learner.optimizer.lr) == (9, 2, 0.5)
+    assert (loaded.config.learner.steps, loaded.config.learner.groups_per_step, loaded.config.learner.optimizer.lr) == (
+        9,
+        2,
+        0.5,
+    )
     assert loaded.config.actor.reward_options == {"a": 1, "b": 3, "c": {"d": 4}}
-    assert re.search(rf"reward_options: {{a: 1, b: 3, c: {{d: 4}}}} +# {re.escape(str(file))}:2, --set\n", render(loaded))
-    assert load(file, [*settings, "actor.reward_options={e: 5}"]).config.actor.reward_options == {"e": 5}, "the last word counts"
+    assert re.search(
+        rf"reward_options: {{a: 1, b: 3, c: {{d: 4}}}} +# {re.escape(str(file))}:2, --set\n", render(loaded)
+    )
+    assert load(file, [*settings, "actor.reward_options={e: 5}"]).config.actor.reward_options == {"e": 5}, (
+        "the last word counts"
+    )
 
 
 def test_nothing_is_prepared_unless_asked_for(tmp_path: Path) -> None:
@@ -153,7 +170,13 @@ def test_the_digest_depends_on_training_settings_and_not_on_directories(tmp_path
     digest = load(file).config.digest()
     for same in ("directory=elsewhere", "bus.port=4333", "up.actors=3", "run=other", "learner.colocated=true"):
         assert load(file, [same]).config.digest() == digest, same
-    for other in ("actor.reward=exact", "learner.optimizer.lr=1", "seed=3", "sampling.max_new_tokens=3", "prepare.task=sort"):
+    for other in (
+        "actor.reward=exact",
+        "learner.optimizer.lr=1",
+        "seed=3",
+        "sampling.max_new_tokens=3",
+        "prepare.task=sort",
+    ):
         assert load(file, [other]).config.digest() != digest, other
 
 
@@ -189,7 +212,10 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["sampling.top_k=-5"], "sampling: want top_p 1 and top_k -1"),
         (["sampling.temperature=0"], "--set: sampling.temperature: want >= 0.01"),
         (["weights.push_every=4", "staleness.max_lag=2"], "push_every: want <= staleness.max_lag"),
-        (["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"], "multiple of weights.push_every"),
+        (
+            ["weights.push_every=3", "staleness.max_lag=2", "learner.checkpoint_every=20"],
+            "multiple of weights.push_every",
+        ),
         (["learner.colocated=true", "weights.overlap=true"], "weights.overlap: want false with learner.colocated"),
         (
             ["learner.group_size=1", "learner.algorithm.advantage=reinforce", "staleness.filter_zero_variance=true"],
@@ -201,9 +227,17 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         ),
         (["data.filters.f.use=nosuch"], "filters.f.use: want equal_rewards"),
         (["staleness.over_sampling=-1"], "over_sampling: want >= 0, got -1"),
-        (["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"], "overlong_buffer: want <= sampling.max_new_tokens = 6"),
         (
-            ["learner.algorithm.overlong_buffer=100", "rollouts.r.use=multi_turn", "data.rollout=r", "rollouts.r.budget.tokens=50"],
+            ["learner.algorithm.overlong_buffer=100", "sampling.max_new_tokens=6"],
+            "overlong_buffer: want <= sampling.max_new_tokens = 6",
+        ),
+        (
+            [
+                "learner.algorithm.overlong_buffer=100",
+                "rollouts.r.use=multi_turn",
+                "data.rollout=r",
+                "rollouts.r.budget.tokens=50",
+            ],
             "overlong_buffer: want <= rollouts.r.budget.tokens = 50, got 100",
         ),
         (
@@ -214,7 +248,10 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
             ["learner.algorithm.aggregation=constant", "rollouts.r.use=multi_turn", "data.rollout=r"],
             "rollouts.r.budget.tokens: want > 0 with learner.algorithm.loss_constant: 0",
         ),
-        (["actor.reward=by_rollout"], "actor.reward: want the reward of rows without a program, got by_rollout: data has such rows"),
+        (
+            ["actor.reward=by_rollout"],
+            "actor.reward: want the reward of rows without a program, got by_rollout: data has such rows",
+        ),
         (["learner.algorithm.distill_coef=1"], "distill_coef: want learner.algorithm.kl.reference"),
         (
             ["learner.hooks.before_log_probs=mine:hook"],
@@ -223,12 +260,18 @@ def test_a_wrong_override_is_refused(tmp_path: Path, setting: str, complaint: st
         (["learner.hooks.before_step=mine"], "learner.hooks.before_step: want module:function, got 'mine'"),
         (["engine.colocated=true"], "engine.colocated: follows from learner.colocated"),
         (["engine.routed_experts=true"], "engine.routed_experts: follows from learner.routing_replay"),
-        (["learner.routing_replay=rollout", "actor.routed_experts=false"], "actor.routed_experts: follows from learner.routing_replay"),
+        (
+            ["learner.routing_replay=rollout", "actor.routed_experts=false"],
+            "actor.routed_experts: follows from learner.routing_replay",
+        ),
         (
             ["learner.routing_replay=rollout", "engine.sglang.arguments.enable_return_routed_experts=false"],
             "engine.sglang.arguments.enable_return_routed_experts: want true",
         ),
-        (["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"], "engine.sglang.url: want a server"),
+        (
+            ["learner.colocated=true", "engine.kind=sglang", "engine.sglang.url=http://x"],
+            "engine.sglang.url: want a server",
+        ),
     ],
 )
 def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: list[str], complaint: str) -> None:
@@ -236,7 +279,9 @@ def test_contradictions_are_refused_with_the_reason(tmp_path: Path, settings: li
         load(write(tmp_path, ""), settings)
 
 
-@pytest.mark.parametrize("setting", ["learner.minibatches=2", "weights.push_every=2", "learner.algorithm.m2_limit=0.04"])
+@pytest.mark.parametrize(
+    "setting", ["learner.minibatches=2", "weights.push_every=2", "learner.algorithm.m2_limit=0.04"]
+)
 def test_a_hook_before_log_probs_needs_a_pass_for_them(tmp_path: Path, setting: str) -> None:
     hook = "learner.hooks.before_log_probs=mine:hook"
     more = ["staleness.max_lag=2", "learner.checkpoint_every=4"]
@@ -299,7 +344,11 @@ def test_settings_that_came_later_leave_the_digests_of_former_runs(file: Path) -
 
 def test_entries_of_maps_are_in_the_digest_as_they_are_written(tmp_path: Path) -> None:
     """So that the runs of former releases have the digests that they recorded: short and whole forms differ."""
-    settings = ["data.sources={a: {path: a.jsonl}}", "data.filters={f: length}", "actor.reward_parts={x: exact, y: {reward: length}}"]
+    settings = [
+        "data.sources={a: {path: a.jsonl}}",
+        "data.filters={f: length}",
+        "actor.reward_parts={x: exact, y: {reward: length}}",
+    ]
     config = load(write(tmp_path, ""), settings).config
     assert config.digest()[:16] == "67f15b94e50dc4ea"
     assert load(write(tmp_path, ""), [*settings, "data.filters={f: {use: length}}"]).config.digest() != config.digest()
@@ -311,5 +360,8 @@ def test_all_errors_of_a_file_are_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(SettingsError) as error:
         load(file)
     lines = str(error.value).splitlines()
-    assert [line.partition(": want")[0] for line in lines[:2]] == [f"{file}:6: data.filters.f.workers", f"{file}:2: learner.steps"]
+    assert [line.partition(": want")[0] for line in lines[:2]] == [
+        f"{file}:6: data.filters.f.workers",
+        f"{file}:2: learner.steps",
+    ]
     assert lines[2:] == [f"{file}:3: learner.stepz: no such setting; did you mean learner.steps?"]

@@ -34,7 +34,12 @@ class NoBus:
 def watch_of(rewards: list[float], steps: int) -> RunWatch:
     watch = RunWatch(NoBus(), steps=steps)  # type: ignore[arg-type]
     for place, reward in enumerate(rewards):
-        metrics = {"data/reward_mean": reward, "offpolicy/lag_max": 2.0, "offpolicy/lag_share/0": 0.25, "offpolicy/lag_share/1": 0.75}
+        metrics = {
+            "data/reward_mean": reward,
+            "offpolicy/lag_max": 2.0,
+            "offpolicy/lag_share/0": 0.25,
+            "offpolicy/lag_share/1": 0.75,
+        }
         watch.outcomes[place + 1] = Done(epoch=1, step=place + 1, metrics=metrics)
         watch.reached_s[place + 1] = 2.0 * (place + 1)
     return watch
@@ -42,7 +47,16 @@ def watch_of(rewards: list[float], steps: int) -> RunWatch:
 
 def dots(lines: list[str]) -> list[tuple[int, int]]:
     """Return (column, level) of every dot, level 0 at the bottom."""
-    bits = {0x40: (0, 0), 0x04: (0, 1), 0x02: (0, 2), 0x01: (0, 3), 0x80: (1, 0), 0x20: (1, 1), 0x10: (1, 2), 0x08: (1, 3)}
+    bits = {
+        0x40: (0, 0),
+        0x04: (0, 1),
+        0x02: (0, 2),
+        0x01: (0, 3),
+        0x80: (1, 0),
+        0x20: (1, 1),
+        0x10: (1, 2),
+        0x08: (1, 3),
+    }
     found = []
     for row, line in enumerate(lines):
         for column, cell in enumerate(line):
@@ -103,13 +117,29 @@ def test_the_picture_shows_the_main_numbers() -> None:
     console = Console(file=io.StringIO(), width=110, force_terminal=False, color_system=None)
     console.print(picture(watch, "tidemill test"))
     text = console.file.getvalue()  # type: ignore[attr-defined]
-    for wanted in ("step 3/10", "reward 0.900", "engine e-0", "serving", "silent for 9 s", "last sample", "started again", "left"):
+    for wanted in (
+        "step 3/10",
+        "reward 0.900",
+        "engine e-0",
+        "serving",
+        "silent for 9 s",
+        "last sample",
+        "started again",
+        "left",
+    ):
         assert wanted in text, text
 
 
 def test_trouble_is_shown_before_and_after_the_first_step() -> None:
     """If every reward fails there is no step, and only the trouble line shows the cause."""
-    row = LiveRow(role="actor", id="actor-0", host="h", pid=2, phase="working", trouble="9 of 9 samples failed, the last: no judge")
+    row = LiveRow(
+        role="actor",
+        id="actor-0",
+        host="h",
+        pid=2,
+        phase="working",
+        trouble="9 of 9 samples failed, the last: no judge",
+    )
     for rewards in ([], [0.5]):
         watch = watch_of(rewards, steps=10)
         watch._take_rows([(row, 0.0)])
@@ -124,13 +154,24 @@ def test_trouble_is_shown_before_and_after_the_first_step() -> None:
 
 
 def scored(version: int, mean: float, *, later: tuple[int, int] = (0, 0), epoch: int = 1) -> Evaluated:
-    metrics = {"mean": mean, "mean_low": 0.1, "mean_high": 0.9, "versions_later_min": float(later[0]), "versions_later": float(later[1])}
+    metrics = {
+        "mean": mean,
+        "mean_low": 0.1,
+        "mean_high": 0.9,
+        "versions_later_min": float(later[0]),
+        "versions_later": float(later[1]),
+    }
     return Evaluated(epoch=epoch, version=version, step=2 * version, dataset="held", metrics=metrics)
 
 
 def test_evaluations_are_shown_each_once_with_the_versions_of_their_tokens(tmp_path: Path) -> None:
     watch = RunWatch(NoBus(), steps=10, metrics_file=tmp_path / "metrics.jsonl")  # type: ignore[arg-type]
-    for record in (scored(0, 0.25), scored(2, 0.5, later=(0, 2)), scored(2, 0.5, later=(0, 2), epoch=2), scored(3, 0.75, later=(1, 1))):
+    for record in (
+        scored(0, 0.25),
+        scored(2, 0.5, later=(0, 2)),
+        scored(2, 0.5, later=(0, 2), epoch=2),
+        scored(3, 0.75, later=(1, 1)),
+    ):
         watch._note_scores(record)
     assert evaluations(watch) == [
         "evaluation held 0.250 [0.100, 0.900] (version 0)",
@@ -164,11 +205,15 @@ async def test_the_plain_view_prints_an_evaluation_once(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("num_actors", [0, 1, 40])
 @pytest.mark.parametrize("steps_done", [0, 5])
 def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, steps_done: int) -> None:
-    """For any content: no line is wrapped, no block displaces another one, and the view is never higher than the screen."""
+    """For any content: no line is wrapped, no block displaces another one, and the view is never higher than the
+    screen.
+    """
     width, height = size
     watch = watch_of([0.5] * steps_done, steps=10)
     for done in watch.outcomes.values():
-        done.metrics.update({"push/version": 1234.0, "push/seconds": 12.3456, "push/stall_seconds_max": 1.2, "train/wait_share": 1.0})
+        done.metrics.update(
+            {"push/version": 1234.0, "push/seconds": 12.3456, "push/stall_seconds_max": 1.2, "train/wait_share": 1.0}
+        )
     watch.backlog, watch.rate_generated = (12345, 6789), 123456.0
     watch.rows = [
         (LiveRow(role="actor", id=f"actor-{place}", host="h", pid=1, phase="working", waits_for="an engine " * 20), 0.0)
@@ -176,7 +221,9 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
     ]
     watch.rows += [(LiveRow(role="engine", id="sick", host="h", pid=1, phase="serving"), 60.0)]
     watch.evaluated = {
-        (version, name): replace(scored(version, 0.5), dataset=name) for version in range(5) for name in ("a" * 40, "b", "c")
+        (version, name): replace(scored(version, 0.5), dataset=name)
+        for version in range(5)
+        for name in ("a" * 40, "b", "c")
     }
     watch.sample = replace(data_kit.sample(data_kit.task(1), 0), response="many words\n" * 100)
     for place in range(9):
@@ -189,7 +236,14 @@ def test_the_picture_fits_the_terminal(size: tuple[int, int], num_actors: int, s
     assert len(lines) < height, text
     if steps_done:
         assert "v1234, 12.3 s, stall 1.2 s" in text, text
-    for wanted in ("step", "12345 waiting, 6789 leased", "engine sick", "silent for 60 s", "last sample", "engine-8 ended"):
+    for wanted in (
+        "step",
+        "12345 waiting, 6789 leased",
+        "engine sick",
+        "silent for 60 s",
+        "last sample",
+        "engine-8 ended",
+    ):
         assert wanted in text, text
     if num_actors == 40:
         assert "and more" in text
@@ -204,7 +258,9 @@ def test_before_the_first_step_the_wait_of_each_process_is_shown() -> None:
 
 def test_an_actor_that_is_refused_is_an_event_once() -> None:
     watch = watch_of([0.5], steps=5)
-    row = LiveRow(role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0})
+    row = LiveRow(
+        role="feeder", id="feeder", host="h", pid=1, phase="working", load={"invalid": 64.0, "refused/actor-7": 1.0}
+    )
     for _ in range(2):
         watch._take_rows([(row, 0.0)])
     (event,) = watch.events
@@ -284,13 +340,20 @@ HERE, ENDED_PID = socket.gethostname(), 2**22 + 1
         ({"role": "actor", "id": "actor-0"}, SILENT_S + 1, True, "actor-0 sends no heartbeats"),
         ({"role": "scorer", "id": "far"}, SILENT_S + 1, True, "scorer far sends no heartbeats"),
         ({"role": "actor", "id": "actor-0", "pid": ENDED_PID}, SILENT_S + 1, True, ""),  # its supervisor has named it
-        ({"role": "actor", "id": "actor-0", "host": "far", "pid": ENDED_PID}, SILENT_S + 1, True, "actor-0 sends no heartbeats"),
+        (
+            {"role": "actor", "id": "actor-0", "host": "far", "pid": ENDED_PID},
+            SILENT_S + 1,
+            True,
+            "actor-0 sends no heartbeats",
+        ),
         ({"role": "actor", "id": "actor-0"}, SILENT_S + 1, False, ""),  # the bus was silent, and so all rows are
         ({"role": "actor", "id": "actor-0"}, SILENT_S - 1, True, ""),
         ({"role": "actor", "id": "actor-0", "phase": "draining"}, 0.0, True, "actor-0 drains"),
     ],
 )
-def test_a_process_that_is_silent_or_drains_is_an_event_once(row: dict[str, object], age: float, steady: bool, event: str) -> None:
+def test_a_process_that_is_silent_or_drains_is_an_event_once(
+    row: dict[str, object], age: float, steady: bool, event: str
+) -> None:
     watch = watch_of([], steps=9)
     values = {"host": HERE, "pid": os.getpid(), "phase": "working", **row}
     working = LiveRow(**{**values, "phase": "working"})  # type: ignore[arg-type]
@@ -346,9 +409,15 @@ def test_metrics_outlive_a_full_disk_and_the_terminal_names_it(tmp_path: Path) -
             lines.add_step({"step": step, "text": "x" * 5000})
             lines.add_scores({"version": step})
         (text,) = events
-        assert f"{disk.root}/metrics.jsonl: cannot be written: No space left on device; its lines wait in memory" in text
+        assert (
+            f"{disk.root}/metrics.jsonl: cannot be written: No space left on device; its lines wait in memory" in text
+        )
         disk.clear()
         lines.write()
         assert f"{disk.root}/metrics.jsonl: written again, with 4 lines that waited" in events[-1]
-        assert [json.loads(line)["step"] for line in (disk.root / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
+        assert [json.loads(line)["step"] for line in (disk.root / "metrics.jsonl").read_text().splitlines()] == [
+            1,
+            2,
+            3,
+        ]
         assert (disk.root / "evaluations.jsonl").read_text() == '{"version": 2}\n{"version": 3}\n'

@@ -1,7 +1,9 @@
-"""Functions that read a model's text take time linear in it: every degenerate text at two lengths, by processor time of the thread.
+"""Functions that read a model's text take time linear in it: every degenerate text at two lengths, by processor time of
+the thread.
 
-A policy that has collapsed writes runs of one piece up to its limit. The longer text has four times the length: a linear function takes
-four times as long, one with the square sixteen times. Times below ``FLOOR_S`` are noise, and fast enough.
+A policy that has collapsed writes runs of one piece up to its limit. The longer text has four times the length: a
+linear function takes four times as long, one with the square sixteen times. Times below ``FLOOR_S`` are noise, and fast
+enough.
 """
 
 import contextlib
@@ -27,17 +29,40 @@ from tidemill.rewards.registry import bind
 SHORT, TIMES, MOST_RATIO = 4_000, 4, 9.0
 FLOOR_S = 0.05
 """Processor time that is enough for 16,000 characters, and too little for a step for each two of them."""
-MARKS = r"` ``` ```python ```a [ ( { ] ) } [] {{ ' \" \\ * ** *a - . ! ? ?! , 1, 1,000, 1. 1/ .1 0 9 -1 +- $ $1 % ^ 9^ _ = # #### < @"
+MARKS = (
+    r"` ``` ```python ```a [ ( { ] ) } [] {{ ' \" \\ * ** *a - . ! ? ?! , 1, 1,000, 1. 1/ .1 0 9 -1 +- $ $1 % ^ "
+    r"9^ _ = # #### < @"
+)
 LATEX = r"\boxed \boxed{ \boxed{} \boxed{1} \frac{ \frac \sqrt{ \text{ \text{} \text \left( {,} \, \! << *** ******"
 TAGS = "<think> </think> <call> <call></call> <tool_call> </tool_call> <tool_call></tool_call> <<a>> <i> <em></i> &amp;"
-WORDS = """<tool_call>{"name":"a"}</tool_call> {"name":"a"}; {"a": Answer: answer:1 Question Section P.S. a A aa A. a'"""
+WORDS = (
+    """<tool_call>{"name":"a"}</tool_call> {"name":"a"}; {"a": Answer: answer:1 Question Section P.S. a A aa A. a'"""
+)
 PIECES = " ".join((MARKS, LATEX, TAGS, WORDS)).split()
 BLANKS = [" ", "\n", "\t", "\r\n", " \n", "\n\n", "\u2028", "\u200b"]
 LINES = ["a ", "A ", "a\n", "a. ", "1 ", "1\n", "- a\n", "* a\n", "``` ", "```\n", "# a\n", "a, "]
-BEGINNINGS = ["```", "```python", "\\boxed{", "#### ", "Answer: ", "<call>", "<tool_call>", "{", "1", "[", '"', "</think>", "<<", "*"]
+BEGINNINGS = [
+    "```",
+    "```python",
+    "\\boxed{",
+    "#### ",
+    "Answer: ",
+    "<call>",
+    "<tool_call>",
+    "{",
+    "1",
+    "[",
+    '"',
+    "</think>",
+    "<<",
+    "*",
+]
 BEHIND = [" ", "\n", "1", "a", "(", "{", "\\", " a"]
 TEXTS: dict[str, Callable[[int], str]] = {
-    **{f"{piece!r} again": lambda length, piece=piece: (piece * length)[:length] for piece in [*PIECES, *BLANKS, *LINES]},
+    **{
+        f"{piece!r} again": lambda length, piece=piece: (piece * length)[:length]
+        for piece in [*PIECES, *BLANKS, *LINES]
+    },
     **{
         f"{begin!r} and {piece!r}": lambda length, begin=begin, piece=piece: begin + (piece * length)[:length]
         for begin in BEGINNINGS
@@ -96,4 +121,6 @@ def test_time_is_linear_in_a_degenerate_text(name: str) -> None:
         factors = {text: growth(FUNCTIONS[name], make) for text, make in TEXTS.items()}
     finally:
         gc.enable()
-    assert not {text: factor for text, factor in factors.items() if factor > MOST_RATIO}, f"{TIMES} times the length takes so many times"
+    assert not {text: factor for text, factor in factors.items() if factor > MOST_RATIO}, (
+        f"{TIMES} times the length takes so many times"
+    )

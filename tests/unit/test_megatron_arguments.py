@@ -20,28 +20,46 @@ def test_all_but_those_with_a_known_effect_are_refused(name: str) -> None:
     if name not in OURS:
         assert refusals({name: True})
         return
-    with pytest.raises(ValueError, match=rf"^megatron\.{name}: not passed to Megatron; it (is set by|has no effect: ).*; remove it$"):
+    with pytest.raises(
+        ValueError, match=rf"^megatron\.{name}: not passed to Megatron; it (is set by|has no effect: ).*; remove it$"
+    ):
         LearnerConfig(megatron={name: True})
 
 
 def test_a_new_argument_of_another_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(annotations(), "of_tomorrow", "bool")  # type: ignore[arg-type]
     [refused] = refusals({"of_tomorrow": True})
-    assert "learner.megatron.of_tomorrow: want an argument with a known effect (deallocate_pipeline_outputs, config_logger_dir)" in str(
-        refused
-    )
+    assert (
+        "learner.megatron.of_tomorrow: want an argument with a known effect (deallocate_pipeline_outputs, "
+        "config_logger_dir)"
+    ) in str(refused)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"pipeline_model_parallel_size": 2}, r"megatron\.pipeline_model_parallel_size: .* set by learner\.pipeline_parallel; remove it"),
-        ({"moe_router_force_load_balancing": True}, r"force_load_balancing: .* computes another model than the engines serve"),
+        (
+            {"pipeline_model_parallel_size": 2},
+            r"megatron\.pipeline_model_parallel_size: .* set by learner\.pipeline_parallel; remove it",
+        ),
+        (
+            {"moe_router_force_load_balancing": True},
+            r"force_load_balancing: .* computes another model than the engines serve",
+        ),
         ({"hidden_size": 2}, r"megatron\.hidden_size: .* the model's config\.json"),
         ({"window_size": [4, 0]}, r"megatron\.window_size: .* own attention and loss, which do not read it"),
-        ({"fp8": "hybrid"}, r"megatron\.fp8: not passed to Megatron; it has no effect: only layers of Transformer Engine read it"),
-        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, r"megatron\.cpu_offloading: .* only layers of Transformer Engine"),
-        ({"cuda_graph_impl": "local"}, r"megatron\.cuda_graph_impl: .* it has no effect: the rows of a step differ in their lengths"),
+        (
+            {"fp8": "hybrid"},
+            r"megatron\.fp8: not passed to Megatron; it has no effect: only layers of Transformer Engine read it",
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 1},
+            r"megatron\.cpu_offloading: .* only layers of Transformer Engine",
+        ),
+        (
+            {"cuda_graph_impl": "local"},
+            r"megatron\.cuda_graph_impl: .* it has no effect: the rows of a step differ in their lengths",
+        ),
     ],
 )
 def test_those_that_the_learner_sets_are_refused(arguments: dict[str, Any], message: str) -> None:
@@ -73,4 +91,7 @@ def test_names_are_read_without_megatron() -> None:
         "import sys; from tidemill.learner.settings.megatron_arguments import annotations; "
         "print(bool(annotations()), 'torch' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True False\n"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        == "True False\n"
+    )

@@ -32,7 +32,12 @@ SIZES = {
     },
 }
 """Sources: config.json of the models of these names at huggingface.co/Qwen."""
-ROWS = ("learner.dtype=bfloat16", "learner.max_tokens_per_micro_batch=8192", "data.max_prompt_tokens=8", "sampling.max_new_tokens=2040")
+ROWS = (
+    "learner.dtype=bfloat16",
+    "learner.max_tokens_per_micro_batch=8192",
+    "data.max_prompt_tokens=8",
+    "sampling.max_new_tokens=2040",
+)
 
 
 def table(title: str) -> list[list[str]]:
@@ -40,7 +45,11 @@ def table(title: str) -> list[list[str]]:
     lines = PAGE.read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(f"| {title} |"))
     last = next(number for number, line in enumerate(lines[first:], first) if not line.startswith("|"))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first:last] if not line.startswith("|---")]
+    return [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in lines[first:last]
+        if not line.startswith("|---")
+    ]
 
 
 def computed(model: str, *settings: str) -> list[MemoryRow]:
@@ -74,7 +83,9 @@ def test_the_table_of_a_rank(column: int) -> None:
         "gradients, float32": gb(size(rows, "gradients")),
         "Adam and main weights, float32": gb(size(rows, "Adam")),
         "activations kept for the backward pass": gb(size(rows, KEPT)),
-        "with `recompute: selective`: kept, and computed again for one layer at a time": gb(size(some, KEPT), size(some, AGAIN)),
+        "with `recompute: selective`: kept, and computed again for one layer at a time": gb(
+            size(some, KEPT), size(some, AGAIN)
+        ),
         "with `recompute: full`": gb(size(all_, KEPT), size(all_, AGAIN)),
         "logits at once": gb(size(rows, "logits")),
         "sum, without recomputation": gb(size(rows, "")),
@@ -100,5 +111,8 @@ def test_the_processes_that_send_over_nccl() -> None:
     shapes = {model: ModelShape.of(values, where=model) for model, values in SIZES.items()}
     config = load([], ROWS).config
     rows = {model: memory_rows(shape, config, cuda=True) for model, shape in shapes.items()}
-    sizes = {model: next(row.bytes for row in found if row.part.startswith("processes of 1 group")) for model, found in rows.items()}
+    sizes = {
+        model: next(row.bytes for row in found if row.part.startswith("processes of 1 group"))
+        for model, found in rows.items()
+    }
     assert ", ".join(f"{gb(each)} GB for {model}" for model, each in sizes.items()) in PAGE.read_text()

@@ -1,4 +1,6 @@
-"""The table of memory over settings. That it agrees with a real rank is tested in tests/integration/test_memory_table.py."""
+"""The table of memory over settings. That it agrees with a real rank is tested in
+tests/integration/test_memory_table.py.
+"""
 
 import math
 import re
@@ -31,7 +33,10 @@ COPIES = (SENDER, "2 copies of its part")
 
 def rows(*settings: str, cuda: bool = True) -> dict[tuple[str, str], MemoryRow]:
     config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
-    return {(row.process, re.split(",| of [0-9]| of the weights", row.part)[0]): row for row in memory_rows(SHAPE, config, cuda=cuda)}
+    return {
+        (row.process, re.split(",| of [0-9]| of the weights", row.part)[0]): row
+        for row in memory_rows(SHAPE, config, cuda=cuda)
+    }
 
 
 def test_a_known_model() -> None:
@@ -75,11 +80,15 @@ def test_copies_are_on_the_host_of_an_accelerator() -> None:
         (("learner.data_parallel=8",), 36, 2),
     ],
 )
-def test_the_copies_for_pushes_are_divided_among_the_ranks_that_send(settings: tuple[str, ...], layers: int, ends: int) -> None:
+def test_the_copies_for_pushes_are_divided_among_the_ranks_that_send(
+    settings: tuple[str, ...], layers: int, ends: int
+) -> None:
     """The largest part: so many layers, and embedding or output projection, or both."""
     tensors = {name: math.prod(shape) for name, shape in SHAPE.tensors().items()}
     layer, end = sum(size for name, size in tensors.items() if ".layers.0." in name), SHAPE.vocab_size * SHAPE.hidden
-    norm = SHAPE.hidden if ends == 2 or "learner.last_stage_layers=12" not in settings else 0  # the larger stage is the first one there
+    norm = (
+        SHAPE.hidden if ends == 2 or "learner.last_stage_layers=12" not in settings else 0
+    )  # the larger stage is the first one there
     assert rows(*settings)[COPIES].bytes == 2 * 2 * (layers * layer + ends * end + norm)
 
 
@@ -123,7 +132,11 @@ def test_a_critic_is_one_more_model_with_a_value_head() -> None:
     kept = ("rank", "activations kept for the backward pass")
     assert both[kept] == one[kept], "policy and critic take turns"
     average = rows("learner.algorithm.kl.coef=0.1", "learner.algorithm.kl.reference_ema=0.9")
-    assert average["rank", "reference model"].bytes == 2 * average["rank", "weights"].bytes == average[copy].bytes - rows()[copy].bytes
+    assert (
+        average["rank", "reference model"].bytes
+        == 2 * average["rank", "weights"].bytes
+        == average[copy].bytes - rows()[copy].bytes
+    )
 
 
 def test_replicas_divide_the_optimizer_and_nothing_else() -> None:
@@ -138,12 +151,18 @@ def test_replicas_divide_the_optimizer_and_nothing_else() -> None:
 
 
 def test_an_overlapped_reduction_needs_a_gradient_in_the_output_weights_place() -> None:
-    """Its weight is not the embedding's on its stage, and its gradient is added where it is summed (``logprobs.py``)."""
+    """Its weight is not the embedding's on its stage, and its gradient is added where it is summed
+    (``logprobs.py``).
+    """
     part, two = ("rank", "gradient of the output weight"), "learner.data_parallel=2"
     assert rows(two)[part].bytes == 151_936 * 4096 * 2
     assert rows("learner.context_parallel=2", "learner.tensor_parallel=2")[part].bytes == 151_936 // 2 * 4096 * 2
     assert part in rows(two, "learner.overlap_grad_reduce=always", cuda=False)
-    for settings in ((), (two, "learner.overlap_grad_reduce=never"), (two, "learner.pipeline_parallel=2", "learner.virtual_pipeline=2")):
+    for settings in (
+        (),
+        (two, "learner.overlap_grad_reduce=never"),
+        (two, "learner.pipeline_parallel=2", "learner.virtual_pipeline=2"),
+    ):
         assert part not in rows(*settings)
     assert part not in rows(two, cuda=False)
     tied = replace(SHAPE, tied=True)
@@ -168,13 +187,24 @@ def test_the_placement_counts_what_the_table_counts() -> None:
     for settings in ((), ("learner.distributed_optimizer=true",), ("learner.offload_optimizer=true",)):
         config = load([], ("learner.dtype=bfloat16", "learner.data_parallel=2", *settings)).config
         needs[settings] = want_of(config, node, learner=True, engines=0, size=size).memory_rank
-    assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000 + (12 << 26)], "an offloaded optimizer has a block here"
+    assert list(needs.values()) == [72_000_000_000, 48_000_000_000, 24_000_000_000 + (12 << 26)], (
+        "an offloaded optimizer has a block here"
+    )
 
 
 def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
-    """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768. An expert's state is divided over its own copies alone."""
-    values = QWEN3_8B | {"model_type": "qwen3_moe", "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-    shape = ModelShape.of(values | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}, where="Qwen3-30B-A3B")
+    """Qwen3-30B-A3B by hand: 48 layers of 128 experts of 3 x 2048 x 768. An expert's state is divided over its own
+    copies alone.
+    """
+    values = QWEN3_8B | {
+        "model_type": "qwen3_moe",
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = ModelShape.of(
+        values | {"hidden_size": 2048, "num_hidden_layers": 48, "num_key_value_heads": 4}, where="Qwen3-30B-A3B"
+    )
     experts = 48 * 128 * 3 * 2048 * 768
     others = parameters(shape) - experts
     node = Node(devices=tuple(Device(index=number, uuid=f"GPU-{number}") for number in range(8)))
@@ -195,7 +225,9 @@ def test_experts_are_spread_over_their_ranks_and_never_split() -> None:
 
 def test_the_placement_counts_the_critic_at_its_own_size() -> None:
     config = load([], ("learner.dtype=bfloat16", "learner.algorithm.advantage=gae")).config
-    policy, critic = ({f"model.layers.{layer}.mlp.up_proj.weight": (1_000_000,) for layer in range(layers)} for layers in (8, 2))
+    policy, critic = (
+        {f"model.layers.{layer}.mlp.up_proj.weight": (1_000_000,) for layer in range(layers)} for layers in (8, 2)
+    )
     size = ModelSize(policy, critic)
     node = Node(devices=(Device(index=0, uuid="GPU-0"),))
     assert want_of(config, node, learner=True, engines=0, size=size).memory_rank == 18 * 10_000_000
@@ -203,12 +235,16 @@ def test_the_placement_counts_the_critic_at_its_own_size() -> None:
 
 @pytest.mark.parametrize("tokens", [1024, 8192])
 def test_logits_never_grow_beyond_a_chunk(tokens: int) -> None:
-    found = rows(f"learner.max_tokens_per_micro_batch={tokens}", "data.max_prompt_tokens=512", "sampling.max_new_tokens=512")
+    found = rows(
+        f"learner.max_tokens_per_micro_batch={tokens}", "data.max_prompt_tokens=512", "sampling.max_new_tokens=512"
+    )
     assert found["rank", "logits"].bytes < tokens * SHAPE.vocab_size
 
 
 def test_a_sample_longer_than_the_budget_makes_a_longer_row() -> None:
-    found = rows("learner.max_tokens_per_micro_batch=100", "data.max_prompt_tokens=3000", "sampling.max_new_tokens=1000")
+    found = rows(
+        "learner.max_tokens_per_micro_batch=100", "data.max_prompt_tokens=3000", "sampling.max_new_tokens=1000"
+    )
     assert "4,000 tokens" in found["rank", "activations kept for the backward pass"].part
 
 
@@ -233,15 +269,23 @@ def test_a_fused_activation_keeps_less() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "measured_gb"),
-    [((), 54.41), (("learner.deterministic=false",), 48.77), (("learner.deterministic=false", "learner.recompute=full"), 32.85)],
+    [
+        ((), 54.41),
+        (("learner.deterministic=false",), 48.77),
+        (("learner.deterministic=false", "learner.recompute=full"), 32.85),
+    ],
 )
 def test_the_table_agrees_with_an_h100(settings: tuple[str, ...], measured_gb: float) -> None:
-    """The most memory of tensors in a step of Qwen3-1.7B over rows of 8,192 tokens, measured by ``python -m tests.bench gpu``."""
+    """The most memory of tensors in a step of Qwen3-1.7B over rows of 8,192 tokens, measured by ``python -m tests.bench
+    gpu``.
+    """
     sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16}
     shape = ModelShape.of({**QWEN3_8B, **sizes, "tie_word_embeddings": True}, where="Qwen3-1.7B")
     lengths = ("learner.max_tokens_per_micro_batch=8192", "data.max_prompt_tokens=8", "sampling.max_new_tokens=2040")
     config = load([], ("learner.dtype=bfloat16", *lengths, *settings)).config
-    on_device = [row.bytes for row in memory_rows(shape, config, cuda=True) if row.process == "rank" and not row.on_host]
+    on_device = [
+        row.bytes for row in memory_rows(shape, config, cuda=True) if row.process == "rank" and not row.on_host
+    ]
     assert 0.99 * measured_gb < sum(on_device) / 1e9 < measured_gb
 
 

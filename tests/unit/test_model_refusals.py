@@ -1,4 +1,6 @@
-"""Models that the learner would compute differently, and settings about experts without effect, are refused before the start."""
+"""Models that the learner would compute differently, and settings about experts without effect, are refused before the
+start.
+"""
 
 import json
 from pathlib import Path
@@ -15,14 +17,28 @@ from tidemill.learner.layout.sizes import FAMILIES, refusals
 from tidemill.learner.megatron.meter import StepFlops
 from tidemill.learner.settings.config import LearnerConfig
 
-YARN = {"rope_type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096}
-LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 40,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 4096,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
 
 
 def refused(family: str, changes: dict[str, Any], **sizes: int) -> list[str]:
     """Return the refused keys of a tiny model with ``changes`` to its config.json."""
     values = {**tiny_config(family, vocab_size=300).to_dict(), **changes}
-    return [error.field.removeprefix("m: ") for error in refusals(values, where="m", **({"tensor_parallel": 1} | sizes))]
+    return [
+        error.field.removeprefix("m: ") for error in refusals(values, where="m", **({"tensor_parallel": 1} | sizes))
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -67,7 +83,9 @@ def test_a_usual_model_of_each_family_is_taken(family: str) -> None:
         ("glm4_moe", {"n_shared_experts": 0}, "n_shared_experts"),
     ],
 )
-def test_a_value_that_would_be_computed_differently_is_refused(family: str, changes: dict[str, Any], named: str) -> None:
+def test_a_value_that_would_be_computed_differently_is_refused(
+    family: str, changes: dict[str, Any], named: str
+) -> None:
     assert refused(family, changes) == [named]
 
 
@@ -98,7 +116,12 @@ def test_values_that_only_look_alike_are_taken(family: str, changes: dict[str, A
         ("qwen3_moe", {}, {"expert_parallel": 3}, "num_experts"),
         ("mixtral", {}, {"expert_parallel": 8}, "num_local_experts"),
         ("qwen3_moe", {}, {"tensor_parallel": 2}, "learner.sequence_parallel"),
-        ("glm4_moe", {"moe_intermediate_size": 33}, {"tensor_parallel": 2, "sequence_parallel": True}, "moe_intermediate_size"),
+        (
+            "glm4_moe",
+            {"moe_intermediate_size": 33},
+            {"tensor_parallel": 2, "sequence_parallel": True},
+            "moe_intermediate_size",
+        ),
         (
             "qwen2_moe",
             {"shared_expert_intermediate_size": 33},
@@ -108,7 +131,9 @@ def test_values_that_only_look_alike_are_taken(family: str, changes: dict[str, A
         ("deepseek_v3", {"q_lora_rank": 25}, {"tensor_parallel": 2, "sequence_parallel": True}, "q_lora_rank"),
     ],
 )
-def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict[str, Any], sizes: dict[str, int], named: str) -> None:
+def test_ranks_that_do_not_divide_a_model_are_refused(
+    family: str, changes: dict[str, Any], sizes: dict[str, int], named: str
+) -> None:
     assert refused(family, changes, **sizes) == [named]
 
 
@@ -116,7 +141,10 @@ def test_ranks_that_do_not_divide_a_model_are_refused(family: str, changes: dict
     ("settings", "message"),
     [
         ({"expert_parallel": 2}, r"expert_parallel: want a divisor of data x tensor x context parallel = 1, got 2"),
-        ({"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2}, r"expert_parallel: want a divisor of .* = 2, got 4"),
+        (
+            {"expert_parallel": 4, "pipeline_parallel": 2, "data_parallel": 2},
+            r"expert_parallel: want a divisor of .* = 2, got 4",
+        ),
         ({"expert_parallel": 0}, r"expert_parallel: want > 0, got 0"),
         ({"bridge": "mine"}, r"bridge: want module:Class, got 'mine'"),
         ({"routing_replay": "all"}, r"routing_replay: want none, old or rollout, got 'all'"),
@@ -133,15 +161,36 @@ def test_layers_with_experts() -> None:
     values: dict[str, Any] = {"num_hidden_layers": 6, "num_experts": 4, "model_type": "qwen3_moe"}
     assert sparse_layers(values | {"model_type": "qwen3"}) == [False] * 6
     assert sparse_layers(values) == [True] * 6
-    assert sparse_layers(values | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}) == [False, True, False, False, False, True]
+    assert sparse_layers(values | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}) == [
+        False,
+        True,
+        False,
+        False,
+        False,
+        True,
+    ]
     late = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_hidden_layers": 4, "first_k_dense_replace": 3}
     assert sparse_layers(late) == [False, False, False, True]
 
 
 def test_operations_of_a_token_with_experts() -> None:
-    """Qwen3-30B-A3B and DeepSeek-V3 by hand: the router, eight experts of a token, the shared one, and the latents of attention."""
-    sizes = {"vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32}
-    qwen = sizes | {"model_type": "qwen3_moe", "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8}
+    """Qwen3-30B-A3B and DeepSeek-V3 by hand: the router, eight experts of a token, the shared one, and the latents of
+    attention.
+    """
+    sizes = {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+    }
+    qwen = sizes | {
+        "model_type": "qwen3_moe",
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
     layer = 2048 * (32 + 8) * 128 + 32 * 128 * 2048 + 2048 * 128 + 8 * 3 * 2048 * 768
     found = StepFlops.of(qwen | {"moe_intermediate_size": 768})
     assert (found.per_token, found.per_pair) == (6 * (48 * layer + 2048 * 151936), 6 * 48 * 2 * 32 * 128)
@@ -190,7 +239,10 @@ def test_a_bridge_of_ones_own_is_looked_for_and_takes_another_family(tmp_path: P
     [found] = model_errors(tmp_path / "b", sglang, model_type="pond")
     assert "model_type: want one of deepseek_v3" in found and "or learner.bridge for another family, got pond" in found
     [found] = model_errors(tmp_path / "c", sglang, bridge + "Lake", model_type="pond")
-    assert "learner.bridge: want a class of LocalLayers, got 'docs.examples.extending.my_bridge:Lake': " in found and "no 'Lake'" in found
+    assert (
+        "learner.bridge: want a class of LocalLayers, got 'docs.examples.extending.my_bridge:Lake': " in found
+        and "no 'Lake'" in found
+    )
     [found] = model_errors(tmp_path / "d", bridge + "Pond", model_type="pond")
     assert "the built-in engine decodes" in found and "use engine.kind: sglang" in found
     [found] = model_errors(tmp_path / "e", sglang, bridge + "Pond", "learner.pipeline_parallel=5", model_type="pond")

@@ -1,4 +1,6 @@
-"""The benchmark ``mutants``: it knows every module of ``learner/algorithms``, and the tests of each see wrong formulas."""
+"""The benchmark ``mutants``: it knows every module of ``learner/algorithms``, and the tests of each see wrong
+formulas.
+"""
 
 import re
 import subprocess
@@ -11,7 +13,9 @@ from tests.bench.mutants import FOLDER, MODULES, ROOT, files_for, mutants
 CONSTANTS = {"choices"}
 """Modules without anything to change: names alone."""
 SEEN_LEAST = 0.8
-"""Share of the mutants that the tests see; the rest are changes of values under masks, or at bounds where both sides are equal."""
+"""Share of the mutants that the tests see; the rest are changes of values under masks, or at bounds where both sides
+are equal.
+"""
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -26,7 +30,10 @@ def test_the_tests_see_wrong_formulas_in_every_module() -> None:
     command = [sys.executable, "-m", "tests.bench", "mutants", "--sample", "3", "--jobs", "2"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stdout + run.stderr
-    found = {name: (int(killed), int(of)) for name, killed, of in re.findall(r"RATIO (?:of )?(\w+): (\d+) of (\d+)", run.stdout)}
+    found = {
+        name: (int(killed), int(of))
+        for name, killed, of in re.findall(r"RATIO (?:of )?(\w+): (\d+) of (\d+)", run.stdout)
+    }
     killed, of = found.pop("all")
     assert sorted(found) == MODULES
     assert killed >= SEEN_LEAST * of, run.stdout

@@ -110,7 +110,11 @@ def test_an_attempt_that_does_not_fit_is_refused(change: JsonObject) -> None:
         attempt_of(stored("attempt", row_value(ATTEMPT) | change))
 
 
-_json = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=50), lambda one: st.lists(one, max_size=3), max_leaves=5)
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=50),
+    lambda one: st.lists(one, max_size=3),
+    max_leaves=5,
+)
 
 
 @given(st.sampled_from(sorted(row_value(ATTEMPT))), st.sampled_from(sorted(row_value(ROW))), _json)

@@ -26,13 +26,18 @@ def work(directory: Path, **learner: object) -> NodeWork:
 
 
 def node_work(directory: Path, rank: int, learner: dict[str, object]) -> NodeWork:
-    return NodeWork(config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank), on_sigterm=pytest.fail)
+    return NodeWork(
+        config(directory, **learner), [], Node(), (), reach=HERE, place=NodePlace(2, rank), on_sigterm=pytest.fail
+    )
 
 
 def offers(*devices: int) -> list[NodeRow]:
     one = NodeRow(node=0, nodes=len(devices), nonce="0" * 12)
     names = [tuple(f"GPU-{node}-{index}" for index in range(count)) for node, count in enumerate(devices)]
-    return [replace(one, node=node, host=f"h{node}", devices=uuids, device_memory_bytes=80 << 30) for node, uuids in enumerate(names)]
+    return [
+        replace(one, node=node, host=f"h{node}", devices=uuids, device_memory_bytes=80 << 30)
+        for node, uuids in enumerate(names)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -45,7 +50,9 @@ def offers(*devices: int) -> list[NodeRow]:
         ({"data_parallel": 4, "nodes": 2}, (8, 4), (2, 2)),
     ],
 )
-def test_ranks_are_in_equal_parts(tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], counts: tuple[int, ...]) -> None:
+def test_ranks_are_in_equal_parts(
+    tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], counts: tuple[int, ...]
+) -> None:
     assert work(tmp_path, **learner).layout(offers(*devices)) == counts
 
 
@@ -56,12 +63,16 @@ def test_ranks_are_in_equal_parts(tmp_path: Path, learner: dict[str, object], de
         ({"data_parallel": 2, "nodes": 2, "tensor_parallel": 4}, (4, 2), "tensor"),
     ],
 )
-def test_devices_that_do_not_suffice_are_refused(tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], why: str) -> None:
+def test_devices_that_do_not_suffice_are_refused(
+    tmp_path: Path, learner: dict[str, object], devices: tuple[int, ...], why: str
+) -> None:
     with pytest.raises(NodeRefused, match=why):
         work(tmp_path, **learner).layout(offers(*devices))
 
 
-@pytest.mark.parametrize("learner", [{"nodes": 2}, {"data_parallel": 3, "nodes": 2}, {"data_parallel": 2, "nodes": 2, "colocated": True}])
+@pytest.mark.parametrize(
+    "learner", [{"nodes": 2}, {"data_parallel": 3, "nodes": 2}, {"data_parallel": 2, "nodes": 2, "colocated": True}]
+)
 def test_settings_that_do_not_divide_are_refused(tmp_path: Path, learner: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"learner\.nodes: want"):
         config(tmp_path, **learner)
@@ -74,7 +85,8 @@ async def test_a_directory_is_shared_or_refused(tmp_path: Path, monkeypatch: pyt
     await leader.prove("1")
     await same.check("1")
     with pytest.raises(
-        NodeRefused, match=r"checkpoints: want one directory that all nodes share .*, got '' in .*/b/checkpoints/\.nodes on "
+        NodeRefused,
+        match=r"checkpoints: want one directory that all nodes share .*, got '' in .*/b/checkpoints/\.nodes on ",
     ):
         await other.check("1")
     await leader.prove("2")
@@ -88,7 +100,9 @@ async def test_a_directory_of_each_node_is_the_default_and_one_that_is_shared_is
     await leader.prove("1")
     await leader.check("1")
     await other.check("1")
-    with pytest.raises(NodeRefused, match=r"want a directory of this node's own .*, got that of node 0: .*/a/checkpoints on .* shared"):
+    with pytest.raises(
+        NodeRefused, match=r"want a directory of this node's own .*, got that of node 0: .*/a/checkpoints on .* shared"
+    ):
         await same.check("1")
     await same.check("2")  # the file of an earlier attempt shows nothing
 

@@ -1,4 +1,6 @@
-"""The store of checkpoints as an object: what it stores, lists, refuses and removes; its URL; and files that are read from it."""
+"""The store of checkpoints as an object: what it stores, lists, refuses and removes; its URL; and files that are read
+from it.
+"""
 
 import subprocess
 import sys
@@ -29,7 +31,9 @@ NAME = "step-4-epoch-1"
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
     MemoryFileSystem.store.clear()
     (tmp_path / "bucket" / "path").mkdir(parents=True)
-    return ObjectStore("memory://bucket/path" if request.param == "memory" else f"file://{tmp_path}/bucket/path/", "digits")
+    return ObjectStore(
+        "memory://bucket/path" if request.param == "memory" else f"file://{tmp_path}/bucket/path/", "digits"
+    )
 
 
 def written(root: Path, step: int = 4) -> Path:
@@ -79,13 +83,21 @@ def test_an_owner_that_was_written_in_part_is_none(store: ObjectStore, tmp_path:
 def test_a_directory_that_is_not_there_is_no_empty_store(tmp_path: Path) -> None:
     """It may be one that is not mounted: nothing is made in its place."""
     store = ObjectStore(f"file://{tmp_path}/not-mounted/sub", "digits")
-    for ask in (store.owner, store.listing, store.probe, lambda: store.claim("mine"), lambda: store.complete(NAME, b"")):
+    for ask in (
+        store.owner,
+        store.listing,
+        store.probe,
+        lambda: store.claim("mine"),
+        lambda: store.complete(NAME, b""),
+    ):
         with pytest.raises(StoreFailed, match=r"no such directory: .*/not-mounted/sub; is it mounted\?"):
             ask()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_bucket_that_is_not_found_is_no_empty_store(flaky: type[FlakyFileSystem], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_is_not_found_is_no_empty_store(
+    flaky: type[FlakyFileSystem], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lost(*_: object, **__: object) -> None:
         raise FileNotFoundError("The specified bucket does not exist")
 
@@ -109,7 +121,9 @@ def test_a_probe_that_fails_says_why_without_secrets(flaky: type[FlakyFileSystem
     flaky.fails = lambda one, path: one == verb
     with pytest.raises(StoreFailed) as failed:
         ObjectStore(URL, "digits").probe()
-    assert str(failed.value) == "flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
+    assert (
+        str(failed.value) == "flaky://bucket/path/digits: RuntimeError: 503 for https://store.example/bucket/object?***"
+    )
 
 
 def test_the_manifest_is_removed_first(flaky: type[FlakyFileSystem], tmp_path: Path) -> None:
@@ -132,8 +146,14 @@ def test_a_bucket_that_is_not_there_is_a_failure(store: ObjectStore, tmp_path: P
 def test_a_protocol_without_its_package_names_it() -> None:
     packages = {protocol: entry["class"].partition(".")[0] for protocol, entry in known_implementations.items()}
     protocol, package = next((one, package) for one, package in packages.items() if find_spec(package) is None)
-    assert missing_package(f"{protocol}://bucket") == (f"no package {package}", f"install it on every node (pip install {package})")
-    assert missing_package("nonesuch://bucket") == ("the protocol nonesuch, which fsspec does not know", "use another one")
+    assert missing_package(f"{protocol}://bucket") == (
+        f"no package {package}",
+        f"install it on every node (pip install {package})",
+    )
+    assert missing_package("nonesuch://bucket") == (
+        "the protocol nonesuch, which fsspec does not know",
+        "use another one",
+    )
     assert missing_package("file:///bucket") is None
 
 
@@ -149,7 +169,10 @@ def test_a_protocol_without_its_package_names_it() -> None:
         ({"store": "file://runs/store"}, "store: want an absolute path of a directory behind file://"),
         ({"store": "file:///"}, "store: want an absolute path of a directory behind file://"),
         ({"store": "s3://key:a/5ec7e7@bucket"}, r"store: want a URL without a password.*got 's3://\*\*\*@bucket'"),
-        ({"store": "s3://key:a@5ec7e7@bucket/path"}, r"store: want a URL without a password.*got 's3://\*\*\*@bucket/path'"),
+        (
+            {"store": "s3://key:a@5ec7e7@bucket/path"},
+            r"store: want a URL without a password.*got 's3://\*\*\*@bucket/path'",
+        ),
         ({"store": "s3://bucket/run-*"}, "no pattern"),
         ({"store": "s3://bucket/[ab]"}, "no pattern"),
         ({"store": "s3://bucket", "copies": 3}, "copies: want 2 with a URL as store"),
@@ -162,22 +185,31 @@ def test_refused_settings(settings: dict[str, object], error: str) -> None:
 
 
 def test_accepted_settings() -> None:
-    for url in ("s3://bucket/path", "gs://bucket", "abfs://container@account.dfs.core.windows.net/path", "file:///mnt/store"):
+    for url in (
+        "s3://bucket/path",
+        "gs://bucket",
+        "abfs://container@account.dfs.core.windows.net/path",
+        "file:///mnt/store",
+    ):
         assert CheckpointConfig(store=url).url == url and masked(url) == url
     assert CheckpointConfig().url == "" == CheckpointConfig(store="shared").url
 
 
 def test_keys_in_an_error_are_masked() -> None:
     text = (
-        "DefaultEndpoints=https;AccountKey=5ec7e7==;X=1 X-Amz-Signature=5ec7e7&a=b x-amz-security-token=5ec7e7 of sftp://a:5ec/7e7@host/x"
+        "DefaultEndpoints=https;AccountKey=5ec7e7==;X=1 X-Amz-Signature=5ec7e7&a=b x-amz-security-token=5ec7e7 "
+        "of sftp://a:5ec/7e7@host/x"
     )
     assert masked(text) == (
-        "DefaultEndpoints=https;AccountKey=***;X=1 X-Amz-Signature=***&a=b x-amz-security-token=*** of sftp://***@host/x"
+        "DefaultEndpoints=https;AccountKey=***;X=1 X-Amz-Signature=***&a=b x-amz-security-token=*** of "
+        "sftp://***@host/x"
     )
 
 
 def test_only_whole_checkpoints_count(store: ObjectStore, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Beside one that is whole: one without a manifest, one with a damaged manifest, one with a truncated file, and foreign objects."""
+    """Beside one that is whole: one without a manifest, one with a damaged manifest, one with a truncated file, and
+    foreign objects.
+    """
     for step in (2, 4, 6, 8):
         path = written(tmp_path / "disk", step)
         uploaded(store, path)
@@ -254,5 +286,7 @@ def test_a_damaged_block_in_the_store_is_refused(store: ObjectStore, tmp_path: P
     assert files.block("__0_0.distcp", 0) == whole[: 1 << 22]
     store.upload(NAME, "__0_0.distcp", path / "__0_0.distcp")
     files = CheckpointFiles(path, manifests.read(path).files, PeerClient((), store))
-    with pytest.raises(CheckpointCorrupt, match=r"this node has a damaged block; the store \(.*/digits\) has a damaged block"):
+    with pytest.raises(
+        CheckpointCorrupt, match=r"this node has a damaged block; the store \(.*/digits\) has a damaged block"
+    ):
         files.block("__0_0.distcp", 0)

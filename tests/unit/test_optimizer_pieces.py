@@ -22,7 +22,12 @@ def test_rectangles_cover_a_range_in_its_order(width: int, data: st.DataObject) 
     first = data.draw(st.integers(0, 40))
     last = data.draw(st.integers(first, 60))
     found = rectangles(first, last, width)
-    elements = [(row + r) * width + column + c for row, column, rows, columns in found for r in range(rows) for c in range(columns)]
+    elements = [
+        (row + r) * width + column + c
+        for row, column, rows, columns in found
+        for r in range(rows)
+        for c in range(columns)
+    ]
     assert elements == list(range(first, last))
     assert len(found) <= 3
 
@@ -43,7 +48,9 @@ def test_blocks_have_every_element_once_and_one_size(ranges: list[tuple[int, int
 @pytest.mark.parametrize("gated", [False, True], ids=["matrix", "gated"])
 @pytest.mark.parametrize("cuts", [(0, 48), (0, 1, 48), (0, 7, 24, 25, 48), (0, 23, 31, 48)])
 def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...]) -> None:
-    """Two layers, each split over two ranks along its rows, each rank's part in pieces: every element is at its place, once."""
+    """Two layers, each split over two ranks along its rows, each rank's part in pieces: every element is at its place,
+    once.
+    """
     whole = torch.full((2, 16, 6), -1.0)
     for layer in range(2):
         for rank in range(2):
@@ -56,7 +63,11 @@ def test_pieces_of_split_layers_make_the_whole(gated: bool, cuts: tuple[int, ...
             for start, end in pairwise(cuts):
                 piece = Piece(parameter, start, end)
                 for part in sharded_pieces({"w": entry}, [(piece, {"exp_avg": piece.of(parameter).clone()})]):
-                    assert (part.key, part.global_shape, part.replica_id) == ("optimizer.state.exp_avg.w", (2, 16, 6), (0, 0, 0))
+                    assert (part.key, part.global_shape, part.replica_id) == (
+                        "optimizer.state.exp_avg.w",
+                        (2, 16, 6),
+                        (0, 0, 0),
+                    )
                     there = whole[part.global_slice()]
                     assert bool((there == -1).all())
                     there.copy_(part.data)

@@ -1,4 +1,6 @@
-"""Standard output and error on a full disk, at the end of a pipe, and closed: commands end with their own exit codes."""
+"""Standard output and error on a full disk, at the end of a pipe, and closed: commands end with their own exit
+codes.
+"""
 
 import os
 import subprocess
@@ -55,7 +57,9 @@ FULL = "standard output cannot be written: No space left on device"
         (BAD, ">&- 2>&-", 78, ""),
     ],
 )
-def test_a_command_ends_with_its_exit_code_wherever_its_output_goes(words: str, redirections: str, code: int, complaint: str) -> None:
+def test_a_command_ends_with_its_exit_code_wherever_its_output_goes(
+    words: str, redirections: str, code: int, complaint: str
+) -> None:
     line = f"'{sys.executable}' -m tidemill {words} {redirections}; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr

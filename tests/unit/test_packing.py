@@ -10,7 +10,9 @@ LENGTHS = st.lists(st.integers(1, 50), min_size=1, max_size=60)
 
 
 @given(LENGTHS, st.integers(1, 4), st.integers(1, 64))
-def test_every_micro_batch_is_within_the_budget_or_holds_one_sample(lengths: list[int], data_parallel: int, max_tokens: int) -> None:
+def test_every_micro_batch_is_within_the_budget_or_holds_one_sample(
+    lengths: list[int], data_parallel: int, max_tokens: int
+) -> None:
     placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens)
     assert placed.ranks.min() >= 0
     assert placed.ranks.max() < data_parallel
@@ -26,7 +28,10 @@ def test_every_micro_batch_is_within_the_budget_or_holds_one_sample(lengths: lis
 def test_ranks_differ_by_at_most_one_sample(lengths: list[int], data_parallel: int) -> None:
     """Longest first: when the last sample goes to the fullest rank, that rank was the emptiest before."""
     placed = assign(lengths, data_parallel=data_parallel, max_tokens=100)
-    loads = [sum(length for length, rank in zip(lengths, placed.ranks, strict=True) if rank == one) for one in range(data_parallel)]
+    loads = [
+        sum(length for length, rank in zip(lengths, placed.ranks, strict=True) if rank == one)
+        for one in range(data_parallel)
+    ]
     assert max(loads) - min(loads) <= max(lengths)
 
 
@@ -39,7 +44,10 @@ def test_no_more_micro_batches_than_first_fit_needs(lengths: list[int]) -> None:
 
 def test_micro_batches_of_a_rank_are_levelled() -> None:
     placed = assign([10, 1, 1, 1, 1, 1, 1], data_parallel=1, max_tokens=12)
-    loads = [sum(length for length, at in zip([10, 1, 1, 1, 1, 1, 1], placed.micro_batches, strict=True) if at == one) for one in (0, 1)]
+    loads = [
+        sum(length for length, at in zip([10, 1, 1, 1, 1, 1, 1], placed.micro_batches, strict=True) if at == one)
+        for one in (0, 1)
+    ]
     assert (placed.num_micro_batches, loads) == (2, [10, 6])
 
 
@@ -60,12 +68,18 @@ def test_more_ranks_than_samples_leaves_empty_micro_batches() -> None:
     st.integers(1, 5),
     st.integers(1, 64),
 )
-def test_minibatches_hold_whole_groups_in_turn(groups: list[list[int]], data_parallel: int, minibatches: int, max_tokens: int) -> None:
-    """Their micro-batches follow each other, the same number for each; within one the rules are those of a batch of its own."""
+def test_minibatches_hold_whole_groups_in_turn(
+    groups: list[list[int]], data_parallel: int, minibatches: int, max_tokens: int
+) -> None:
+    """Their micro-batches follow each other, the same number for each; within one the rules are those of a batch of its
+    own.
+    """
     lengths = [length for group in groups for length in group]
     group_of = [number for number, group in enumerate(groups) for _ in group]
     sizes = [len(group) for group in groups]
-    placed = assign(lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes)
+    placed = assign(
+        lengths, data_parallel=data_parallel, max_tokens=max_tokens, minibatches=minibatches, group_sizes=sizes
+    )
     assert placed.num_minibatches == min(minibatches, len(groups))
     count, rest = divmod(placed.num_micro_batches, placed.num_minibatches)
     assert rest == 0

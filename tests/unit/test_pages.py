@@ -1,4 +1,6 @@
-"""All pages are true: files, settings, commands and messages in them exist, links have targets, and blocks of code can be read."""
+"""All pages are true: files, settings, commands and messages in them exist, links have targets, and blocks of code can
+be read.
+"""
 
 import argparse
 import ast
@@ -17,13 +19,26 @@ from tidemill.launch.settings import reference
 from tidemill.launch.settings.config_loader import REMOVED, SettingsError, from_map, load
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/decisions").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CHANGELOG.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/decisions").glob("*.md")),
+]
 SETTINGS = {entry.path: entry for entry in reference.entries()}
 SECTIONS = {path for path, entry in SETTINGS.items() if entry.is_section and "." not in path}
 SOURCES = "\n".join(
-    path.read_text() for room in ("bus", "weightstore", "rewards", "actors", "learner", "launch") for path in (ROOT / room).rglob("*.py")
+    path.read_text()
+    for room in ("bus", "weightstore", "rewards", "actors", "learner", "launch")
+    for path in (ROOT / room).rglob("*.py")
 )
-FOREIGN = ("command not found", "Loaded weights leave no GPU memory", "No space left on device", "mismatch", "truncated (length)")
+FOREIGN = (
+    "command not found",
+    "Loaded weights leave no GPU memory",
+    "No space left on device",
+    "mismatch",
+    "truncated (length)",
+)
 """Quoted texts of other programs, and of values."""
 PLACES = (
     "feeder waiting (8 more groups ...)",
@@ -42,11 +57,19 @@ def ids(page: Path) -> str:
 
 
 def fenced(page: Path, *languages: str) -> list[str]:
-    return [text for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE) if kind in languages]
+    return [
+        text
+        for kind, text in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+        if kind in languages
+    ]
 
 
 def blocks(*languages: str) -> list[Any]:
-    return [pytest.param(text, id=f"{page.name}-{number}") for page in PAGES for number, text in enumerate(fenced(page, *languages))]
+    return [
+        pytest.param(text, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, text in enumerate(fenced(page, *languages))
+    ]
 
 
 def prose(page: Path) -> str:
@@ -77,7 +100,11 @@ def test_files_and_settings_that_are_named_exist(page: Path) -> None:
         if re.fullmatch(r"(bus|weightstore|rewards|actors|learner|launch|tests|docs)/[\w/.-]*\.(py|md|yaml|sh)", quote):
             assert (ROOT / quote).exists(), quote
         name = re.split(r"[:= ]", quote)[0]
-        if re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name) and name.split(".")[0] in SECTIONS and not _elsewhere(page, quote):
+        if (
+            re.fullmatch(r"[a-z_]+(\.[a-z_0-9]+)+", name)
+            and name.split(".")[0] in SECTIONS
+            and not _elsewhere(page, quote)
+        ):
             assert name in SETTINGS or name in REMOVED or _in_a_map(name) or _other_name(name), quote
 
 
@@ -94,7 +121,9 @@ def _other_name(name: str) -> bool:
 
 
 def _elsewhere(page: Path, quote: str) -> bool:
-    """Check for a setting of another system in the first column of its table, such as ``sampling.max_tokens`` of prime-rl."""
+    """Check for a setting of another system in the first column of its table, such as ``sampling.max_tokens`` of
+    prime-rl.
+    """
     return page.name == "coming_from.md" and not any(quote in ours for ours in cells(1))
 
 
@@ -105,7 +134,9 @@ def cells(column: int) -> Iterator[str]:
 
 
 def test_every_counterpart_is_a_setting_with_a_value_that_loads() -> None:
-    """In ``coming_from.md`` each row of a system's table names settings of ours, with a value at most, or is ``none``."""
+    """In ``coming_from.md`` each row of a system's table names settings of ours, with a value at most, or is
+    ``none``.
+    """
     text = (ROOT / "docs/coming_from.md").read_text()
     tables = re.split(r"^## ", text, flags=re.MULTILINE)[1:]
     assert [table.split("\n")[0] for table in tables] == ["slime", "verl", "TRL", "prime-rl", "AReaL"]
@@ -145,7 +176,9 @@ def test_every_term_is_defined_once() -> None:
 
 
 def blocks_of_commands() -> list[tuple[str, str]]:
-    """Return the commands of all blocks: behind a prompt, variables and a program that runs them, up to a pipe or a redirection."""
+    """Return the commands of all blocks: behind a prompt, variables and a program that runs them, up to a pipe or a
+    redirection.
+    """
     texts = [(page.name, block.replace("\\\n", " ")) for page in PAGES for block in fenced(page, "", "sh", "bash")]
     lines = [(name, line) for name, text in texts for line in text.splitlines()]
     shown = [(name, re.sub(r"^(\$ )?((export )?\w+=\S+ )*", "", line.strip())) for name, line in lines]
@@ -159,7 +192,9 @@ def test_commands_parse(page: str, line: str) -> None:
 
 def inline_commands() -> list[tuple[str, str]]:
     """Return the commands in sentences; ``tidemill api key`` in ``wire.md`` is no command but a text."""
-    quotes = [(page.name, quote) for page in PAGES for quote in re.findall(r"(?<!`)`tidemill ([a-z]+[^`]*)`", prose(page))]
+    quotes = [
+        (page.name, quote) for page in PAGES for quote in re.findall(r"(?<!`)`tidemill ([a-z]+[^`]*)`", prose(page))
+    ]
     return [(name, quote) for name, quote in quotes if quote != "api key"]
 
 
@@ -189,7 +224,9 @@ def test_every_example_of_extending_is_shown_or_named() -> None:
     files = {path.name: path.read_text() for path in (ROOT / "docs/examples/extending").glob("*.py")}
     assert len(files) == 14
     assert set(shown) <= set(files.values())
-    assert [name for name, code in files.items() if code not in shown and f"(examples/extending/{name})" not in text] == []
+    assert [
+        name for name, code in files.items() if code not in shown and f"(examples/extending/{name})" not in text
+    ] == []
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
@@ -227,4 +264,6 @@ def test_a_message_of_troubleshooting_is_one_of_the_code(quote: str) -> None:
     code = re.sub(r'"\s*\n\s*f?"', "", SOURCES)
     pieces = [piece.strip(" :;,") for piece in re.split(r"\.\.\.|\d+|: ", quote)]
     for piece in pieces:
-        assert len(piece) < 5 or piece in code or piece in SETTINGS or any(foreign in quote for foreign in FOREIGN), piece
+        assert len(piece) < 5 or piece in code or piece in SETTINGS or any(foreign in quote for foreign in FOREIGN), (
+            piece
+        )

@@ -12,12 +12,29 @@ from tidemill.launch.settings.config_loader import load
 from tidemill.learner.layout.sizes import refusals, stage_layers
 from tidemill.learner.settings.config import LearnerConfig
 
-ALL = LearnerConfig(data_parallel=3, tensor_parallel=2, sequence_parallel=True, pipeline_parallel=2, virtual_pipeline=3, context_parallel=5)
+ALL = LearnerConfig(
+    data_parallel=3,
+    tensor_parallel=2,
+    sequence_parallel=True,
+    pipeline_parallel=2,
+    virtual_pipeline=3,
+    context_parallel=5,
+)
 
 
 def test_ranks_are_the_product() -> None:
-    assert (ALL.num_ranks, ALL.ranks_of_replica, ALL.row_multiple) == (60, 20, 10), "virtual stages have no ranks of their own"
-    config = load([], ("learner.data_parallel=2", "learner.pipeline_parallel=2", "learner.context_parallel=2", "learner.tensor_parallel=2"))
+    assert (ALL.num_ranks, ALL.ranks_of_replica, ALL.row_multiple) == (60, 20, 10), (
+        "virtual stages have no ranks of their own"
+    )
+    config = load(
+        [],
+        (
+            "learner.data_parallel=2",
+            "learner.pipeline_parallel=2",
+            "learner.context_parallel=2",
+            "learner.tensor_parallel=2",
+        ),
+    )
     want = want_of(config.config, Node(rank=0, host="a"), learner=True, engines=0)
     assert (want.ranks, want.tp, want.pp, want.cp) == (16, 2, 2, 2)
 
@@ -29,10 +46,16 @@ def test_ranks_are_the_product() -> None:
         ({"sequence_parallel": True}, r"sequence_parallel: want false with tensor_parallel: 1, got true"),
         ({"pipeline_parallel": 0}, r"pipeline_parallel: want > 0, got 0"),
         ({"context_parallel": -1}, r"context_parallel: want > 0, got -1"),
-        ({"pipeline_parallel": 2, "virtual_pipeline": 2, "overlap_grad_reduce": "always"}, r"overlap_grad_reduce: want auto or never"),
+        (
+            {"pipeline_parallel": 2, "virtual_pipeline": 2, "overlap_grad_reduce": "always"},
+            r"overlap_grad_reduce: want auto or never",
+        ),
         ({"nodes": 2, "tensor_parallel": 2}, r"nodes: want a divisor of data_parallel = 1"),
         ({"nodes": 4, "pipeline_parallel": 2, "tensor_parallel": 2}, r"nodes: want a divisor of pipeline_parallel = 2"),
-        ({"nodes": 4, "data_parallel": 3, "context_parallel": 2}, r"nodes: want a divisor of data_parallel x context_parallel = 6"),
+        (
+            {"nodes": 4, "data_parallel": 3, "context_parallel": 2},
+            r"nodes: want a divisor of data_parallel x context_parallel = 6",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other(settings: dict[str, object], message: str) -> None:
@@ -67,7 +90,10 @@ def test_stages_may_be_on_different_nodes() -> None:
             {"pipeline_parallel": 2, "first_stage_layers": 16, "last_stage_layers": 19},
             "num_hidden_layers: want 35, of learner.first_stage_layers and learner.last_stage_layers, got 36",
         ),
-        ({"context_parallel": 3}, "num_attention_heads: want a multiple of learner.tensor_parallel x learner.context_parallel = 3"),
+        (
+            {"context_parallel": 3},
+            "num_attention_heads: want a multiple of learner.tensor_parallel x learner.context_parallel = 3",
+        ),
         ({"tensor_parallel": 8, "context_parallel": 8}, "num_attention_heads: want a multiple of"),
     ],
 )
@@ -92,7 +118,9 @@ def test_sizes_that_it_has() -> None:
         ((7, 1, 0, 0), [7]),
     ],
 )
-def test_the_first_and_the_last_stage_may_have_another_number_of_layers(sizes: tuple[int, ...], wanted: list[int]) -> None:
+def test_the_first_and_the_last_stage_may_have_another_number_of_layers(
+    sizes: tuple[int, ...], wanted: list[int]
+) -> None:
     assert stage_layers(*sizes) == wanted
     layers, stages, first, last = sizes
     values = QWEN3_8B | {"num_hidden_layers": layers}

@@ -38,14 +38,23 @@ async def test_a_function_is_called_as_its_system_calls_it(name: str, options: d
 
 async def test_messages_are_answered_by_a_message() -> None:
     asked = RewardRequest(
-        prompt=[{"role": "user", "content": "6 * 7?"}], response="42", label="42", status=Status.COMPLETED, metadata={"level": 0}
+        prompt=[{"role": "user", "content": "6 * 7?"}],
+        response="42",
+        label="42",
+        status=Status.COMPLETED,
+        metadata={"level": 0},
     )
     assert await load(f"trl:{HERE}:accuracy", {"label_column": "solution"})(asked) == 1.0
 
 
 async def test_an_empty_response_has_no_ids() -> None:
     asked = RewardRequest(
-        prompt="a", response="", label="", status=Status.COMPLETED, tokens=np.arange(5, dtype=np.int32), metadata={"level": 0}
+        prompt="a",
+        response="",
+        label="",
+        status=Status.COMPLETED,
+        tokens=np.arange(5, dtype=np.int32),
+        metadata={"level": 0},
     )
     assert await load(f"trl:{HERE}:accuracy", {"label_column": "solution"})(asked) == 1.0
 

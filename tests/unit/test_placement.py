@@ -1,4 +1,6 @@
-"""Placement of ranks and engines: machine shapes with their results and refusals, and rules that hold for every shape."""
+"""Placement of ranks and engines: machine shapes with their results and refusals, and rules that hold for every
+shape.
+"""
 
 import pickle
 from dataclasses import replace
@@ -44,8 +46,20 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
     "row 1: no GPU": ([node(0)], {"ranks": 1, "engines": 2}, "cpu", "cpu cpu", "gloo"),
     "row 2: one GPU": ([node(1)], {"ranks": 1, "engines": 1}, "0", "0", "handles"),
     "row 4: 4 + 4": ([node(8)], {"ranks": 4, "tp": 4, "engines": 4, **KNOWN}, "0 1 2 3", "4 5 6 7", "nccl"),
-    "row 5: 4 + 2 x TP2": ([node(8)], {"ranks": 4, "engines": 2, "devices_per_engine": 2, **KNOWN}, "0 1 2 3", "4+5 6+7", "nccl"),
-    "row 6: colocated": ([node(8)], {"ranks": 8, "engines": 8, "colocated": True}, "0 1 2 3 4 5 6 7", "0 1 2 3 4 5 6 7", "handles"),
+    "row 5: 4 + 2 x TP2": (
+        [node(8)],
+        {"ranks": 4, "engines": 2, "devices_per_engine": 2, **KNOWN},
+        "0 1 2 3",
+        "4+5 6+7",
+        "nccl",
+    ),
+    "row 6: colocated": (
+        [node(8)],
+        {"ranks": 8, "engines": 8, "colocated": True},
+        "0 1 2 3 4 5 6 7",
+        "0 1 2 3 4 5 6 7",
+        "handles",
+    ),
     "row 7: colocated TP4": (
         [node(8)],
         {"ranks": 8, "engines": 2, "devices_per_engine": 4, "colocated": True},
@@ -65,7 +79,13 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
     "no GPU, SGLang": ([node(0)], {"ranks": 2, "engines": 1, **SGLANG}, "cpu cpu", "cpu", "gloo"),
     "no GPU, handles": ([node(0)], {"ranks": 1, "engines": 1, "transport": "handles"}, "cpu", "cpu", "handles"),
     "one GPU, no engine": ([node(1)], {"ranks": 1}, "0", "", ""),
-    "one GPU, three built-in engines": ([node(1)], {"ranks": 1, "engines": 3, "transport": "broadcast"}, "0", "0 0 0", "gloo"),
+    "one GPU, three built-in engines": (
+        [node(1)],
+        {"ranks": 1, "engines": 3, "transport": "broadcast"},
+        "0",
+        "0 0 0",
+        "gloo",
+    ),
     "one GPU, engines alone": ([node(1)], {"engines": 2}, "", "0 0", ""),
     "one GPU, SGLang with its share": (
         [node(1)],
@@ -76,7 +96,14 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
     ),
     "engines in one group over NCCL": (
         [node(4)],
-        {"ranks": 1, "engines": 3, **KNOWN, "memory_rank": 74 * GB, "memory_group": 2 * GB, "engines_together": 1 << 30},
+        {
+            "ranks": 1,
+            "engines": 3,
+            **KNOWN,
+            "memory_rank": 74 * GB,
+            "memory_group": 2 * GB,
+            "engines_together": 1 << 30,
+        },
         "0",
         "1 2 3",
         "nccl",
@@ -95,7 +122,13 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "",
         "",
     ),
-    "one GPU, colocated SGLang": ([node(1)], {"ranks": 1, "engines": 1, **SGLANG, "colocated": True}, "0", "0", "handles"),
+    "one GPU, colocated SGLang": (
+        [node(1)],
+        {"ranks": 1, "engines": 1, **SGLANG, "colocated": True},
+        "0",
+        "0",
+        "handles",
+    ),
     "one GPU, colocated, both nearly full": (
         [node(1)],
         {"ranks": 1, "engines": 1, "colocated": True, "memory_rank": 70 * GB, "memory_engine": 70 * GB},
@@ -105,10 +138,28 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
     ),
     "two GPUs": ([node(2)], {"ranks": 1, "engines": 1, **KNOWN}, "0", "1", "nccl"),
     "two GPUs, versions not known": ([node(2)], {"ranks": 1, "engines": 1}, "0", "1", "gloo"),
-    "two GPUs, versions differ": ([node(2)], {"ranks": 1, "engines": 1, **KNOWN, "nccl_engine": "2.30.7"}, "0", "1", "gloo"),
+    "two GPUs, versions differ": (
+        [node(2)],
+        {"ranks": 1, "engines": 1, **KNOWN, "nccl_engine": "2.30.7"},
+        "0",
+        "1",
+        "gloo",
+    ),
     "two GPUs, gloo": ([node(2)], {"ranks": 1, "engines": 1, **KNOWN, "backend": "gloo"}, "0", "1", "gloo"),
-    "two GPUs, the learner on the CPU": ([node(2)], {"ranks": 2, "learner_on_cpu": True, "engines": 2}, "cpu cpu", "0 1", "gloo"),
-    "two GPUs, engines on the CPU": ([node(2)], {"ranks": 2, "engines": 1, "devices_per_engine": 0}, "0 1", "cpu", "gloo"),
+    "two GPUs, the learner on the CPU": (
+        [node(2)],
+        {"ranks": 2, "learner_on_cpu": True, "engines": 2},
+        "cpu cpu",
+        "0 1",
+        "gloo",
+    ),
+    "two GPUs, engines on the CPU": (
+        [node(2)],
+        {"ranks": 2, "engines": 1, "devices_per_engine": 0},
+        "0 1",
+        "cpu",
+        "gloo",
+    ),
     "three GPUs, a block does not begin at 1": (
         [node(4)],
         {"ranks": 1, "engines": 1, "devices_per_engine": 2, **KNOWN},
@@ -122,8 +173,20 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
     "eight GPUs, engines alone": ([node(8)], {"engines": 4, "devices_per_engine": 2}, "", "0+1 2+3 4+5 6+7", ""),
     "eight GPUs, ranks alone": ([node(8)], {"ranks": 8, "tp": 2}, "0 1 2 3 4 5 6 7", "", ""),
     "eight GPUs, PP2 CP2 TP2": ([node(8)], {"ranks": 8, "tp": 2, "pp": 2, "cp": 2}, "0 1 2 3 4 5 6 7", "", ""),
-    "eight GPUs, fewer colocated engines": ([node(8)], {"ranks": 4, "engines": 2, "colocated": True}, "0 1 2 3", "0 1", "handles"),
-    "ten GPUs": ([node(10)], {"ranks": 4, "engines": 3, "devices_per_engine": 2, **KNOWN}, "0 1 2 3", "4+5 6+7 8+9", "nccl"),
+    "eight GPUs, fewer colocated engines": (
+        [node(8)],
+        {"ranks": 4, "engines": 2, "colocated": True},
+        "0 1 2 3",
+        "0 1",
+        "handles",
+    ),
+    "ten GPUs": (
+        [node(10)],
+        {"ranks": 4, "engines": 3, "devices_per_engine": 2, **KNOWN},
+        "0 1 2 3",
+        "4+5 6+7 8+9",
+        "nccl",
+    ),
     "sixteen GPUs": (
         [node(16)],
         {"ranks": 8, "engines": 1, "devices_per_engine": 8, **KNOWN},
@@ -139,10 +202,22 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "handles",
     ),
     # Hidden devices: numbers and blocks are those of the visible ones.
-    "hidden": ([node((2, 3, 6, 7), **HIDDEN)], {"ranks": 2, "engines": 1, "devices_per_engine": 2, **KNOWN}, "2 3", "6+7", "nccl"),
+    "hidden": (
+        [node((2, 3, 6, 7), **HIDDEN)],
+        {"ranks": 2, "engines": 1, "devices_per_engine": 2, **KNOWN},
+        "2 3",
+        "6+7",
+        "nccl",
+    ),
     "hidden, odd": ([node((1, 4, 5), **HIDDEN)], {"ranks": 1, "engines": 2, **KNOWN}, "1", "4 5", "nccl"),
     # By hand.
-    "learner.devices": ([node(4)], {"ranks": 2, "learner_devices": ("3", "0-1"), "engines": 2, **KNOWN}, "3 1", "0 2", "nccl"),
+    "learner.devices": (
+        [node(4)],
+        {"ranks": 2, "learner_devices": ("3", "0-1"), "engines": 2, **KNOWN},
+        "3 1",
+        "0 2",
+        "nccl",
+    ),
     "engine.devices": (
         [node(4)],
         {"ranks": 1, "engines": 1, "devices_per_engine": 2, "engine_devices": ("3", "1"), **KNOWN},
@@ -150,9 +225,27 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "3+1",
         "nccl",
     ),
-    "both": ([node(4)], {"ranks": 1, "engines": 1, "learner_devices": ("2",), "engine_devices": ("0",), **KNOWN}, "2", "0", "nccl"),
-    "shared by hand": ([node(4)], {"ranks": 1, "engines": 1, "learner_devices": ("2",), "engine_devices": ("2",)}, "2", "2", "handles"),
-    "colocated by hand": ([node(4)], {"ranks": 2, "learner_devices": ("2", "3"), "engines": 2, "colocated": True}, "2 3", "2 3", "handles"),
+    "both": (
+        [node(4)],
+        {"ranks": 1, "engines": 1, "learner_devices": ("2",), "engine_devices": ("0",), **KNOWN},
+        "2",
+        "0",
+        "nccl",
+    ),
+    "shared by hand": (
+        [node(4)],
+        {"ranks": 1, "engines": 1, "learner_devices": ("2",), "engine_devices": ("2",)},
+        "2",
+        "2",
+        "handles",
+    ),
+    "colocated by hand": (
+        [node(4)],
+        {"ranks": 2, "learner_devices": ("2", "3"), "engines": 2, "colocated": True},
+        "2 3",
+        "2 3",
+        "handles",
+    ),
     # MIG slices.
     "two slices": ([mig((0, 0), (0, 1))], {"ranks": 1, "engines": 1, **KNOWN}, "0:0", "0:1", "gloo"),
     "slices for engines": ([mig((0, 0), (0, 1), (1, 0))], {"engines": 3}, "", "0:0 0:1 1:0", ""),
@@ -165,8 +258,20 @@ PLACED: dict[str, tuple[list[Node], dict[str, Any], str, str, str]] = {
         "0+1 0+1",
         "handles",
     ),
-    "three nodes, two have ranks": ([node(4), node(4, 1), node(4, 2)], {"ranks": 8, "tp": 4}, "0 1 2 3 | 0 1 2 3", "", ""),
-    "nodes of different sizes": ([node(8), node(2, 1)], {"ranks": 8, "tp": 4, "engines": 2, **KNOWN}, "0 1 2 3 4 5 6 7", "0 1", "nccl"),
+    "three nodes, two have ranks": (
+        [node(4), node(4, 1), node(4, 2)],
+        {"ranks": 8, "tp": 4},
+        "0 1 2 3 | 0 1 2 3",
+        "",
+        "",
+    ),
+    "nodes of different sizes": (
+        [node(8), node(2, 1)],
+        {"ranks": 8, "tp": 4, "engines": 2, **KNOWN},
+        "0 1 2 3 4 5 6 7",
+        "0 1",
+        "nccl",
+    ),
     "eight nodes of eight": (
         [node(8, rank) for rank in range(8)],
         {"ranks": 32, "tp": 4, "engines": 8, "devices_per_engine": 4, **KNOWN},
@@ -189,7 +294,10 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "row 2: memory": (
         [node(1)],
         {"ranks": 1, "engines": 1, "memory_rank": 70 * GB, "memory_engine": 7 * GB},
-        r"memory of device 0: want 77.0 GB \(70.0 GB for the learner, 7.0 GB for 1 engine\(s\);.*got 76.0 GB, 95% of it; use bfloat16",
+        (
+            r"memory of device 0: want 77.0 GB \(70.0 GB for the learner, 7.0 GB for 1 engine\(s\);.*got 76.0 GB, "
+            r"95% of it; use bfloat16"
+        ),
     ),
     "row 3: SGLang beside the learner": (
         [node(1)],
@@ -199,19 +307,46 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "row 10: hidden": (
         [node((2, 3, 6), **HIDDEN)],
         {"ranks": 2, "engines": 1, "devices_per_engine": 2},
-        r"want 4 devices \(2 for ranks, 1 x 2 for engines\), got 3 visible \(2, 3, 6; others hidden by CUDA_VISIBLE_DEVICES\); lower",
+        (
+            r"want 4 devices \(2 for ranks, 1 x 2 for engines\), got 3 visible \(2, 3, 6; others hidden by "
+            r"CUDA_VISIBLE_DEVICES\); lower"
+        ),
     ),
-    "TP beyond a machine": ([node(4), node(4, 1)], {"ranks": 8, "tp": 8}, r"tensor_parallel: want <= 4, the devices of one machine, got 8"),
-    "not a multiple": ([node(8)], {"ranks": 6, "tp": 2, "pp": 2}, r"ranks: want a multiple of tensor x pipeline .* 2 x 2 x 1, got 6"),
-    "not a multiple on two nodes": ([node(8)], {"ranks": 3, "nodes": 2, "pp": 4}, r"ranks: want a multiple of .* 1 x 4 x 1, got 6"),
+    "TP beyond a machine": (
+        [node(4), node(4, 1)],
+        {"ranks": 8, "tp": 8},
+        r"tensor_parallel: want <= 4, the devices of one machine, got 8",
+    ),
+    "not a multiple": (
+        [node(8)],
+        {"ranks": 6, "tp": 2, "pp": 2},
+        r"ranks: want a multiple of tensor x pipeline .* 2 x 2 x 1, got 6",
+    ),
+    "not a multiple on two nodes": (
+        [node(8)],
+        {"ranks": 3, "nodes": 2, "pp": 4},
+        r"ranks: want a multiple of .* 1 x 4 x 1, got 6",
+    ),
     "two ranks, one GPU": (
         [node(1)],
         {"ranks": 2},
         r"want a device for each of 2 ranks: NCCL refuses two ranks on one GPU, got 1 visible \(0\)",
     ),
-    "unequal parts": ([node(8), node(4, 1)], {"ranks": 12, "tp": 4}, r"12 ranks in equal parts .*, got machines of 8 and 4 devices"),
-    "ranks on slices": ([mig((0, 0), (0, 1))], {"ranks": 2}, r"NCCL does not work between MIG slices, got 2 ranks, with MIG slice 0:0"),
-    "an engine on slices": ([mig((0, 0), (0, 1))], {"engines": 1, "devices_per_engine": 2}, r"got an engine of 2 devices on MIG slices"),
+    "unequal parts": (
+        [node(8), node(4, 1)],
+        {"ranks": 12, "tp": 4},
+        r"12 ranks in equal parts .*, got machines of 8 and 4 devices",
+    ),
+    "ranks on slices": (
+        [mig((0, 0), (0, 1))],
+        {"ranks": 2},
+        r"NCCL does not work between MIG slices, got 2 ranks, with MIG slice 0:0",
+    ),
+    "an engine on slices": (
+        [mig((0, 0), (0, 1))],
+        {"engines": 1, "devices_per_engine": 2},
+        r"got an engine of 2 devices on MIG slices",
+    ),
     "NCCL on slices": (
         [mig((0, 0), (0, 1))],
         {"ranks": 1, "engines": 1, "backend": "nccl"},
@@ -235,7 +370,10 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "CUDA handles to an engine on the CPU": (
         [node(2)],
         {"ranks": 1, "engines": 1, "devices_per_engine": 0, "transport": "handles", "staging": "cuda"},
-        r"weights.staging: want engines that see the learner's 0-0, got engine 0, which does not; set weights.staging: host",
+        (
+            r"weights.staging: want engines that see the learner's 0-0, got engine 0, which does not; set "
+            r"weights.staging: host"
+        ),
     ),
     "CUDA handles to another machine": (
         [node(1), node(1, 1)],
@@ -279,11 +417,23 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "groups over NCCL beyond the device of the rank that sends": (
         [node(4)],
         {"ranks": 1, "engines": 3, **KNOWN, "memory_rank": 74 * GB, "memory_group": GB},
-        r"memory of device 0: want 77.0 GB \(77.0 GB for the learner, 3.0 GB of it for 3 group\(s\) over NCCL; activations",
+        (
+            r"memory of device 0: want 77.0 GB \(77.0 GB for the learner, 3.0 GB of it for 3 group\(s\) over "
+            r"NCCL; activations"
+        ),
     ),
     "groups over NCCL of one rank of a stage": (
         [node(5)],
-        {"ranks": 4, "tp": 2, "pp": 2, "senders": 1, "engines": 1, **KNOWN, "memory_rank": 75 * GB, "memory_group": 2 * GB},
+        {
+            "ranks": 4,
+            "tp": 2,
+            "pp": 2,
+            "senders": 1,
+            "engines": 1,
+            **KNOWN,
+            "memory_rank": 75 * GB,
+            "memory_group": 2 * GB,
+        },
         r"memory of device 0: want 77.0 GB",
     ),
     "a group over NCCL with engines of other hosts": (
@@ -291,7 +441,11 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
         {"ranks": 1, "backend": "nccl", "memory_rank": 75 * GB, "memory_group": 2 * GB},
         r"memory of device 0: want 77.0 GB .*2.0 GB of it for 1 group\(s\)",
     ),
-    "an engine beyond its device": ([node(2)], {"engines": 2, "memory_engine": 77 * GB}, r"memory of device 0: want 77.0 GB"),
+    "an engine beyond its device": (
+        [node(2)],
+        {"engines": 2, "memory_engine": 77 * GB},
+        r"memory of device 0: want 77.0 GB",
+    ),
     "SGLang's share and the learner": (
         [node(1)],
         {"ranks": 1, "engines": 1, **SGLANG, "memory_fraction": 0.5, "memory_rank": 40 * GB},
@@ -300,7 +454,10 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "shared memory": (
         [node(4, shm_bytes=64_000_000)],
         {"ranks": 2, "engines": 2, **SGLANG, "transport": "handles", "bucket_bytes": GB},
-        r"/dev/shm: want 2.0 GB free .* of 2 SGLang server\(s\), got 0.1 GB; start the container with a larger --shm-size",
+        (
+            r"/dev/shm: want 2.0 GB free .* of 2 SGLang server\(s\), got 0.1 GB; start the container with a "
+            r"larger --shm-size"
+        ),
     ),
     "shared memory without a GPU": (
         [node(0, shm_bytes=64_000_000)],
@@ -315,14 +472,21 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
     "no aligned block": (
         [node(4)],
         {"ranks": 1, "engines": 1, "devices_per_engine": 3},
-        r"want 3 free device\(s\), one behind the other, from a multiple of 3 on, got 1, 2, 3 free of 4 visible .*engine.devices",
+        (
+            r"want 3 free device\(s\), one behind the other, from a multiple of 3 on, got 1, 2, 3 free of 4 "
+            r"visible .*engine.devices"
+        ),
     ),
     "colocated elsewhere": (
         [node(8)],
         {"ranks": 2, "engines": 3, "colocated": True},
         r"up.engines: want at most one engine .* got 3 engines of 1",
     ),
-    "two colocated engines, one GPU": ([node(1)], {"ranks": 1, "engines": 2, "colocated": True}, r"got 2 engines of 1 devices, 1 ranks"),
+    "two colocated engines, one GPU": (
+        [node(1)],
+        {"ranks": 1, "engines": 2, "colocated": True},
+        r"got 2 engines of 1 devices, 1 ranks",
+    ),
     "colocated elsewhere by hand": (
         [node(4)],
         {"ranks": 2, "engines": 1, "colocated": True, "engine_devices": ("3",)},
@@ -334,13 +498,21 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
         r"every device once, got a twice",
     ),
     "a machine twice": ([node(2), replace(node(2), rank=1)], {"ranks": 4}, r"every device once, got 0-0 twice"),
-    "named twice": ([node(4)], {"ranks": 2, "learner_devices": ("1", "0-1")}, r"learner.devices: want every device once, got '0-1'"),
+    "named twice": (
+        [node(4)],
+        {"ranks": 2, "learner_devices": ("1", "0-1")},
+        r"learner.devices: want every device once, got '0-1'",
+    ),
     "unknown": (
         [node(4)],
         {"engines": 1, "engine_devices": ("4",)},
         r"engine.devices: want indices or UUIDs .* got '4': 4 visible \(0, 1, 2, 3\)",
     ),
-    "named, and none there": ([node(0)], {"ranks": 1, "learner_devices": ("0",)}, r"learner.devices: want visible devices, got none"),
+    "named, and none there": (
+        [node(0)],
+        {"ranks": 1, "learner_devices": ("0",)},
+        r"learner.devices: want visible devices, got none",
+    ),
     "engines named, and none there": (
         [node(0)],
         {"engines": 1, "engine_devices": ("0",)},
@@ -371,7 +543,11 @@ REFUSED: dict[str, tuple[list[Node], dict[str, Any], str]] = {
         {"ranks": 1, "engines": 1, **SGLANG, "engine_devices": ("0",)},
         r"engine.sglang: want a device of its own, .*both on device 0",
     ),
-    "a second SGLang on one GPU": ([node(1)], {"engines": 2, **SGLANG}, r"engine: want 1 free device\(s\), got none free of 1 visible"),
+    "a second SGLang on one GPU": (
+        [node(1)],
+        {"engines": 2, **SGLANG},
+        r"engine: want 1 free device\(s\), got none free of 1 visible",
+    ),
 }
 
 
@@ -396,7 +572,10 @@ def test_a_machine_shape_is_refused_with_the_reason(shape: str) -> None:
 
 
 def test_remarks_tell_what_a_user_may_not_expect() -> None:
-    assert "the learner and engine 0 share a GPU: one GPU: NCCL is not possible" in place([node(1)], Want(ranks=1, engines=1)).why
+    assert (
+        "the learner and engine 0 share a GPU: one GPU: NCCL is not possible"
+        in place([node(1)], Want(ranks=1, engines=1)).why
+    )
     assert any("--nodes 1" in text for text in place([node(8), node(8, 1)], Want(ranks=8, tp=8, engines=8)).why)
     assert "engines are placed by their hosts" in place([node(8)], Want(ranks=8)).why
     assert "no process on device 3" in place([node(4)], Want(ranks=1, engines=2)).why
@@ -415,7 +594,10 @@ def test_the_placement_in_words() -> None:
         "engine 1 on device 3",
         "weights over nccl",
     ]
-    assert described([node(0)], place([node(0)], Want(ranks=1))) == ["rank 0 on the CPU", "engines are placed by their hosts"]
+    assert described([node(0)], place([node(0)], Want(ranks=1))) == [
+        "rank 0 on the CPU",
+        "engines are placed by their hosts",
+    ]
 
 
 def test_an_engine_that_opens_memory_of_the_learner_sees_its_device() -> None:
@@ -436,8 +618,13 @@ def test_one_more_engine_beside_the_learner_needs_room_in_shared_memory() -> Non
     with pytest.raises(PlacementRefused, match=r"/dev/shm: want 1.0 GB free .* of 1 SGLang server"):
         engine_place([small], Want(ranks=1, engines=1, **handles))
     with pytest.raises(PlacementRefused, match=r"/dev/shm: want 2.0 GB free .* of 2 SGLang server"):
-        engine_place([small], Want(engines=1, **handles), others=Others(engines=(("0-1",), ("7-7",)), learner_is_here=True))
-    elsewhere, by_broadcast = Want(ranks=0, engines=1, **handles), Want(ranks=1, engines=1, **{**handles, "transport": "broadcast"})
+        engine_place(
+            [small], Want(engines=1, **handles), others=Others(engines=(("0-1",), ("7-7",)), learner_is_here=True)
+        )
+    elsewhere, by_broadcast = (
+        Want(ranks=0, engines=1, **handles),
+        Want(ranks=1, engines=1, **{**handles, "transport": "broadcast"}),
+    )
     assert engine_place([small], elsewhere).uuids and engine_place([small], by_broadcast).uuids
     assert engine_place([node(4, shm_bytes=2 * GB)], Want(ranks=1, engines=1, **handles)).uuids
 
@@ -455,7 +642,9 @@ def test_one_more_engine_needs_memory_beside_those_that_are_there() -> None:
     """On the only device of a machine; on devices that are not known to have any nothing is compared."""
     one = Want(memory_rank=30 * GB, memory_engine=20 * GB)
     assert engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("9-9",)))).uuids == ("0-0",)
-    with pytest.raises(PlacementRefused, match=r"memory of device 0: want 90.0 GB \(30.0 GB for the learner, 60.0 GB for 3 engine"):
+    with pytest.raises(
+        PlacementRefused, match=r"memory of device 0: want 90.0 GB \(30.0 GB for the learner, 60.0 GB for 3 engine"
+    ):
         engine_place([node(1)], one, others=Others(ranks=("0-0",), engines=(("0-0",), ("0-0",))))
     with pytest.raises(PlacementRefused, match=r"memory of device 0: want 20.0 GB \(20.0 GB for 1 engine"):
         engine_place([node(1, memory_gb=16)], one)
@@ -468,14 +657,18 @@ def test_one_more_engine_over_nccl_needs_memory_of_the_rank_that_sends() -> None
     assert engine_place([node(4)], want, others=running).uuids == ("0-2",)
     with pytest.raises(PlacementRefused, match=r"memory of device 0: want 77.0 GB .* 3.0 GB of it for 3 group"):
         engine_place([node(4)], want, others=replace(running, engines=(("0-1",), ("1-0",))))
-    assert engine_place([node(4)], replace(want, nccl_engine="2.30.1"), others=replace(running, engines=(("0-1",), ("1-0",)))).uuids
+    assert engine_place(
+        [node(4)], replace(want, nccl_engine="2.30.1"), others=replace(running, engines=(("0-1",), ("1-0",)))
+    ).uuids
 
 
 @st.composite
 def sites(draw: st.DrawFn) -> tuple[list[Node], Want]:
     tp, dp, size = draw(st.sampled_from([1, 2, 4])), draw(st.integers(0, 4)), draw(st.sampled_from([1, 2, 3, 4]))
     counts = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
-    indices = [tuple(draw(st.lists(st.integers(0, 15), min_size=count, max_size=count, unique=True))) for count in counts]
+    indices = [
+        tuple(draw(st.lists(st.integers(0, 15), min_size=count, max_size=count, unique=True))) for count in counts
+    ]
     colocated = draw(st.booleans()) and dp > 0
     want = Want(ranks=tp * dp, tp=tp, engines=draw(st.integers(0, 6)), devices_per_engine=size, colocated=colocated)
     return [node(found, rank) for rank, found in enumerate(indices)], want
@@ -484,7 +677,10 @@ def sites(draw: st.DrawFn) -> tuple[list[Node], Want]:
 @given(sites(), st.randoms(use_true_random=False))
 def test_rules_that_hold_for_every_shape(site: tuple[list[Node], Want], random: Any) -> None:
     nodes, want = site
-    shuffled = [replace(one, devices=tuple(random.sample(one.devices, len(one.devices)))) for one in random.sample(nodes, len(nodes))]
+    shuffled = [
+        replace(one, devices=tuple(random.sample(one.devices, len(one.devices))))
+        for one in random.sample(nodes, len(nodes))
+    ]
     try:
         placed = place(nodes, want)
     except PlacementRefused as refused:
@@ -497,7 +693,9 @@ def test_rules_that_hold_for_every_shape(site: tuple[list[Node], Want], random: 
     if not total:
         assert not any(rank.uuids for rank in placed.ranks) and not any(engine.uuids for engine in placed.engines)
         return
-    ordinals = {one.rank: [f"{one.rank}-{index}" for index in sorted(device.index for device in one.devices)] for one in nodes}
+    ordinals = {
+        one.rank: [f"{one.rank}-{index}" for index in sorted(device.index for device in one.devices)] for one in nodes
+    }
     of_ranks = [rank.uuid for rank in placed.ranks]
     of_engines = [uuid for engine in placed.engines for uuid in engine.uuids]
     assert len(set(of_ranks)) == len(of_ranks)
@@ -505,12 +703,18 @@ def test_rules_that_hold_for_every_shape(site: tuple[list[Node], Want], random: 
         assert len(set(of_engines)) == len(of_engines), "a device is given twice"
         assert want.colocated or not set(of_ranks) & set(of_engines), "an engine has the device of a rank"
     for start in range(0, want.ranks, want.tp):
-        assert len({rank.node for rank in placed.ranks[start : start + want.tp]}) == 1, "a tensor-parallel group crosses nodes"
+        assert len({rank.node for rank in placed.ranks[start : start + want.tp]}) == 1, (
+            "a tensor-parallel group crosses nodes"
+        )
     for rank in placed.ranks:
         assert rank.uuid in ordinals[rank.node]
     for engine in placed.engines:
         assert len(engine.uuids) == want.devices_per_engine
-        pool = [rank.uuid for rank in placed.ranks if rank.node == engine.node] if want.colocated else ordinals[engine.node]
+        pool = (
+            [rank.uuid for rank in placed.ranks if rank.node == engine.node]
+            if want.colocated
+            else ordinals[engine.node]
+        )
         first = pool.index(engine.uuids[0])
         assert first % want.devices_per_engine == 0, "a block is not aligned"
         assert tuple(pool[first : first + want.devices_per_engine]) == engine.uuids, "a block is torn"

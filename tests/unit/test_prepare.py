@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.launch.settings.datasets import gsm8k_prompts, prompts, solve
-from tidemill.launch.settings.prepare import CHARACTERS, Prepared, PreparedOtherwise, bpe_tokenizer, character_tokenizer, prepare
+from tidemill.launch.settings.prepare import (
+    CHARACTERS,
+    Prepared,
+    PreparedOtherwise,
+    bpe_tokenizer,
+    character_tokenizer,
+    prepare,
+)
 from tidemill.launch.settings.prepare_config import TASKS, PrepareConfig
 
 SMALL = PrepareConfig(count=20, layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, intermediate=16)
@@ -39,7 +46,9 @@ def test_solve(task: str, label: str) -> None:
 
 
 def test_filled_prompts_are_of_one_length_and_mean_the_same() -> None:
-    plain, filled = (list(prompts(replace(SMALL, task="copy", min_digits=2, max_digits=5, fill=fill))) for fill in (False, True))
+    plain, filled = (
+        list(prompts(replace(SMALL, task="copy", min_digits=2, max_digits=5, fill=fill))) for fill in (False, True)
+    )
     assert {len(row["prompt"]) for row in filled} == {6}
     assert [row["prompt"].replace(".", "") for row in filled] == [row["prompt"] for row in plain]
     assert [row["label"] for row in filled] == [row["label"] for row in plain]
@@ -47,7 +56,9 @@ def test_filled_prompts_are_of_one_length_and_mean_the_same() -> None:
 
 @settings(deadline=None)
 @given(st.sampled_from(sorted({*TASKS} - {"walk"})), st.integers(1, 4), st.integers(0, 3), st.integers(0, 1000))
-def test_digits_prompts_are_the_same_every_time_and_inside_the_bounds(task: str, shortest: int, more: int, seed: int) -> None:
+def test_digits_prompts_are_the_same_every_time_and_inside_the_bounds(
+    task: str, shortest: int, more: int, seed: int
+) -> None:
     config = replace(SMALL, task=task, min_digits=shortest, max_digits=shortest + more, seed=seed)
     rows = list(prompts(config))
     assert rows == list(prompts(config))
@@ -118,7 +129,11 @@ def test_a_prepared_directory_is_what_transformers_loads(tmp_path: Path) -> None
     assert made == Prepared(model=tmp_path / "made" / "model", prompts=tmp_path / "made" / "prompts.jsonl")
     model = AutoModelForCausalLM.from_pretrained(made.model)
     tokenizer = AutoTokenizer.from_pretrained(made.model)
-    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.rope_theta) == (len(tokenizer), 1, 500.0)
+    assert (model.config.vocab_size, model.config.num_hidden_layers, model.config.rope_theta) == (
+        len(tokenizer),
+        1,
+        500.0,
+    )
     assert (tokenizer.pad_token_id, tokenizer.eos_token_id, model.config.eos_token_id) == (0, 1, 1)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     rows = [json.loads(line) for line in made.prompts.read_text().splitlines()]
@@ -152,7 +167,8 @@ def test_other_weights_with_another_seed_and_the_random_state_of_the_caller_is_l
 def test_a_changed_config_is_refused_and_names_what_differs(tmp_path: Path) -> None:
     prepare(SMALL, tmp_path)
     with pytest.raises(
-        PreparedOtherwise, match="another config: count: there 20, wanted 21, task: there 'reverse', wanted 'copy'; remove the dir"
+        PreparedOtherwise,
+        match="another config: count: there 20, wanted 21, task: there 'reverse', wanted 'copy'; remove the dir",
     ):
         prepare(replace(SMALL, count=21, task="copy"), tmp_path)
 

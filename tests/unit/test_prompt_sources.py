@@ -33,7 +33,9 @@ def read_rows(source: Source) -> Iterator[PromptRow]:
 
 
 def write(path: Path, count: int, word: str = "question") -> Path:
-    path.write_text("".join(json.dumps({"prompt": f"{word} {number}", "label": number}) + "\n" for number in range(count)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{word} {number}", "label": number}) + "\n" for number in range(count))
+    )
     return path
 
 
@@ -45,13 +47,17 @@ def save_arrow(directory: Path, parts: Sequence[Sequence[dict[str, Any]]]) -> Pa
         table = pyarrow.Table.from_pylist(list(rows))
         with pyarrow.OSFile(str(directory / name), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    (directory / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"}))
+    (directory / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": name} for name in names], "_split": "train"})
+    )
     return directory
 
 
 def opened(data: DataConfig, max_tokens: int = 1000) -> PromptFile:
     rules = RowRules(policy=data.bad_rows)
-    return PromptFile(data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed, rules=rules)
+    return PromptFile(
+        data.used, tokenize=letters, max_tokens=max_tokens, shuffle=data.shuffle, seed=data.seed, rules=rules
+    )
 
 
 def drawn(prompts: PromptFile, count: int, epoch: int = 0, offset: int = 0) -> list[tuple[int, int, Prompt, object]]:
@@ -68,12 +74,22 @@ def test_one_whole_file_has_the_sequence_and_digest_of_former_releases(tmp_path:
     prompts = opened(DataConfig(path=str(path), template="{prompt}?", seed=7), max_tokens=11)
     sequence = "".join(f"{epoch} {offset} {prompt} {label}\n" for epoch, offset, prompt, label in drawn(prompts, 250))
     # Both were computed with the release before there were sources.
-    assert (hashlib.sha256(sequence.encode()).hexdigest()[:16], prompts.digest) == ("c8089eda4dfa305b", "43280a028fd2a086")
+    assert (hashlib.sha256(sequence.encode()).hexdigest()[:16], prompts.digest) == (
+        "c8089eda4dfa305b",
+        "43280a028fd2a086",
+    )
 
 
 @pytest.mark.parametrize(
     ("part", "want"),
-    [("[2:4]", [2, 3]), ("[:2]", [0, 1]), ("[8:]", [8, 9]), ("[-2:]", [8, 9]), ("[:-8]", [0, 1]), ("[5:99]", [5, 6, 7, 8, 9])],
+    [
+        ("[2:4]", [2, 3]),
+        ("[:2]", [0, 1]),
+        ("[8:]", [8, 9]),
+        ("[-2:]", [8, 9]),
+        ("[:-8]", [0, 1]),
+        ("[5:99]", [5, 6, 7, 8, 9]),
+    ],
 )
 def test_a_slice_is_that_of_python(tmp_path: Path, part: str, want: list[int]) -> None:
     path = write(tmp_path / "prompts.jsonl", 10)
@@ -97,7 +113,9 @@ def test_slices_and_weights_are_part_of_the_digest(tmp_path: Path) -> None:
 
 def test_a_pass_has_each_row_as_often_as_its_weight(tmp_path: Path) -> None:
     paths = {name: str(write(tmp_path / f"{name}.jsonl", 10, name)) for name in "abc"}
-    data = DataConfig(sources={name: {"path": paths[name], "weight": weight} for name, weight in (("a", 1), ("b", 2.5), ("c", 0.3))})
+    data = DataConfig(
+        sources={name: {"path": paths[name], "weight": weight} for name, weight in (("a", 1), ("b", 2.5), ("c", 0.3))}
+    )
     prompts = opened(data)
     assert len(prompts) == 10 + 25 + 3
     passes = [Counter(prompt for _, _, prompt, _ in drawn(prompts, 38, epoch)) for epoch in range(10)]
@@ -110,10 +128,18 @@ def test_a_pass_has_each_row_as_often_as_its_weight(tmp_path: Path) -> None:
 
 
 def test_the_order_of_several_sources_is_a_function_of_seed_and_position(tmp_path: Path) -> None:
-    sources = {name: {"path": str(write(tmp_path / f"{name}.jsonl", 7, name)), "weight": 0.5 + len(name)} for name in ("a", "bb")}
+    sources = {
+        name: {"path": str(write(tmp_path / f"{name}.jsonl", 7, name)), "weight": 0.5 + len(name)}
+        for name in ("a", "bb")
+    }
     data = DataConfig(sources=sources, seed=3)
     whole = drawn(opened(data), 100)
-    for start in (0, 1, 17, 60):  # a learner that was killed goes on from the position in its checkpoint, in a new process
+    for start in (
+        0,
+        1,
+        17,
+        60,
+    ):  # a learner that was killed goes on from the position in its checkpoint, in a new process
         epoch, offset, _, _ = whole[start]
         assert drawn(opened(data), 100 - start, epoch, offset) == whole[start:]
     assert drawn(opened(DataConfig(sources=sources, seed=4)), 100) != whole
@@ -131,7 +157,10 @@ def test_a_source_has_keys_template_and_system_prompt_of_its_own(tmp_path: Path)
     }
     prompts = opened(DataConfig(sources={"a": {"path": f"{tmp_path}/a.jsonl"}, "b": other}, shuffle=False))
     assert prompts.at(0, 0).row.prompt == "question 0"
-    assert prompts.at(0, 1).row.prompt == [{"role": "system", "content": "be brief"}, {"role": "user", "content": "Q: 2+2"}]
+    assert prompts.at(0, 1).row.prompt == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "Q: 2+2"},
+    ]
     assert prompts.at(0, 1).row.label == 4
 
 
@@ -152,16 +181,22 @@ def test_a_directory_of_the_real_library_is_read() -> None:
 
 
 def test_a_directory_of_datasets_is_read_in_the_order_of_its_files(tmp_path: Path) -> None:
-    rows = [{"prompt": [{"role": "user", "content": f"{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(5)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{n}"}], "reward_model": {"ground_truth": str(n)}} for n in range(5)
+    ]
     path = save_arrow(tmp_path / "set" / "train", [rows[:2], rows[2:]])
     found = list(read_rows(Source.at(f"{path}@[1:4]", keys=("prompt", "reward_model.ground_truth", ""))))
-    assert [(row.prompt, row.label) for row in found] == [(row["prompt"], str(n)) for n, row in list(enumerate(rows))[1:4]]
+    assert [(row.prompt, row.label) for row in found] == [
+        (row["prompt"], str(n)) for n, row in list(enumerate(rows))[1:4]
+    ]
     (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train"]}')
     with pytest.raises(PromptError, match=r"want the directory of one split, got .* name one of them: .*/set/train"):
         list(read_rows(Source.at(str(tmp_path / "set"))))
 
 
-def shards(directory: Path, suffix: str, counts: Sequence[int], form: str = "train-{number:05d}-of-{of:05d}") -> list[Path]:
+def shards(
+    directory: Path, suffix: str, counts: Sequence[int], form: str = "train-{number:05d}-of-{of:05d}"
+) -> list[Path]:
     """Write shards whose rows are counted through all of them."""
     directory.mkdir(parents=True, exist_ok=True)
     paths, first = [], 0
@@ -179,7 +214,9 @@ def shards(directory: Path, suffix: str, counts: Sequence[int], form: str = "tra
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 @pytest.mark.parametrize("form", ["train-{number:05d}-of-{of:05d}", "part_{number}", "{number:04d}"])
 def test_shards_are_one_source_in_the_order_of_their_names(tmp_path: Path, suffix: str, form: str) -> None:
-    """As a directory and as a pattern, with a slice over the boundary of two; other files beside them are passed over."""
+    """As a directory and as a pattern, with a slice over the boundary of two; other files beside them are passed
+    over.
+    """
     directory = tmp_path / "set"
     written = shards(directory, suffix, [2, 3, 1], form)
     for name in ("README.md", f".hidden{suffix}", "dataset_infos.json"):
@@ -212,7 +249,10 @@ def test_the_digest_has_every_shard(tmp_path: Path) -> None:
     for path in paths[1:]:
         path.unlink()
     (tmp_path / "a" / "part-2.jsonl").unlink()
-    seen += [opened(of_directory).digest, opened(of_pattern).digest]  # the latter: that of the one file, as it has always been
+    seen += [
+        opened(of_directory).digest,
+        opened(of_pattern).digest,
+    ]  # the latter: that of the one file, as it has always been
     assert len(set(seen)) == 6
 
 
@@ -220,7 +260,11 @@ def test_a_bad_row_and_a_bad_file_are_named_with_their_shard(tmp_path: Path) -> 
     paths = shards(tmp_path, ".jsonl", [2, 2])
     paths[1].write_text('{"prompt": "a", "label": 1}\n{"label": 2}\nno JSON\n')
     found = [str(one) for one in scan_rows(Source.at(str(tmp_path))) if isinstance(one, PromptError)]
-    assert len(found) == 2 and f"{paths[1]}:2: want key 'prompt'" in found[0] and f"{paths[1]}:3: want a JSON map" in found[1]
+    assert (
+        len(found) == 2
+        and f"{paths[1]}:2: want key 'prompt'" in found[0]
+        and f"{paths[1]}:3: want a JSON map" in found[1]
+    )
     tables = shards(tmp_path / "tables", ".parquet", [2, 2])
     tables[1].write_bytes(b"none")
     with pytest.raises(PromptError, match=rf"{tables[1].name}: want a parquet file"):
@@ -236,7 +280,11 @@ def test_a_bad_row_and_a_bad_file_are_named_with_their_shard(tmp_path: Path) -> 
             r"want shards of one name.*got those of 2; name one of them: .*/test-\*\.parquet, .*/train-\*\.parquet",
         ),
         (["train.jsonl", "test.jsonl"], "", r"got those of 2; name one of them: .*/test\.jsonl, .*/train\.jsonl"),
-        (["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"], "", r"want all 3 shards train-\*\.jsonl, got 2 of them"),
+        (
+            ["train-00000-of-00003.jsonl", "train-00002-of-00003.jsonl"],
+            "",
+            r"want all 3 shards train-\*\.jsonl, got 2 of them",
+        ),
         (["a-0.jsonl", "a-1.parquet"], "", "want either .jsonl or .parquet files, got both"),
         (["a-0.jsonl", "a-1.csv"], "a-*", r"want either .jsonl or .parquet files, got .*a-1\.csv"),
         (["data/train.jsonl"], "*", "want either .jsonl or .parquet files, got .*/data"),
@@ -244,7 +292,9 @@ def test_a_bad_row_and_a_bad_file_are_named_with_their_shard(tmp_path: Path) -> 
         (["train.jsonl"], "test*", "want a file of prompts, got no file that matches"),
     ],
 )
-def test_files_that_may_not_belong_together_are_refused(tmp_path: Path, names: list[str], path: str, message: str) -> None:
+def test_files_that_may_not_belong_together_are_refused(
+    tmp_path: Path, names: list[str], path: str, message: str
+) -> None:
     for name in names:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text('{"prompt": "a", "label": 1}\n')
@@ -284,7 +334,10 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
     [
         ('{"prompt": "a", "label": NaN}', r":2: want a JSON map, got .*NaN is not JSON; write null"),
         ('{"prompt": "a", "label": 1e999}', r":2: want finite numbers in 'label', got inf"),
-        ('{"prompt": "a", "label": {"x": ["\\ud800"]}}', r":2: want Unicode text in 'label\.x', got half of a surrogate pair"),
+        (
+            '{"prompt": "a", "label": {"x": ["\\ud800"]}}',
+            r":2: want Unicode text in 'label\.x', got half of a surrogate pair",
+        ),
         ('{"prompt": "\\udc00", "label": 1}', r":2: want Unicode text in 'prompt'"),
         (
             '{"prompt": "a", "label": 123456789012345678901}',
@@ -313,14 +366,23 @@ def test_a_long_row_is_skipped_for_its_tokens_and_harms_no_other(tmp_path: Path)
     [
         ({"path": "a.jsonl@[1:x]"}, r"want a slice path@\[a:b\] of whole numbers"),
         ({"path": "a.jsonl", "sources": {"a": {"path": "b.jsonl"}}}, "want either this or path, got both"),
-        ({"sources": {"a": {"path": "b.jsonl", "wieght": 2}}}, r"sources\.a\.wieght: no such setting; did you mean weight\?"),
+        (
+            {"sources": {"a": {"path": "b.jsonl", "wieght": 2}}},
+            r"sources\.a\.wieght: no such setting; did you mean weight\?",
+        ),
         ({"sources": {"a": {"path": "b.jsonl", "weight": 0}}}, r"sources\.a\.weight: want > 0, got 0"),
         ({"sources": {"a": {"path": "b.jsonl", "weight": "2"}}}, r"sources\.a\.weight: want a number"),
         ({"sources": {"a": "b.jsonl"}}, r"sources\.a: want a map of settings"),
         ({"sources": {"a": {"weight": 1}}}, r"sources\.a\.path: want"),
         ({"sources": {"a b": {"path": "b.jsonl"}}}, "sources.a b: want a name"),
-        ({"chat_template_args": {"tools": []}}, r"chat_template_args: want variables of the model's template, got \['tools'\]"),
-        ({"chat_template_args": {"tokenize": False}}, r"chat_template_args: want variables of the model's template, got \['tokenize'\]"),
+        (
+            {"chat_template_args": {"tools": []}},
+            r"chat_template_args: want variables of the model's template, got \['tools'\]",
+        ),
+        (
+            {"chat_template_args": {"tokenize": False}},
+            r"chat_template_args: want variables of the model's template, got \['tokenize'\]",
+        ),
     ],
 )
 def test_wrong_settings_are_refused_before_a_file_is_read(settings: dict[str, Any], message: str) -> None:
@@ -386,7 +448,10 @@ def test_the_digest_of_a_function_follows_its_rows(module: str) -> None:
         ("python:{}:COUNT", "COUNT is int"),
         ("python:{}", "no name in it"),
         ("python:{}:broken", r"broken:2: want a row, or the end, got KeyError: 'no such table'"),
-        ("python:{}:opaque", r"want rows of JSON values with texts as keys, got Object of type object is not JSON serializable"),
+        (
+            "python:{}:opaque",
+            r"want rows of JSON values with texts as keys, got Object of type object is not JSON serializable",
+        ),
         ("python:{}:unlike", r"unlike:2: want a map, got str 'two'"),
     ],
 )

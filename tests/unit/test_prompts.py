@@ -33,7 +33,9 @@ def write(tmp_path: Path, rows: Sequence[dict[str, Any]], suffix: str = ".jsonl"
     return path
 
 
-def open_file(path: Path, keys: tuple[str, str, str] = ("prompt", "label", ""), template: str = "", **changes: Any) -> PromptFile:
+def open_file(
+    path: Path, keys: tuple[str, str, str] = ("prompt", "label", ""), template: str = "", **changes: Any
+) -> PromptFile:
     values: dict[str, Any] = {"tokenize": letters, "max_tokens": 20}
     return PromptFile([Source(path=path, keys=keys, template=template)], **(values | changes))
 
@@ -52,7 +54,9 @@ def test_both_formats_give_the_same_prompts(tmp_path: Path, suffix: str) -> None
 
 def test_order_is_a_permutation_that_depends_on_seed_and_epoch_alone(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
-    orders = {(seed, epoch): tuple(open_file(path, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)}
+    orders = {
+        (seed, epoch): tuple(open_file(path, seed=seed).order(epoch).tolist()) for seed in (0, 1) for epoch in (0, 1)
+    }
     assert len(set(orders.values())) == 4
     assert all(sorted(order) == list(range(11)) for order in orders.values())
     assert orders[0, 1] == tuple(open_file(path).order(1).tolist())
@@ -93,7 +97,9 @@ def test_the_only_short_prompt_is_found_from_every_position(tmp_path: Path) -> N
 
 def test_only_too_long_prompts_are_an_error_not_an_endless_search(tmp_path: Path) -> None:
     file = open_file(write(tmp_path, [{"prompt": "x" * 30, "label": 0}] * 3))
-    with pytest.raises(PromptError, match=r":\d: want <= 20 tokens .*, got 30; none of the 3 rows of .*prompts.jsonl can be used"):
+    with pytest.raises(
+        PromptError, match=r":\d: want <= 20 tokens .*, got 30; none of the 3 rows of .*prompts.jsonl can be used"
+    ):
         file.after(0, 2)
 
 
@@ -124,7 +130,10 @@ def test_keys_can_be_chosen(tmp_path: Path) -> None:
         ('{"prompt": "a", "label": 1}\n{"prompt": \n', r":2: want a JSON map, got '{\"prompt\":'"),
         ("3\n", r":1: want a JSON map, got a number"),
         ('{"prompt": "", "label": 1}\n', r":1: want text or chat messages"),
-        ('{"prompt": [{"role": "user"}], "label": 1}\n', r":1: want text or text parts in 'prompt\[0\]\.content', got no such key"),
+        (
+            '{"prompt": [{"role": "user"}], "label": 1}\n',
+            r":1: want text or text parts in 'prompt\[0\]\.content', got no such key",
+        ),
     ],
 )
 def test_errors_name_file_line_expected_and_actual(tmp_path: Path, text: str, message: str) -> None:
@@ -161,7 +170,10 @@ def test_a_key_that_is_there_as_it_stands_wins_on_every_level() -> None:
 @pytest.mark.parametrize(
     ("key", "message"),
     [
-        ("reward_model.truth", r"f:1: want key 'reward_model\.truth' \(s\), got keys \['ground_truth', 'style'\] in 'reward_model'"),
+        (
+            "reward_model.truth",
+            r"f:1: want key 'reward_model\.truth' \(s\), got keys \['ground_truth', 'style'\] in 'reward_model'",
+        ),
         ("reward_mod.ground_truth", r"got keys \['data', 'reward\.model', 'reward_model'\]$"),
         ("reward_model.ground_truth.x", r"got text in 'reward_model\.ground_truth'"),
         ("data.messages.0", r"got a list in 'data\.messages'"),
@@ -189,7 +201,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 def test_the_digest_depends_on_content_order_and_template(tmp_path: Path) -> None:
     path = write(tmp_path, ROWS)
-    digests = {open_file(path, **changes).digest for changes in ({}, {"seed": 1}, {"shuffle": False}, {"template": "{prompt}!"})}
+    digests = {
+        open_file(path, **changes).digest
+        for changes in ({}, {"seed": 1}, {"shuffle": False}, {"template": "{prompt}!"})
+    }
     digests.add(open_file(write(tmp_path, ROWS[:-1])).digest)
     assert len(digests) == 5
     assert open_file(write(tmp_path, ROWS)).digest in digests
@@ -197,7 +212,11 @@ def test_the_digest_depends_on_content_order_and_template(tmp_path: Path) -> Non
 
 def test_sampler_seeds_differ_and_stay() -> None:
     seeds = {
-        sampler_seed(seed, epoch, offset, reissues) for seed in (0, 1) for epoch in (0, 1) for offset in range(50) for reissues in (0, 1)
+        sampler_seed(seed, epoch, offset, reissues)
+        for seed in (0, 1)
+        for epoch in (0, 1)
+        for offset in range(50)
+        for reissues in (0, 1)
     }
     assert len(seeds) == 400
     assert all(0 <= seed < 2**31 - 2**16 for seed in seeds)

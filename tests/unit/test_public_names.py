@@ -12,7 +12,16 @@ NAMES = {
     "tidemill.bus": ["Capabilities", "Sample", "Task", "nonce", "score_of"],
     "tidemill.launch": ["StepMetrics"],
     "tidemill.learner": [
-        *("AlgorithmConfig", "BeforeLogProbs", "BeforeStep", "Decision", "Denominators", "FilterBuffer", "FilterGroup", "LocalLayers"),
+        *(
+            "AlgorithmConfig",
+            "BeforeLogProbs",
+            "BeforeStep",
+            "Decision",
+            "Denominators",
+            "FilterBuffer",
+            "FilterGroup",
+            "LocalLayers",
+        ),
         *("PolicyLoss", "Tokens", "log_ratio", "read_train", "sequence_means", "spread"),
     ],
     "tidemill.rewards": ["GroupRequest", "RewardRequest"],

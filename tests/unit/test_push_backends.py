@@ -1,4 +1,6 @@
-"""NCCL or gloo to an engine, and CUDA handles or not: decided from the facts that both ends state, before anything is sent."""
+"""NCCL or gloo to an engine, and CUDA handles or not: decided from the facts that both ends state, before anything is
+sent.
+"""
 
 import logging
 from typing import Any, cast
@@ -51,14 +53,18 @@ class Receiver:
         self.closed = True
 
 
-def groups_of(backend: str, own: DeviceEnd = OWN, engines: int = 1, **stated: Capabilities) -> tuple[PushGroups, list[Receiver]]:
+def groups_of(
+    backend: str, own: DeviceEnd = OWN, engines: int = 1, **stated: Capabilities
+) -> tuple[PushGroups, list[Receiver]]:
     made: list[Receiver] = []
 
     def opened(row: LiveRow) -> WeightReceiver:
         made.append(Receiver(row.address))
         return cast(WeightReceiver, made[-1])
 
-    return PushGroups(cast(LiveView, View(**stated)), opened, GroupRules(engines, HERE, backend, Deadlines(1.0), own)), made
+    return PushGroups(
+        cast(LiveView, View(**stated)), opened, GroupRules(engines, HERE, backend, Deadlines(1.0), own)
+    ), made
 
 
 async def backends(groups: PushGroups) -> dict[str, str]:
@@ -95,7 +101,9 @@ async def test_nccl_refuses_engines_that_cannot_have_it_before_a_push(caplog: py
         assert await backends(groups) == {"good": "nccl"}
         assert groups.evicted == {
             "shared": "weights.backend: nccl is not possible: learner and engine share GPU AAAA-0, which NCCL refuses",
-            "newer": "weights.backend: nccl is not possible: NCCL 2.29.7 of the learner and 2.30.7 of the engine differ",
+            "newer": (
+                "weights.backend: nccl is not possible: NCCL 2.29.7 of the learner and 2.30.7 of the engine differ"
+            ),
         }
     assert [receiver.url for receiver in made if not receiver.closed] == ["http://good"]
     assert len(caplog.records) == 2, "it is logged at every push"
@@ -119,7 +127,13 @@ async def test_engines_of_one_group_have_one_backend_and_different_gpus() -> Non
 
 @pytest.mark.parametrize(
     ("learner", "engine", "possible"),
-    [("2.29.7", "2.29.7", True), ("2.29.7", "2.29.1", True), ("2.29.7", "2.30.7", False), ("3.29", "2.29", False), ("", "2.29", False)],
+    [
+        ("2.29.7", "2.29.7", True),
+        ("2.29.7", "2.29.1", True),
+        ("2.29.7", "2.30.7", False),
+        ("3.29", "2.29", False),
+        ("", "2.29", False),
+    ],
 )
 def test_versions_of_nccl_agree_in_major_and_minor(learner: str, engine: str, possible: bool) -> None:
     assert (nccl_differs(learner, engine) == "") is possible
@@ -130,7 +144,16 @@ async def test_memory_of_a_gpu_goes_only_to_engines_that_state_that_they_see_it(
     memory, place = HostMemory(), shared_memory_domain()
 
     def row(stated: Capabilities) -> LiveRow:
-        return LiveRow(role="engine", id="e", host="h", pid=1, phase="serving", capabilities=stated, handles="ipc:///tmp/none", place=place)
+        return LiveRow(
+            role="engine",
+            id="e",
+            host="h",
+            pid=1,
+            phase="serving",
+            capabilities=stated,
+            handles="ipc:///tmp/none",
+            place=place,
+        )
 
     def carried(stated: Capabilities, gpu: str) -> bool:
         receivers = HandleReceivers(
@@ -181,5 +204,7 @@ def test_a_negative_size_of_buckets_is_refused() -> None:
         ({"transport": "handles"}, DeviceEnd(), True),
     ],
 )
-def test_other_processes_can_read_what_is_staged_for_nccl_and_for_handles(settings: dict[str, Any], own: DeviceEnd, shared: bool) -> None:
+def test_other_processes_can_read_what_is_staged_for_nccl_and_for_handles(
+    settings: dict[str, Any], own: DeviceEnd, shared: bool
+) -> None:
     assert isinstance(staging_memory(WeightsConfig(**settings), own), HostMemory) == shared

@@ -77,7 +77,9 @@ async def test_an_engine_that_needs_longer_than_the_set_time_for_large_weights_i
     async with TestServer(app) as server, aiohttp.ClientSession() as session:
         url = str(server.make_url("")).rstrip("/")
         row = LiveRow(role="engine", id="slow", host="test", pid=1, phase="serving", address=url)
-        member = Member(row, cast(WeightReceiver, HttpReceiver(session, url, epoch=1, deadlines=deadlines)), deadlines=deadlines)
+        member = Member(
+            row, cast(WeightReceiver, HttpReceiver(session, url, epoch=1, deadlines=deadlines)), deadlines=deadlines
+        )
         with pytest.raises(ReceiverFailed, match="verify"):
             await member.finish(1, check)
         deadlines.num_bytes = SMOLLM_BYTES

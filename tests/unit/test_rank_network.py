@@ -22,7 +22,9 @@ LO = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     ],
     ids=["loopback alone", "others are down", "one is up", "loopback is down", "given", "unreadable", "no interfaces"],
 )
-def test_the_interface(tmp_path: Path, interfaces: dict[str, str], given: dict[str, str], wanted: dict[str, str]) -> None:
+def test_the_interface(
+    tmp_path: Path, interfaces: dict[str, str], given: dict[str, str], wanted: dict[str, str]
+) -> None:
     for name, flags in interfaces.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "flags").write_text(f"{flags}\n")

@@ -1,4 +1,6 @@
-"""The address at which a process listens, and the one that it advertises: by its route to the bus, and always reachable from there."""
+"""The address at which a process listens, and the one that it advertises: by its route to the bus, and always reachable
+from there.
+"""
 
 import errno
 import ipaddress
@@ -34,21 +36,27 @@ def test_an_address(host: str, advertise: str, route: Route, want: Reach) -> Non
 
 
 @pytest.mark.parametrize(
-    ("host", "advertise"), [("127.0.0.1", ""), ("::1", ""), ("localhost", ""), ("auto", "0.0.0.0"), ("auto", "[::1]:80")]
+    ("host", "advertise"),
+    [("127.0.0.1", ""), ("::1", ""), ("localhost", ""), ("auto", "0.0.0.0"), ("auto", "[::1]:80")],
 )
 def test_nothing_is_advertised_that_the_machine_of_the_bus_cannot_reach(host: str, advertise: str) -> None:
-    with pytest.raises(ValueError, match=r"engine\.host: want an address that other machines reach .* cure: auto, or --advertise"):
+    with pytest.raises(
+        ValueError, match=r"engine\.host: want an address that other machines reach .* cure: auto, or --advertise"
+    ):
         reach(host, advertise, ELSEWHERE, name="engine.host")
 
 
 @pytest.mark.parametrize(
-    ("shown", "host"), [("h", "h"), ("h:1", "h"), ("10.0.0.5:1", "10.0.0.5"), ("::1", "::1"), ("[::1]", "::1"), ("[::1]:1", "::1")]
+    ("shown", "host"),
+    [("h", "h"), ("h:1", "h"), ("10.0.0.5:1", "10.0.0.5"), ("::1", "::1"), ("[::1]", "::1"), ("[::1]:1", "::1")],
 )
 def test_the_host_of_what_is_advertised(shown: str, host: str) -> None:
     assert bare(shown) == host
 
 
-@pytest.mark.parametrize(("host", "written"), [("h", "h"), ("10.0.0.5", "10.0.0.5"), ("::1", "[::1]"), ("[::1]", "[::1]"), ("h:1", "h:1")])
+@pytest.mark.parametrize(
+    ("host", "written"), [("h", "h"), ("10.0.0.5", "10.0.0.5"), ("::1", "[::1]"), ("[::1]", "[::1]"), ("h:1", "h:1")]
+)
 def test_the_host_in_a_url(host: str, written: str) -> None:
     assert in_url(host) == written
 
@@ -57,7 +65,9 @@ def test_the_host_in_a_url(host: str, written: str) -> None:
 
 
 class Kernel:
-    """``socket`` as ``route_to`` uses it: names have addresses, and each address is reached from one of this machine's own, or is not."""
+    """``socket`` as ``route_to`` uses it: names have addresses, and each address is reached from one of this machine's
+    own, or is not.
+    """
 
     AF_INET, AF_INET6, SOCK_DGRAM = socket.AF_INET, socket.AF_INET6, socket.SOCK_DGRAM
     NAMES: ClassVar[Mapping[str, Sequence[str]]] = {
@@ -163,7 +173,10 @@ def test_the_route_to_the_bus(kernel: Kernel, url: str, route: Route, asked: lis
     [
         ("nats://nowhere.lab", r"host: auto: no route to the bus: nowhere\.lab: .*not known; cure: --host ADDRESS"),
         ("nats://far.lab", r"no route to the bus: far\.lab: .*Network is unreachable; cure"),
-        ("nats://nowhere.lab,far.lab", r"no route to the bus: nowhere\.lab: .*not known; far\.lab: .*unreachable; cure"),
+        (
+            "nats://nowhere.lab,far.lab",
+            r"no route to the bus: nowhere\.lab: .*not known; far\.lab: .*unreachable; cure",
+        ),
         ("nats://user:secret@far.lab", r"no route to the bus: far\.lab: "),
         ("nats://", "address of the bus: want scheme://host:port"),
         ("nats://bus.lab:99999", "port from 1 to 65535"),

@@ -36,7 +36,9 @@ BEGIN, END = 1, 2
 
 
 def chat(prompt: Prompt, tools: Sequence[Any] = (), *, whole: bool = False) -> list[int]:
-    """Tokenize as a chat model: ``BEGIN role content END newline`` a turn, ``BEGIN role`` before an answer; text a letter a token."""
+    """Tokenize as a chat model: ``BEGIN role content END newline`` a turn, ``BEGIN role`` before an answer; text a
+    letter a token.
+    """
     if isinstance(prompt, str):
         return [ord(letter) for letter in prompt]
     ids = [ord(tool["name"][0]) for tool in tools]
@@ -56,7 +58,9 @@ def recordings(tokenize: Any = chat, **changes: Any) -> Recordings:
     return Recordings(tokenize, **({"rollouts": {"answers"}, "end_ids": (END,), "max_tokens": 1000} | changes))
 
 
-def opened(path: Path, tokenize: Any = chat, *, max_tokens: int = 1000, chat_text: bool = False, **settings: Any) -> PromptFile:
+def opened(
+    path: Path, tokenize: Any = chat, *, max_tokens: int = 1000, chat_text: bool = False, **settings: Any
+) -> PromptFile:
     data = DataConfig(path=str(path), shuffle=False, rollout="answers", label_key="", **settings)
     made = recordings(tokenize, max_tokens=max_tokens, chat=chat_text)
     rules = RowRules(policy=data.bad_rows)
@@ -76,7 +80,9 @@ words = st.text(st.characters(min_codepoint=97, max_codepoint=122), min_size=1, 
 
 
 @given(st.lists(st.tuples(words, words, st.booleans()), min_size=1, max_size=5), st.booleans())
-def test_the_trained_tokens_are_the_assistants_turns_with_their_end_tokens(turns: list[tuple[str, str, bool]], system: bool) -> None:
+def test_the_trained_tokens_are_the_assistants_turns_with_their_end_tokens(
+    turns: list[tuple[str, str, bool]], system: bool
+) -> None:
     turns[-1] = (*turns[-1][:2], True)
     messages = [turn("system", "be short")] if system else []
     for asked, answer, trained in turns:
@@ -84,8 +90,12 @@ def test_the_trained_tokens_are_the_assistants_turns_with_their_end_tokens(turns
     prompt, response = in_conversation(messages, where="f:1")
     row = RecordedRow(prompt=prompt, responses=(response,), tools=(), where="f:1")
     (found,) = recordings().sequences(row)
-    assert masked_text(found) == [token for _, answer, trained in turns if trained for token in (*map(ord, answer), END)]
-    assert found.tokens.tolist() == chat(messages, whole=True)[: len(found.tokens)], "the conversation itself, to its last trained token"
+    assert masked_text(found) == [
+        token for _, answer, trained in turns if trained for token in (*map(ord, answer), END)
+    ]
+    assert found.tokens.tolist() == chat(messages, whole=True)[: len(found.tokens)], (
+        "the conversation itself, to its last trained token"
+    )
     assert found.loss_mask[0] == found.loss_mask[-1] == 1
     assert found.log_probs is None
 
@@ -96,7 +106,10 @@ CHAT = [turn("user", "hi"), turn("assistant", "x|one"), turn("user", "more"), tu
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_row(tmp_path: Path) -> None:
     rows = [{"prompt": CHAT}, {"prompt": [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]}]
     prompts = opened(write_prompts(tmp_path / "a.jsonl", *rows), forgetful)
-    with pytest.raises(PromptError, match=r"a\.jsonl:1: want a chat template that writes message 2 .* rows of their own, with weight: 0"):
+    with pytest.raises(
+        PromptError,
+        match=r"a\.jsonl:1: want a chat template that writes message 2 .* rows of their own, with weight: 0",
+    ):
         prompts.at(0, 0)
     (found,) = prompts.at(0, 1).recorded
     assert masked_text(found) == [*map(ord, "y|two"), END], "the cure works"
@@ -118,7 +131,9 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
     prompts = opened(write_prompts(tmp_path / "a.jsonl", row), responses_key="r")
     drawn = prompts.at(0, 0)
     assert masked_text(drawn.recorded[0]) == trained
-    expected = chat([turn("user", "q")]) if "messages" in str(row["r"]) or not isinstance(row["prompt"], str) else [ord("q")]
+    expected = (
+        chat([turn("user", "q")]) if "messages" in str(row["r"]) or not isinstance(row["prompt"], str) else [ord("q")]
+    )
     assert drawn.tokens.tolist() == drawn.recorded[0].prompt_tokens.tolist() == expected
 
 
@@ -140,7 +155,10 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
         ({"text": "a", "reward": "high"}, r"want a number in r\[0\].reward, got 'high'"),
         ({"text": "a", "reward": 1e9}, r"want a finite number within \+-1e\+06 in r\[0\].reward"),
         ({"messages": [turn("user", "a")]}, r"want chat messages .* of the assistant .* in r\[0\].messages"),
-        ({"messages": [{"role": ["assistant"], "content": "a"}]}, r"""want a map with text as "role", .* in 'r\[0\].messages\[0\]'"""),
+        (
+            {"messages": [{"role": ["assistant"], "content": "a"}]},
+            r"""want a map with text as "role", .* in 'r\[0\].messages\[0\]'""",
+        ),
         ({"messages": [turn("assistant", "a", weight=2)]}, r"want weight 0 or 1"),
         ({"messages": [turn("assistant", "a", weight=0)]}, r"one at least of the assistant with a weight of 1"),
     ],
@@ -148,7 +166,11 @@ def test_every_form_of_a_response(tmp_path: Path, row: dict[str, Any], trained: 
 def test_a_bad_response_is_refused_by_file_and_line(tmp_path: Path, responses: object, complaint: str) -> None:
     good = {"prompt": "q", "r": "fine"}
     with pytest.raises(PromptError, match=rf"a\.jsonl:2: .*{complaint}"):
-        opened(write_prompts(tmp_path / "a.jsonl", good, {"prompt": "q", "r": responses}), responses_key="r", bad_rows="refuse")
+        opened(
+            write_prompts(tmp_path / "a.jsonl", good, {"prompt": "q", "r": responses}),
+            responses_key="r",
+            bad_rows="refuse",
+        )
     skipped = opened(tmp_path / "a.jsonl", responses_key="r")
     assert [(one.epoch, one.offset) for one in (skipped.after(0, 0), skipped.after(0, 1))] == [(0, 0), (1, 0)]
     assert len(skipped.bad_rows) == 1
@@ -157,7 +179,8 @@ def test_a_bad_response_is_refused_by_file_and_line(tmp_path: Path, responses: o
 def test_conversations_without_a_question_or_an_answer_are_refused(tmp_path: Path) -> None:
     for prompt in ("text", [turn("user", "a")], [turn("assistant", "a"), turn("user", "b")]):
         with pytest.raises(
-            PromptError, match=r"a\.jsonl:1: want responses in data.responses_key, or chat messages with one of the user before"
+            PromptError,
+            match=r"a\.jsonl:1: want responses in data.responses_key, or chat messages with one of the user before",
         ):
             opened(write_prompts(tmp_path / "a.jsonl", {"prompt": prompt}))
 
@@ -178,8 +201,16 @@ def issued(prompts: PromptFile) -> Any:
 
 def test_a_task_has_a_sample_for_each_response_and_they_are_valid_on_the_wire(tmp_path: Path) -> None:
     known = {"tokens": [7, 8], "log_probs": [-0.5, -0.25], "reward": {"score": 2.0}, "prompt_tokens": [3, 4]}
-    masked = {"tokens": [7, 6, 8], "log_probs": [-0.5, -9.0, -0.25], "loss_mask": [1, 0, 1], "reward": 1, "truncated": True}
-    prompts = opened(write_prompts(tmp_path / "a.jsonl", {"prompt": "q", "r": ["yes", known, masked]}), responses_key="r")
+    masked = {
+        "tokens": [7, 6, 8],
+        "log_probs": [-0.5, -9.0, -0.25],
+        "loss_mask": [1, 0, 1],
+        "reward": 1,
+        "truncated": True,
+    }
+    prompts = opened(
+        write_prompts(tmp_path / "a.jsonl", {"prompt": "q", "r": ["yes", known, masked]}), responses_key="r"
+    )
     task = issued(prompts)
     assert (task.group_size, task.rollout, task.prompt_tokens.tolist()) == (3, "answers", [ord("q")])
     samples = samples_of(task, prompts, "n", version=4)
@@ -213,7 +244,9 @@ def test_the_learner_refuses_demonstrations_that_its_loss_cannot_train(tmp_path:
 def test_filters_and_zero_variance_let_demonstrations_pass(tmp_path: Path) -> None:
     prompts = opened(write_prompts(tmp_path / "a.jsonl", {"prompt": "q", "r": ["yes", "no"]}), responses_key="r")
     task = replace(issued(prompts), sampling=Sampling(max_new_tokens=8))
-    source = DataSource(data_kit.rules(demonstrations=True, filter_zero_variance=True, filters="f", groups_per_step=1), created="c")
+    source = DataSource(
+        data_kit.rules(demonstrations=True, filter_zero_variance=True, filters="f", groups_per_step=1), created="c"
+    )
     source.version(3, 0)
     source.published(3, 0)
     source.issued(task, 0.0)
@@ -245,14 +278,20 @@ def test_a_run_of_recorded_responses_needs_no_engine_actor_or_reward(tmp_path: P
 
 def _two_sources(tmp_path: Path) -> tuple[str, ...]:
     file = write_prompts(tmp_path / "b.jsonl")
-    return ("data.path=''", f"data.sources={{a: {{path: {file}}}, b: {{path: {file}, rollout: answers, responses_key: label}}}}")
+    return (
+        "data.path=''",
+        f"data.sources={{a: {{path: {file}}}, b: {{path: {file}, rollout: answers, responses_key: label}}}}",
+    )
 
 
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
         (("data.responses_key=label",), "data.responses_key: want a rollout of recorded responses with it"),
-        (("learner.algorithm.sft_coef=0.1",), "learner.algorithm.sft_coef: want a rollout of recorded responses with it"),
+        (
+            ("learner.algorithm.sft_coef=0.1",),
+            "learner.algorithm.sft_coef: want a rollout of recorded responses with it",
+        ),
         ((*SFT, "learner.algorithm.sft_coef=0.1"), "sft_coef: not used by loss sft"),
         (("learner.algorithm.sft_coef=-1",), "sft_coef: want >= 0"),
         ((*SFT, "rollouts.answers.options={a: 1}"), "rollouts.answers.options: want use: dataset alone"),
@@ -263,7 +302,9 @@ def _two_sources(tmp_path: Path) -> tuple[str, ...]:
         ),
     ],
 )
-def test_settings_that_contradict_recorded_responses_are_refused(tmp_path: Path, settings: tuple[str, ...], complaint: str) -> None:
+def test_settings_that_contradict_recorded_responses_are_refused(
+    tmp_path: Path, settings: tuple[str, ...], complaint: str
+) -> None:
     with pytest.raises((SettingsError, ValueError), match=complaint):
         loaded(tmp_path, *settings)
 
@@ -271,46 +312,84 @@ def test_settings_that_contradict_recorded_responses_are_refused(tmp_path: Path,
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        (("learner.algorithm.correction=topr",), "want tokens and log_probs in response 1 with learner.algorithm.loss: topr"),
-        (("learner.algorithm.correction=decoupled",), "want tokens and log_probs in response 1 with learner.algorithm.loss: ppo"),
-        (("learner.algorithm.correction=sft", "sampling.temperature=0.7"), "want sampling.temperature: 1 with response 1"),
-        (("learner.algorithm={correction: sft, entropy_coef: 0.1}",), "want learner.algorithm.entropy_coef: 0 with response 1"),
-        (("learner.algorithm={correction: sft, entropy_target: 0.1}",), "want learner.algorithm.entropy_target: 0 with response 1"),
-        (("learner.algorithm={correction: sft, kl: {coef: 0.1}}",), "want learner.algorithm.kl.coef: 0 with response 1"),
+        (
+            ("learner.algorithm.correction=topr",),
+            "want tokens and log_probs in response 1 with learner.algorithm.loss: topr",
+        ),
+        (
+            ("learner.algorithm.correction=decoupled",),
+            "want tokens and log_probs in response 1 with learner.algorithm.loss: ppo",
+        ),
+        (
+            ("learner.algorithm.correction=sft", "sampling.temperature=0.7"),
+            "want sampling.temperature: 1 with response 1",
+        ),
+        (
+            ("learner.algorithm={correction: sft, entropy_coef: 0.1}",),
+            "want learner.algorithm.entropy_coef: 0 with response 1",
+        ),
+        (
+            ("learner.algorithm={correction: sft, entropy_target: 0.1}",),
+            "want learner.algorithm.entropy_target: 0 with response 1",
+        ),
+        (
+            ("learner.algorithm={correction: sft, kl: {coef: 0.1}}",),
+            "want learner.algorithm.kl.coef: 0 with response 1",
+        ),
     ],
 )
-def test_rows_that_the_loss_cannot_train_are_refused_before_the_start(tmp_path: Path, settings: tuple[str, ...], complaint: str) -> None:
+def test_rows_that_the_loss_cannot_train_are_refused_before_the_start(
+    tmp_path: Path, settings: tuple[str, ...], complaint: str
+) -> None:
     report = check(loaded(tmp_path, *SFT[:3], *settings), Purpose())
-    assert [str(error) for error in report.errors if "prompts.jsonl:1" in str(error) and complaint in str(error)], report.errors
+    assert [str(error) for error in report.errors if "prompts.jsonl:1" in str(error) and complaint in str(error)], (
+        report.errors
+    )
 
 
 def test_log_probs_of_another_temperature_and_foreign_tokens_are_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path)
     for response, complaint in (
-        ({"tokens": [5], "log_probs": [-1.0], "temperature": 0.5}, "want log-probs at sampling.temperature, 1, in response 1, got 0.5"),
+        (
+            {"tokens": [5], "log_probs": [-1.0], "temperature": 0.5},
+            "want log-probs at sampling.temperature, 1, in response 1, got 0.5",
+        ),
         ({"tokens": [500], "log_probs": [-1.0]}, "want token ids below 128"),
     ):
         write_prompts(tmp_path / "prompts.jsonl", {"prompt": "what is one", "label": "x", "r": response})
-        report = check(load([run], [*SFT[:2], "data.responses_key=r", "learner.algorithm.correction=topr"], {}), Purpose())
+        report = check(
+            load([run], [*SFT[:2], "data.responses_key=r", "learner.algorithm.correction=topr"], {}), Purpose()
+        )
         assert [str(error) for error in report.errors if complaint in str(error)], report.errors
     settings = [*SFT[:2], "data.responses_key=r", "data.sampling_key=s", "learner.algorithm.correction=topr"]
-    for temperature, complaint in ((0.5, ""), (0.7, "want log-probs at its own temperature, 0.7, in response 1, got 0.5")):
+    for temperature, complaint in (
+        (0.5, ""),
+        (0.7, "want log-probs at its own temperature, 0.7, in response 1, got 0.5"),
+    ):
         response = {"tokens": [5], "log_probs": [-1.0], "temperature": 0.5}
         row = {"prompt": "what is one", "label": "x", "r": response, "s": {"temperature": temperature}}
         write_prompts(tmp_path / "prompts.jsonl", row)
-        errors = [str(error) for error in check(load([run], settings, {}), Purpose()).errors if "temperature" in str(error)]
+        errors = [
+            str(error) for error in check(load([run], settings, {}), Purpose()).errors if "temperature" in str(error)
+        ]
         assert not errors if not complaint else [error for error in errors if complaint in error], errors
 
 
 def test_a_template_that_rewrites_turns_is_found_by_the_checks(tmp_path: Path) -> None:
     run = write_run(tmp_path)
-    answer = [turn("user", "what is one"), turn("assistant", "two"), turn("user", "the answer"), turn("assistant", "three")]
+    answer = [
+        turn("user", "what is one"),
+        turn("assistant", "two"),
+        turn("user", "the answer"),
+        turn("assistant", "three"),
+    ]
     write_prompts(tmp_path / "prompts.jsonl", {"prompt": answer, "label": "x"})
     settings = [*SFT[:2], SFT[3], "actor.reward=''"]
     assert check(load([run], settings, {}), Purpose()).errors == []
     file = tmp_path / "model/tokenizer_config.json"
     only_last = (
-        "{% for message in messages %}{% if loop.last or message.role == 'user' %}" + "{{ message['content'] }} {% endif %}{% endfor %}"
+        "{% for message in messages %}{% if loop.last or message.role == 'user' %}"
+        + "{{ message['content'] }} {% endif %}{% endfor %}"
     )
     file.write_text(json.dumps({"eos_token": "<eos>", "chat_template": only_last}))
     assert only_last != TEMPLATE
@@ -329,6 +408,9 @@ def test_the_digest_of_a_run_depends_on_what_is_recorded_and_how_it_is_trained(t
     sft = loaded(tmp_path, *SFT).config.digest()
     assert loaded(tmp_path, *SFT[:3], "learner.algorithm.correction=tis").config.digest() != sft
     sources = _two_sources(tmp_path)
-    mixed = [loaded(tmp_path, ROLLOUTS, *sources, f"learner.algorithm.sft_coef={coef}").config.digest() for coef in (0.1, 0.2)]
+    mixed = [
+        loaded(tmp_path, ROLLOUTS, *sources, f"learner.algorithm.sft_coef={coef}").config.digest()
+        for coef in (0.1, 0.2)
+    ]
     assert len({sft, *mixed}) == 3
     assert loaded(tmp_path, *SFT[:2], "data.responses_key=prompt", SFT[3]).config.digest() != sft

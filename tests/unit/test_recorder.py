@@ -1,4 +1,6 @@
-"""The recorder: every row of its table, and random conversations in which each delivered token is trained once behind its own ids."""
+"""The recorder: every row of its table, and random conversations in which each delivered token is trained once behind
+its own ids.
+"""
 
 import math
 from collections.abc import Sequence
@@ -97,10 +99,14 @@ def test_the_parent_is_the_deepest_and_of_equals_the_newest() -> None:
     recorder.record(prompt(1, 2, 9), output([5]))
     ends = [row[0] for row in rows(recorder.export())]
     assert ends == [[1, 2, 3], [1, 2], [1, 2, 3, 9, 4], [1, 2, 9, 5]]
-    assert recorder.export().turns.at.tolist() == [0, 2, 3, 7, 6, 9], "turn 4 stands behind turn 2, turn 5 behind turn 3"
+    assert recorder.export().turns.at.tolist() == [0, 2, 3, 7, 6, 9], (
+        "turn 4 stands behind turn 2, turn 5 behind turn 3"
+    )
 
 
-@pytest.mark.parametrize("history", [(1, 9), (2,), (1, 2, 3, 4, 60, 7), (1, 2, 3, 4)], ids=["compaction", "other", "drift", "dropped"])
+@pytest.mark.parametrize(
+    "history", [(1, 9), (2,), (1, 2, 3, 4, 60, 7), (1, 2, 3, 4)], ids=["compaction", "other", "drift", "dropped"]
+)
 def test_a_history_that_differs_begins_a_new_sequence(history: tuple[int, ...]) -> None:
     """Nothing is realigned and nothing masked: the first answer is trained as it was sampled."""
     recorder = TurnRecorder()
@@ -175,7 +181,9 @@ def test_an_empty_output_is_context_and_adds_nothing() -> None:
     recorder.record(prompt(1, 2, 3, 4), output([5], version=9))
     found = recorder.export()
     assert rows(found) == [([1, 2, 3, 4, 5], [1, 0, 0, 1])]
-    assert [span.version for span in found.spans] == [1, 9, 9, 9], "what the empty turn has read was read by the next one, too"
+    assert [span.version for span in found.spans] == [1, 9, 9, 9], (
+        "what the empty turn has read was read by the next one, too"
+    )
     assert recorder.untrained["empty"] == 1
 
 
@@ -196,9 +204,12 @@ def test_an_episode_without_a_sampled_token_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ids", "changes", "said"), [((), {}, "prompt: want"), ((1,), {"spans": (Span(version=1, num_tokens=1),)}, "spans: want to cover 2")]
+    ("ids", "changes", "said"),
+    [((), {}, "prompt: want"), ((1,), {"spans": (Span(version=1, num_tokens=1),)}, "spans: want to cover 2")],
 )
-def test_a_turn_that_cannot_be_is_refused_and_leaves_no_trace(ids: tuple[int, ...], changes: dict[str, Any], said: str) -> None:
+def test_a_turn_that_cannot_be_is_refused_and_leaves_no_trace(
+    ids: tuple[int, ...], changes: dict[str, Any], said: str
+) -> None:
     recorder = TurnRecorder()
     with pytest.raises(ValueError, match=said):
         recorder.record(prompt(*ids), output([2, 3], **changes))
@@ -210,7 +221,9 @@ def test_a_turn_that_cannot_be_is_refused_and_leaves_no_trace(ids: tuple[int, ..
 
 @st.composite
 def conversations(draw: st.DrawFn) -> list[tuple[list[int], list[int], int, bool]]:
-    """Draw turns (prompt, output, version, trained): they extend, fork from, cut short or alter earlier turns, with a vocabulary of 2."""
+    """Draw turns (prompt, output, version, trained): they extend, fork from, cut short or alter earlier turns, with a
+    vocabulary of 2.
+    """
     ids = st.lists(st.integers(0, 1), max_size=3)
     turns: list[tuple[list[int], list[int], int, bool]] = []
     for _ in range(draw(st.integers(1, 9))):
@@ -243,14 +256,18 @@ def trained_tokens(found: Sequences) -> list[tuple[tuple[int, ...], float, int]]
         for place in range(response):
             if found.loss_mask[right + place]:
                 ids = found.tokens[left : left + length - response + place + 1]
-                result.append((tuple(ids.tolist()), float(found.rollout_log_probs[right + place]), versions[right + place]))
+                result.append(
+                    (tuple(ids.tolist()), float(found.rollout_log_probs[right + place]), versions[right + place])
+                )
         left, right = left + length, right + response
     return sorted(result)
 
 
 @settings(max_examples=examples(400))
 @given(conversations())
-def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns: list[tuple[list[int], list[int], int, bool]]) -> None:
+def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(
+    turns: list[tuple[list[int], list[int], int, bool]],
+) -> None:
     wanted = sorted(
         (tuple(asked + answered[: place + 1]), -1.0 - number - place / 64, version)
         for number, (asked, answered, version, trained) in enumerate(turns)
@@ -267,7 +284,9 @@ def test_every_token_is_trained_once_behind_the_ids_it_was_sampled_behind(turns:
     assert trained_tokens(found) == wanted
     for _, mask in rows(found):
         assert mask[0] == mask[-1] == 1, "a region begins and ends with a trained token"
-    assert found.numbers == tuple(number for number, (_, answered, _, trained) in enumerate(turns) if trained and answered)
+    assert found.numbers == tuple(
+        number for number, (_, answered, _, trained) in enumerate(turns) if trained and answered
+    )
 
 
 @settings(max_examples=examples(400))
@@ -286,7 +305,11 @@ def test_a_trained_token_has_the_experts_of_the_pass_that_sampled_it(turns: list
     if lacking >= {*range(len(turns))}:
         assert found.routed_experts is None
         return
-    given = np.full(len(found.tokens), UNKNOWN) if found.routed_experts is None else found.routed_experts[:, 0, 0].astype(int)
+    given = (
+        np.full(len(found.tokens), UNKNOWN)
+        if found.routed_experts is None
+        else found.routed_experts[:, 0, 0].astype(int)
+    )
     assert len(given) == len(found.tokens)
     left = right = 0
     for length, response in found.sequences:

@@ -1,4 +1,6 @@
-"""The configuration reference is complete and current, and its JSON Schema accepts and refuses the same files as the loader."""
+"""The configuration reference is complete and current, and its JSON Schema accepts and refuses the same files as the
+loader.
+"""
 
 import dataclasses
 import json
@@ -67,7 +69,9 @@ def test_every_setting_has_a_row_and_a_sentence() -> None:
     rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
     names = [row[0].strip("| `") for row in rows]
     basic = [one.path for one in SETTINGS if one.is_basic]
-    assert names[: len(basic)] == basic and 10 < len(basic) < 20, "the settings that most runs set are on the first page"
+    assert names[: len(basic)] == basic and 10 < len(basic) < 20, (
+        "the settings that most runs set are on the first page"
+    )
     assert sorted(names[len(basic) :]) == sorted({*paths(RunConfig)} - derived(RunConfig).keys())
     assert not [one.path for one in ENTRIES if len(one.sentence) < 5], "want a string below the field"
 
@@ -133,6 +137,8 @@ def test_choices_and_bounds_are_those_of_the_loader(entry: reference.Entry) -> N
     for value in (*entry.schema.get("enum", ()), -1, 0, 1, 2, 0.5, "no such"):
         values = nested(entry.path, value)
         if any(errors(values, SCHEMA)):
-            assert entry.path.rpartition(".")[2] in loads(values), f"the schema refuses {values}, the loader does not name it"
+            assert entry.path.rpartition(".")[2] in loads(values), (
+                f"the schema refuses {values}, the loader does not name it"
+            )
     wrong: Any = "no such" if "enum" in entry.schema else -10
     assert any(errors(nested(entry.path, wrong), SCHEMA))

@@ -1,4 +1,6 @@
-"""Renderers without an engine: hostile output of a model, hostile messages of a program, names, and the memory of chats."""
+"""Renderers without an engine: hostile output of a model, hostile messages of a program, names, and the memory of
+chats.
+"""
 
 import asyncio
 import json
@@ -22,7 +24,10 @@ from tidemill.actors.text.text import Text
 for package in ("renderers", "httpx"):
     pytest.importorskip(package, reason="pip install 'tidemill[renderers]' (make setup installs it)")
 
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}}
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}},
+}
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "3 + 4?"}]
 
 
@@ -45,18 +50,37 @@ def rendered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tup
     yield found
 
 
-PIECES = ["{", "}", '"name"', '"arguments"', ":", '"add"', "NaN", '"\\ud800"', "[" * 2000, "9" * 5000, "\n", "a", "\ud7ff"]
+PIECES = [
+    "{",
+    "}",
+    '"name"',
+    '"arguments"',
+    ":",
+    '"add"',
+    "NaN",
+    '"\\ud800"',
+    "[" * 2000,
+    "9" * 5000,
+    "\n",
+    "a",
+    "\ud7ff",
+]
 
 
 @settings(max_examples=examples(200))
 @given(data=st.data())
 @pytest.mark.parametrize("family", sorted(OF_RENDERERS))
-def test_whatever_a_model_says_is_a_reply(family: str, rendered: dict[str, tuple[Renderer, Text]], data: st.DataObject) -> None:
+def test_whatever_a_model_says_is_a_reply(
+    family: str, rendered: dict[str, tuple[Renderer, Text]], data: st.DataObject
+) -> None:
     renderer, text = rendered[family]
     special = [text.id_of(token) for token in (*OF_RENDERERS[family], EOS)]
     anything = st.integers(0, text.vocab_size - 1).map(lambda one: [one])
     parts = data.draw(
-        st.lists(st.sampled_from(special).map(lambda one: [one]) | st.sampled_from(PIECES).map(text.encode) | anything, max_size=20)
+        st.lists(
+            st.sampled_from(special).map(lambda one: [one]) | st.sampled_from(PIECES).map(text.encode) | anything,
+            max_size=20,
+        )
     )
     ids = [token for part in parts for token in part]
     arguments = {"tools": data.draw(st.sampled_from([None, [ADD]])), "add_generation_prompt": True}
@@ -66,18 +90,28 @@ def test_whatever_a_model_says_is_a_reply(family: str, rendered: dict[str, tuple
         assert isinstance(json.loads(call.arguments), dict)
     f"{reply.content}{reply.reasoning}{reply.calls}".encode()
     assert arguments["tools"] or not reply.calls
-    following = renderer.next_prompt(prompt, ids, [{"role": "tool", "tool_call_id": "1", "content": "seven"}], arguments)
+    following = renderer.next_prompt(
+        prompt, ids, [{"role": "tool", "tool_call_id": "1", "content": "seven"}], arguments
+    )
     assert following is None or following[: len(prompt) + len(ids)] == [*prompt, *ids]
 
 
 VALUES: st.SearchStrategy[Any] = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**33) | st.floats() | st.text(max_size=5) | st.just("\ud800"),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["function", "name", "arguments", "type", "id"]), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["function", "name", "arguments", "type", "id"]), inner)
+    ),
     max_leaves=5,
 )
-CALLS = st.fixed_dictionaries({"id": VALUES, "function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": VALUES})})
+CALLS = st.fixed_dictionaries(
+    {"id": VALUES, "function": st.fixed_dictionaries({"name": st.text(max_size=3), "arguments": VALUES})}
+)
 MESSAGES = st.fixed_dictionaries(
-    {"role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]), "content": st.none() | st.text(max_size=5)},
+    {
+        "role": st.sampled_from(["system", "user", "assistant", "tool", "developer"]),
+        "content": st.none() | st.text(max_size=5),
+    },
     optional={name: VALUES for name in ("name", "tool_call_id", "reasoning_content")}
     | {"tool_calls": st.lists(CALLS, max_size=2) | VALUES},
 )
@@ -86,7 +120,9 @@ MESSAGES = st.fixed_dictionaries(
 @settings(max_examples=examples(200))
 @given(
     messages=st.lists(MESSAGES, min_size=1, max_size=4),
-    more=st.fixed_dictionaries({}, optional={"tools": st.just([ADD]) | VALUES, "chat_template_kwargs": VALUES, "stop_token_ids": VALUES}),
+    more=st.fixed_dictionaries(
+        {}, optional={"tools": st.just([ADD]) | VALUES, "chat_template_kwargs": VALUES, "stop_token_ids": VALUES}
+    ),
     generation=st.booleans(),
 )
 @pytest.mark.parametrize("family", sorted(OF_RENDERERS))
@@ -100,9 +136,13 @@ def test_whatever_a_program_sends_is_rendered_or_refused(
     answer = {"text": "ok", "output_ids": said, "meta_info": meta}
     try:
         for story in (messages, [*messages, {"role": "assistant", "content": "ok"}, {"role": "tool", "content": "x"}]):
-            parsed = parse({"messages": story, "add_generation_prompt": generation, **more}, chat=True).stopping_at(chats.stop_token_ids)
+            parsed = parse({"messages": story, "add_generation_prompt": generation, **more}, chat=True).stopping_at(
+                chats.stop_token_ids
+            )
             asked_chat = asyncio.run(chats.ask(parsed, ""))
-            assert asked_chat.ids and all(isinstance(token, int) and 0 <= token < text.vocab_size for token in asked_chat.ids)
+            assert asked_chat.ids and all(
+                isinstance(token, int) and 0 <= token < text.vocab_size for token in asked_chat.ids
+            )
             chats.remember(asked_chat, answer, {"role": "assistant", "content": "ok"})
     except BadRequest:
         pass
@@ -153,7 +193,11 @@ def test_the_memory_of_chats_is_bounded(rendered: dict[str, tuple[Renderer, Text
         return [further(chats, story).num_known > 0 for story in stories]
 
     one = len(remember(RenderedChats(renderer, 0), text, stories[0], "hm"))
-    assert [found(count * one) for count in (3, 2, 1)] == [[True, True, True], [False, True, True], [False, False, True]]
+    assert [found(count * one) for count in (3, 2, 1)] == [
+        [True, True, True],
+        [False, True, True],
+        [False, False, True],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -185,10 +229,14 @@ def test_a_renderer_that_cannot_be_used_is_refused(rendered: dict[str, tuple[Ren
 
     assert "'qwen33'; fix the name" in refused("qwen33") and "glm-4.5" in refused("qwen33")
     assert "special token" in refused("glm-4.5") and "[gMASK]" in refused("glm-4.5")
-    assert "want the vocabulary of gpt-oss, got another one" in refused("gpt-oss", write_tokenizer("qwen3", tmp_path / "other"))
+    assert "want the vocabulary of gpt-oss, got another one" in refused(
+        "gpt-oss", write_tokenizer("qwen3", tmp_path / "other")
+    )
     assert "leave the setting empty" in refused("default")
     assert "OWNER/NAME" in refused("auto")
-    assert refused("qwen3", no_such=1).startswith("renderer_options: want fields of renderers.Qwen3RendererConfig, got ")
+    assert refused("qwen3", no_such=1).startswith(
+        "renderer_options: want fields of renderers.Qwen3RendererConfig, got "
+    )
 
 
 def test_calls_of_one_response_have_ids_of_their_own(rendered: dict[str, tuple[Renderer, Text]]) -> None:
@@ -199,7 +247,9 @@ def test_calls_of_one_response_have_ids_of_their_own(rendered: dict[str, tuple[R
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen3-8B", "models--Qwen--Qwen3-8B/snapshots/0123"])
-def test_auto_is_the_renderer_of_the_public_name(rendered: dict[str, tuple[Renderer, Text]], tmp_path: Path, path: str) -> None:
+def test_auto_is_the_renderer_of_the_public_name(
+    rendered: dict[str, tuple[Renderer, Text]], tmp_path: Path, path: str
+) -> None:
     assert Renderer.read("auto", {}, tmp_path / path, rendered["qwen3"][1]).name == "qwen3"
 
 

@@ -1,4 +1,6 @@
-"""Rendezvous of node agents: single decisions, and random schedules with crashes, cuts and stale readings, judged by two invariants."""
+"""Rendezvous of node agents: single decisions, and random schedules with crashes, cuts and stale readings, judged by
+two invariants.
+"""
 
 import random
 from collections.abc import Callable
@@ -34,7 +36,9 @@ def attempt(*numbers: int, state: State = State.FORMING, epoch: int = 1, **chang
     return replace(one, **changes)  # type: ignore[arg-type]
 
 
-def decided(me: NodeRow, others: list[NodeRow], found: Attempt | None, silent: dict[int, float] | None = None) -> Action:
+def decided(
+    me: NodeRow, others: list[NodeRow], found: Attempt | None, silent: dict[int, float] | None = None
+) -> Action:
     rows = [me, *others]
     rows = [replace(row, reached=row.reached or {other.nonce: "" for other in rows}) for row in rows]
     me = rows[0]
@@ -56,7 +60,11 @@ def test_the_leader_forms_an_attempt_from_fresh_offers_only() -> None:
 
 
 def test_no_attempt_is_formed_before_all_nodes_have_reached_each_other() -> None:
-    me, other, third = node(0, 1, nodes=3, address="10.0.0.1"), node(1, 2, nodes=3, address="10.0.0.2"), node(2, 3, nodes=3)
+    me, other, third = (
+        node(0, 1, nodes=3, address="10.0.0.1"),
+        node(1, 2, nodes=3, address="10.0.0.2"),
+        node(2, 3, nodes=3),
+    )
     refused = replace(other, reached={me.nonce: "refused", third.nonce: ""})
     waits = "node 1 (h1, 10.0.0.2) to reach node 0 (h0, 10.0.0.1): refused"
     for asked, others in ((me, [refused, third]), (third, [me, refused])):
@@ -81,7 +89,9 @@ def test_an_agent_starts_under_its_own_nonce_only() -> None:
     assert not isinstance(decided(node(1, 5), [node(0, 1)], attempt(1, 2)), Start)
     assert not isinstance(decided(node(1, 1), [node(0, 1)], attempt(1, 2)), Start), "the nonce of another node"
     assert isinstance(decided(node(1, 2), [node(0, 1)], attempt(1, 2, state=State.ENDING)), Renew)
-    assert decided(node(1, 2), [node(0, 1)], attempt(1, 2, state=State.FAILED, reason="r", exit_code=78)) == Leave(78, "r")
+    assert decided(node(1, 2), [node(0, 1)], attempt(1, 2, state=State.FAILED, reason="r", exit_code=78)) == Leave(
+        78, "r"
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,15 +108,17 @@ def test_a_node_that_is_gone_ends_the_attempt_everywhere(other: NodeRow | None, 
     third = node(2, 3, Phase.RUNNING)
     assert decided(node(0, 1, Phase.RUNNING), [*others, third], running, {1: silent_s}) == Record(State.ENDING, why)
     assert decided(third, [node(0, 1, Phase.RUNNING), *others], running, {1: silent_s}) == End(why)
-    assert decided(third, [node(0, 1, Phase.RUNNING), node(1, 2, Phase.RUNNING)], replace(running, state=State.ENDING, reason="x")) == End(
-        "x"
-    )
+    assert decided(
+        third, [node(0, 1, Phase.RUNNING), node(1, 2, Phase.RUNNING)], replace(running, state=State.ENDING, reason="x")
+    ) == End("x")
 
 
 def test_a_final_failure_of_one_node_is_that_of_all() -> None:
     failed = node(1, 2, Phase.FAILED, reason="model.path: none", exit_code=78)
     running = attempt(1, 2, state=State.RUNNING)
-    assert decided(node(0, 1, Phase.RUNNING), [failed], running) == Record(State.FAILED, "node 1 (h1): model.path: none", 78)
+    assert decided(node(0, 1, Phase.RUNNING), [failed], running) == Record(
+        State.FAILED, "node 1 (h1): model.path: none", 78
+    )
     told = replace(running, state=State.FAILED, reason="r", exit_code=78)
     assert decided(node(0, 1, Phase.RUNNING), [failed], told) == End("r")
     assert decided(node(0, 7, epoch=1), [failed], told) == Leave(78, "r"), "it had ended its ranks before"
@@ -117,12 +129,16 @@ def test_drained_means_all_nodes_and_the_leader_ends_last() -> None:
     stopped = node(1, 2, Phase.DRAINING)
     running = attempt(1, 2, state=State.RUNNING)
     assert decided(node(0, 1, Phase.RUNNING), [stopped], running) == Record(State.DRAINING, "node 1 (h1) was stopped")
-    assert isinstance(decided(stopped, [node(0, 1, Phase.RUNNING)], running), Wait), "alone its ranks would leave their peers"
+    assert isinstance(decided(stopped, [node(0, 1, Phase.RUNNING)], running), Wait), (
+        "alone its ranks would leave their peers"
+    )
     draining = replace(running, state=State.DRAINING, reason="node 1 (h1) was stopped")
     for me, other in ((node(0, 1, Phase.RUNNING), stopped), (stopped, node(0, 1, Phase.RUNNING))):
         assert isinstance(decided(me, [other], draining), Drain)
     assert isinstance(decided(node(0, 1, Phase.FINISHED), [stopped], draining), Wait)
-    assert decided(node(0, 1, Phase.FINISHED), [node(1, 2, Phase.FINISHED)], draining) == Record(State.ENDING, draining.reason)
+    assert decided(node(0, 1, Phase.FINISHED), [node(1, 2, Phase.FINISHED)], draining) == Record(
+        State.ENDING, draining.reason
+    )
 
 
 def test_the_last_step_is_the_end_of_all() -> None:
@@ -155,7 +171,9 @@ class Sim:
 
 @dataclass
 class World:
-    """Rows as the bus has them, and agents that read and write them in any order. A crash may come between any two events."""
+    """Rows as the bus has them, and agents that read and write them in any order. A crash may come between any two
+    events.
+    """
 
     nodes: int
     chance: random.Random
@@ -213,7 +231,9 @@ class World:
     def read(self, rank: int) -> None:
         if (one := self._able(rank)) is not None:
             gone = {number for number, other in self.agents.items() if not other.alive or other.cut}
-            silent = {number: SILENCE_S + 1 if number in gone and self.chance.random() < 0.5 else 0.0 for number in self.rows}
+            silent = {
+                number: SILENCE_S + 1 if number in gone and self.chance.random() < 0.5 else 0.0 for number in self.rows
+            }
             one.rows = {number: Seen(row, silent[number]) for number, row in self.rows.items()}
 
     def read_attempt(self, rank: int) -> None:
@@ -230,7 +250,9 @@ class World:
             case Form(offers):
                 self.epochs += 1
                 self._write(
-                    one, revision, attempt(1, epoch=self.epochs, nonces=tuple(row.nonce for row in offers), ranks=(1,) * self.nodes)
+                    one,
+                    revision,
+                    attempt(1, epoch=self.epochs, nonces=tuple(row.nonce for row in offers), ranks=(1,) * self.nodes),
                 )
             case Record(state, reason, code) if found is not None:
                 self._write(one, revision, replace(found, state=state, reason=reason, exit_code=code))

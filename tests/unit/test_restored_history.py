@@ -25,7 +25,9 @@ def model() -> ModelText:
 
 
 def answers(model: ModelText, text: str) -> Iterator[tuple[list[int], str, int | None]]:
-    """Yield (ids, finish, matched) of answers with this text: with and without the end token, and with padding somewhere."""
+    """Yield (ids, finish, matched) of answers with this text: with and without the end token, and with padding
+    somewhere.
+    """
     ids = model.text.encode(text)
     pad, end = (model.text.encode(name)[0] for name in ("<pad>", "<eos>"))
     for hidden in (ids, *([*ids[:at], pad, *ids[at:]] for at in range(len(ids) + 1))):
@@ -96,7 +98,9 @@ def test_of_answers_to_one_prompt_each_is_found_again(model: ModelText) -> None:
         for number, text in enumerate(("12", "34"))
     ]
     behind = np.array([*ids[PROMPT], pad, *ids["12"], *ids["="]], np.int32)
-    third = TurnRecord(**{field: getattr(turns[0].record, field) for field in TurnRecord.__slots__} | {"number": 2, "parent": 0})
+    third = TurnRecord(
+        **{field: getattr(turns[0].record, field) for field in TurnRecord.__slots__} | {"number": 2, "parent": 0}
+    )
     history = TokenHistory(model, MOST)
     remember_restored(history, model, [*turns, StoredTurn(behind, third)])
     assert ids_of(asyncio.run(history.pieces(f"{PROMPT}12=12="))) == [*behind.tolist(), pad, *ids["12"], *ids["="]]

@@ -1,4 +1,6 @@
-"""The reward of a reward model on a server: the request it makes, and the answers it takes. ``tests/sglang`` asks a real server."""
+"""The reward of a reward model on a server: the request it makes, and the answers it takes. ``tests/sglang`` asks a
+real server.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -21,11 +23,18 @@ def outputs(*numbers: object) -> web.Response:
 
 async def test_the_conversation_is_sent_as_the_models_own_tokens(tmp_path: Path) -> None:
     write_tiny_tokenizer(tmp_path)
-    async with answering(lambda number, asked: outputs(2.5)) as (url, asked), asking(RewardModel(url, model=str(tmp_path))) as reward:
+    async with (
+        answering(lambda number, asked: outputs(2.5)) as (url, asked),
+        asking(RewardModel(url, model=str(tmp_path))) as reward,
+    ):
         assert await reward(request("four")) == {"score": 2.5, "output": 2.5}
         await reward(request("four", prompt=[{"role": "system", "content": "s"}, {"role": "user", "content": "p"}]))
         parts = [{"type": "text", "text": "p"}, {"type": "text", "text": ""}]
-        await reward(request("four", prompt=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts, "name": None}]))
+        await reward(
+            request(
+                "four", prompt=[{"role": "developer", "content": "s"}, {"role": "user", "content": parts, "name": None}]
+            )
+        )
     texts = [tiny_tokenizer().decode(body["input_ids"], skip_special_tokens=False) for body in asked]
     assert texts[0] == "<|im_start|>user\np<|im_end|>\n<|im_start|>assistant\nfour<|im_end|>\n"
     assert texts[1] == texts[2] == "<|im_start|>system\ns<|im_end|>\n" + texts[0]
@@ -38,7 +47,10 @@ async def test_a_tokenizer_that_begins_texts_with_a_token_adds_none(tmp_path: Pa
     begin = tokenizer.token_to_id("<|im_start|>")
     tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", begin)])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    async with answering(lambda number, asked: outputs(1)) as (url, asked), asking(RewardModel(url, model=str(tmp_path))) as reward:
+    async with (
+        answering(lambda number, asked: outputs(1)) as (url, asked),
+        asking(RewardModel(url, model=str(tmp_path))) as reward,
+    ):
         await reward(request("four"))
     assert asked[0]["input_ids"][:2] == [begin, tokenizer.encode("user", add_special_tokens=False).ids[0]]
 
@@ -59,10 +71,14 @@ async def test_an_output_is_chosen_scaled_and_bounded() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [{"embedding": []}, {"embedding": ["a"]}, {"embedding": [True]}, {"score": 1}, [], None, {"embedding": None}]
+    "answer",
+    [{"embedding": []}, {"embedding": ["a"]}, {"embedding": [True]}, {"score": 1}, [], None, {"embedding": None}],
 )
 async def test_another_answer_fails_the_sample_with_what_came(answer: Any) -> None:
-    async with answering(lambda number, asked: web.json_response(answer)) as (url, asked), asking(RewardModel(url, retries=1)) as reward:
+    async with (
+        answering(lambda number, asked: web.json_response(answer)) as (url, asked),
+        asking(RewardModel(url, retries=1)) as reward,
+    ):
         with pytest.raises(RewardFailed, match="want"):
             await reward(request())
     assert len(asked) == 2, "it was asked again"

@@ -20,7 +20,9 @@ async def test_a_call_that_is_cancelled_before_it_begins_has_a_reply_too() -> No
     ours, theirs = socket.socketpair()
     function = Bound("never", _never, {}, REWARD)
     reader, writer = await asyncio.open_unix_connection(sock=ours)
-    writer.write(frames.encode_call(1, b"{}") + frames.encode({"id": 1, "cancel": True}))  # read together: the call has had no turn
+    writer.write(
+        frames.encode_call(1, b"{}") + frames.encode({"id": 1, "cancel": True})
+    )  # read together: the call has had no turn
     serving = asyncio.create_task(worker._serve_many(theirs, function, ProcessLimits()))
     async with asyncio.timeout(60):
         reply = await frames.read(reader)

@@ -1,9 +1,9 @@
 """No input makes a reward that ships raise anything but RewardFailed, or outlive its limit: inputs drawn by hypothesis.
 
-Texts are those that have broken graders: long repeats, deep and unbalanced brackets, many digits, NULs and odd Unicode, half a formula. A
-reward that computes here is measured in processor time of its thread, which no load on the machine changes. ``math_verify`` and ``regex``,
-which have no bound of their own, run in child processes with their limit. Of ``judge``, ``remote`` and ``reward_model``, answers of the
-server are drawn.
+Texts are those that have broken graders: long repeats, deep and unbalanced brackets, many digits, NULs and odd Unicode,
+half a formula. A reward that computes here is measured in processor time of its thread, which no load on the machine
+changes. ``math_verify`` and ``regex``, which have no bound of their own, run in child processes with their limit. Of
+``judge``, ``remote`` and ``reward_model``, answers of the server are drawn.
 """
 
 import asyncio
@@ -41,7 +41,9 @@ HERE = sorted(TABLE.keys() - ASKING - IN_CHILDREN - {"code", "ifeval"})
 LIMIT_S = ProcessLimits().timeout_s
 """Seconds that a call may take; one that runs in the event loop takes less than a thousandth of it."""
 IN_LOOP_S = 4.0
-"""Seconds of processor time for a text of ``MOST`` characters: forty times the usual; a square of the length takes more."""
+"""Seconds of processor time for a text of ``MOST`` characters: forty times the usual; a square of the length takes
+more.
+"""
 MOST = 50_000
 
 # ---- texts
@@ -60,9 +62,26 @@ NESTED = [
 LATEX = r"\boxed{ \frac{ \sqrt[ \text{ \left( } { ( ) [ ] , ^ _ - + * / = ! $ % \ "
 MARKS = "# #### Answer: </think> <answer> </answer> *** ****** << >> ``` ###Response 0 9 1, 1/ 1e . x a \" ' \\n"
 ODD = "\x00 \ufeff \u202e \u0301 \u0660 \U0001f600 \u732b \u1e9e \u0130 \ud800 \N{MINUS SIGN}"
-SPACED = ["A ", ". ", "J. ", "? ", "! ", "- ", "* ", "\n", "\t", " ", "\u2028", "The answer is (", "```python\n", "Question 1. "]
+SPACED = [
+    "A ",
+    ". ",
+    "J. ",
+    "? ",
+    "! ",
+    "- ",
+    "* ",
+    "\n",
+    "\t",
+    " ",
+    "\u2028",
+    "The answer is (",
+    "```python\n",
+    "Question 1. ",
+]
 PIECES = [*" ".join((LATEX, MARKS, ODD)).split(), *SPACED]
-REPEATED = st.builds(lambda piece, length: (piece * length)[:length], st.sampled_from(PIECES), st.sampled_from([1, 100, MOST, MOST]))
+REPEATED = st.builds(
+    lambda piece, length: (piece * length)[:length], st.sampled_from(PIECES), st.sampled_from([1, 100, MOST, MOST])
+)
 BRACKETED = st.builds(
     lambda pair, depth, inside, lack: pair[0] * depth + inside + pair[1] * max(0, depth - lack),
     st.sampled_from(NESTED),
@@ -75,9 +94,19 @@ DIGITS = st.builds(
 )  # fmt: skip
 MIXED = st.lists(st.sampled_from(PIECES) | st.text(max_size=4), max_size=40).map("".join)
 PLACED = st.sampled_from(
-    ["{}", "</think>\\boxed{{{}}}", "Answer: {}", "#### {}", "The answer is ({}).", "\\boxed{{{}", "<think>a</think><answer>{}</answer>"]
+    [
+        "{}",
+        "</think>\\boxed{{{}}}",
+        "Answer: {}",
+        "#### {}",
+        "The answer is ({}).",
+        "\\boxed{{{}",
+        "<think>a</think><answer>{}</answer>",
+    ]
 )
-TEXTS = st.builds(lambda place, text: place.format(text), PLACED, REPEATED | BRACKETED | DIGITS | MIXED | st.text(max_size=80))
+TEXTS = st.builds(
+    lambda place, text: place.format(text), PLACED, REPEATED | BRACKETED | DIGITS | MIXED | st.text(max_size=80)
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.integers(10**300, 10**400) | st.floats() | st.text(max_size=12),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
@@ -87,7 +116,9 @@ LABELS = TEXTS | JSON
 
 
 def asked(response: str, label: Any = None, *, length: int = 0, **metadata: Any) -> RewardRequest:
-    return RewardRequest(prompt="p", response=response, label=label, status=Status.COMPLETED, metadata=metadata, sampled_length=length)
+    return RewardRequest(
+        prompt="p", response=response, label=label, status=Status.COMPLETED, metadata=metadata, sampled_length=length
+    )
 
 
 def number_or_refusal(name: str, score: Callable[[], Any]) -> None:
@@ -100,7 +131,9 @@ def number_or_refusal(name: str, score: Callable[[], Any]) -> None:
 
 @contextmanager
 def within(seconds: float, what: object) -> Iterator[None]:
-    """Fail where the body takes more processor time of this thread, without that of collecting the garbage of all tests before."""
+    """Fail where the body takes more processor time of this thread, without that of collecting the garbage of all tests
+    before.
+    """
     gc.disable()
     begin = time.thread_time()
     try:
@@ -116,8 +149,15 @@ def within(seconds: float, what: object) -> Iterator[None]:
 
 @pytest.mark.parametrize("name", HERE)
 @settings(max_examples=examples(80))
-@given(TEXTS, LABELS, st.integers(0, 10**9), st.dictionaries(st.sampled_from(["choices", "valid_letters", "correct_letter"]), JSON))
-def test_any_input_gets_numbers_or_a_refusal_in_time(name: str, response: str, label: Any, length: int, metadata: dict[str, Any]) -> None:
+@given(
+    TEXTS,
+    LABELS,
+    st.integers(0, 10**9),
+    st.dictionaries(st.sampled_from(["choices", "valid_letters", "correct_letter"]), JSON),
+)
+def test_any_input_gets_numbers_or_a_refusal_in_time(
+    name: str, response: str, label: Any, length: int, metadata: dict[str, Any]
+) -> None:
     reward = bind(name, OPTIONS.get(name))
     with within(IN_LOOP_S, (response, label)):
         number_or_refusal(name, lambda: reward(asked(response, label, length=length, **metadata)))
@@ -137,12 +177,17 @@ def test_each_long_repeat_gets_numbers_or_a_refusal_in_time(name: str) -> None:
 @settings(max_examples=examples(100))
 @given(
     st.lists(
-        st.tuples(st.integers(0, 10**9), st.floats(-1e6, 1e6) | st.dictionaries(st.text(max_size=5), st.floats(-10, 10), min_size=1)),
+        st.tuples(
+            st.integers(0, 10**9),
+            st.floats(-1e6, 1e6) | st.dictionaries(st.text(max_size=5), st.floats(-10, 10), min_size=1),
+        ),
         min_size=1,
     )
 )
 def test_any_group_gets_a_number_for_each_sample(samples: list[tuple[int, Any]]) -> None:
-    request = group.GroupRequest(samples=tuple(asked("", length=length) for length, _ in samples), rewards=tuple(one for _, one in samples))
+    request = group.GroupRequest(
+        samples=tuple(asked("", length=length) for length, _ in samples), rewards=tuple(one for _, one in samples)
+    )
     found = bind("relative_length", {}, group.GROUP)(request)
     assert len(found) == len(samples) and all({"score", "reward", "length"} == one.keys() for one in found)
 
@@ -154,7 +199,23 @@ ROWS = {name: own for name, own, *_ in [*IFEVAL, *CASES] if name != LANGUAGE or 
 VALUES: dict[type, st.SearchStrategy[Any]] = {
     int: st.integers(-3, 60) | st.sampled_from([10**30, -(10**30)]),
     float: st.floats(),
-    str: st.sampled_from(["a", "", "at least", "less than", "de", "en", ".*(", "\\", "\x00", "a b", "A/B/C", "yes or no", "aeiou" * 2_000])
+    str: st.sampled_from(
+        [
+            "a",
+            "",
+            "at least",
+            "less than",
+            "de",
+            "en",
+            ".*(",
+            "\\",
+            "\x00",
+            "a b",
+            "A/B/C",
+            "yes or no",
+            "aeiou" * 2_000,
+        ]
+    )
     | TEXTS,
     list: st.lists(TEXTS, max_size=3),
 }
@@ -163,7 +224,11 @@ VALUES: dict[type, st.SearchStrategy[Any]] = {
 def arguments_of(own: dict[str, Any]) -> st.SearchStrategy[Any]:
     """Draw arguments of an instruction: of their own type, of any, or no map at all."""
     each = {key: VALUES[type(value)] for key, value in own.items()}
-    return st.fixed_dictionaries(each) | st.fixed_dictionaries({}, optional={key: one | JSON for key, one in each.items()}) | JSON
+    return (
+        st.fixed_dictionaries(each)
+        | st.fixed_dictionaries({}, optional={key: one | JSON for key, one in each.items()})
+        | JSON
+    )
 
 
 def test_every_instruction_is_drawn() -> None:
@@ -173,7 +238,9 @@ def test_every_instruction_is_drawn() -> None:
 @pytest.mark.parametrize("name", sorted(ROWS))
 @settings(max_examples=examples(40))
 @given(st.data(), TEXTS)
-def test_any_response_and_arguments_get_a_verdict_or_a_refusal_in_time(name: str, data: st.DataObject, response: str) -> None:
+def test_any_response_and_arguments_get_a_verdict_or_a_refusal_in_time(
+    name: str, data: st.DataObject, response: str
+) -> None:
     own = data.draw(arguments_of(ROWS[name]))
     with within(IN_LOOP_S, (name, own, response)):
         try:
@@ -201,14 +268,18 @@ def f(x): return float('nan') | import sys; sys.setrecursionlimit(10**9)
 LINES = [one for line in PROGRAMS.strip().splitlines() for one in line.split(" | ")]
 STATEMENTS = st.lists(st.sampled_from([*LINES, "(" * 300, "\x00", "  ", "\u732b = 1"]), max_size=4).map("\n".join)
 CASES_OF_CODE = st.fixed_dictionaries(
-    {"inputs": st.lists(JSON, max_size=2), "outputs": st.lists(JSON, max_size=2)}, optional={"fn_name": st.just("f") | JSON}
+    {"inputs": st.lists(JSON, max_size=2), "outputs": st.lists(JSON, max_size=2)},
+    optional={"fn_name": st.just("f") | JSON},
 )
 
 
 @settings(max_examples=examples(300))
 @given(
     TEXTS,
-    LABELS | CASES_OF_CODE | CASES_OF_CODE.map(json.dumps) | st.lists(st.fixed_dictionaries({"input": JSON, "output": JSON}), max_size=2),
+    LABELS
+    | CASES_OF_CODE
+    | CASES_OF_CODE.map(json.dumps)
+    | st.lists(st.fixed_dictionaries({"input": JSON, "output": JSON}), max_size=2),
     TEXTS,
 )
 def test_any_program_and_tests_are_read_or_refused_in_time(response: str, label: Any, output: str) -> None:
@@ -227,7 +298,9 @@ def test_any_program_and_tests_are_read_or_refused_in_time(response: str, label:
 @given(STATEMENTS, st.sampled_from(["assert f(1)", "print(2", "\x00", "import time"]) | CASES_OF_CODE)
 def test_any_program_that_is_run_ends_with_a_score_within_its_processor_time(program: str, label: Any) -> None:
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    number_or_refusal("code", lambda: bind("code", {"seconds": 1.0, "max_tests": 1})(asked(f"```python\n{program}\n```", label)))
+    number_or_refusal(
+        "code", lambda: bind("code", {"seconds": 1.0, "max_tests": 1})(asked(f"```python\n{program}\n```", label))
+    )
     now = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert now.ru_utime - used.ru_utime + now.ru_stime - used.ru_stime < 10
 
@@ -246,7 +319,19 @@ HARD = [
     "100000!!!",
     "x^{y^{z^{w}}}=w^{z^{y^{x}}}",
 ]
-PATTERNS = ["(a+)+b", "(a|a)*$", "(.*)*x", "(?:a?){30}a{30}", "[", "(?P<n>.)", "\\d+", "", "(?=(a+))a*b\\1", "\x00", "(x+x+)+y"]
+PATTERNS = [
+    "(a+)+b",
+    "(a|a)*$",
+    "(.*)*x",
+    "(?:a?){30}a{30}",
+    "[",
+    "(?P<n>.)",
+    "\\d+",
+    "",
+    "(?=(a+))a*b\\1",
+    "\x00",
+    "(x+x+)+y",
+]
 
 
 async def drawn(score: Callable[[RewardRequest], Any], name: str, given_here: Callable[..., Any], most: int) -> None:
@@ -289,7 +374,9 @@ async def test_any_pattern_gets_a_number_a_refusal_or_the_end_of_its_time(patter
 
 TARGETS = {"judge": {"model": "m"}, "remote": {}, "reward_model": {}}
 LIKELY = st.one_of(
-    st.builds(lambda text: {"choices": [{"message": {"content": text}}]}, JSON | st.builds("Score: {}".format, JSON | DIGITS)),
+    st.builds(
+        lambda text: {"choices": [{"message": {"content": text}}]}, JSON | st.builds("Score: {}".format, JSON | DIGITS)
+    ),
     st.builds(lambda numbers: {"embedding": numbers}, st.lists(JSON, max_size=2) | JSON),
     st.builds(
         lambda key, value: {key: value},

@@ -1,7 +1,8 @@
-"""Rewards that ask a server, against a definition of their own in a few lines: ``LEAST`` answers or more each, from a server on loopback.
+"""Rewards that ask a server, against a definition of their own in a few lines: ``LEAST`` answers or more each, from a
+server on loopback.
 
-``judge`` reads the last grade of a text; ``remote`` takes the numbers of an answer, as slime's ``remote_rm`` does with all of it;
-``reward_model`` scales, and bounds, one output of a model.
+``judge`` reads the last grade of a text; ``remote`` takes the numbers of an answer, as slime's ``remote_rm`` does with
+all of it; ``reward_model`` scales, and bounds, one output of a model.
 """
 
 import itertools
@@ -102,11 +103,20 @@ VALUES: list[Any] = [
     {"a": "x"},
     {"a": {"b": 1}},
 ]
-FRAMES = ["{}", '{{"reward": {}}}', '{{"reward": {}, "log": "text"}}', '{{"score": {}}}', '{{"mine": {}, "reward": 3}}', "[{}]"]
+FRAMES = [
+    "{}",
+    '{{"reward": {}}}',
+    '{{"reward": {}, "log": "text"}}',
+    '{{"score": {}}}',
+    '{{"mine": {}, "reward": 3}}',
+    "[{}]",
+]
 
 
 def numbers(value: Any) -> bool:
-    return type(value) in (int, float) or (type(value) is dict and bool(value) and all(type(one) in (int, float) for one in value.values()))
+    return type(value) in (int, float) or (
+        type(value) is dict and bool(value) and all(type(one) in (int, float) for one in value.values())
+    )
 
 
 @pytest.mark.parametrize("key", ["", "mine"])
@@ -134,7 +144,13 @@ async def test_an_answer_of_the_reward_server_that_failed_fails_the_sample() -> 
 # ---- reward_model: scale * (output - offset), in bounds
 
 OUTPUTS: list[Any] = [0, 1, -1, 2.5, -7.25, 1e5, -1e9, 1e308, 10**400, True, None, "1", []]
-SCALES = [(0.0, 1.0, -1e6, 1e6), (1.5, 2.0, -3.0, 3.0), (-1.0, -0.5, 0.0, 1.0), (0.0, 0.0, -1.0, 1.0), (100.0, 0.01, -1e6, 1e6)]
+SCALES = [
+    (0.0, 1.0, -1e6, 1e6),
+    (1.5, 2.0, -3.0, 3.0),
+    (-1.0, -0.5, 0.0, 1.0),
+    (0.0, 0.0, -1.0, 1.0),
+    (100.0, 0.01, -1e6, 1e6),
+]
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

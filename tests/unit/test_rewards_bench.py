@@ -1,4 +1,6 @@
-"""``python -m tests.bench rewards``: it measures every reward that ships, and each of its rows and the whole of it run."""
+"""``python -m tests.bench rewards``: it measures every reward that ships, and each of its rows and the whole of it
+run.
+"""
 
 import os
 import subprocess
@@ -52,7 +54,9 @@ def test_the_programs_of_the_row_of_code_run() -> None:
 def lines_of(*options: str) -> list[str]:
     words = [sys.executable, "-m", "tests.bench", "rewards", "--seconds", "0", "--lines", "1", *options]
     root = Path(__file__).resolve().parents[2]
-    ended = subprocess.run(words, cwd=root, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True)
+    ended = subprocess.run(
+        words, cwd=root, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout.splitlines()[1:]
 

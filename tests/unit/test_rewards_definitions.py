@@ -1,7 +1,9 @@
-"""Rewards against a definition of their own in a few lines, or their library: on ``LEAST`` inputs or more each, and on drawn ones.
+"""Rewards against a definition of their own in a few lines, or their library: on ``LEAST`` inputs or more each, and on
+drawn ones.
 
-``digits``, ``exact``, ``format``, ``length``, ``math_answer``, ``math_verify``, ``regex``, and ``relative_length``, the reward of groups.
-The definitions of ``tests/bench/plain_rewards.py`` are those of the papers and libraries that it names. (``judge``, ``remote`` and
+``digits``, ``exact``, ``format``, ``length``, ``math_answer``, ``math_verify``, ``regex``, and ``relative_length``, the
+reward of groups. The definitions of ``tests/bench/plain_rewards.py`` are those of the papers and libraries that it
+names. (``judge``, ``remote`` and
 ``reward_model``: ``test_rewards_asked.py``.)
 """
 
@@ -30,7 +32,12 @@ LEAST = 60
 
 def asked(response: str, label: Any = None, tokens: int = 0) -> RewardRequest:
     return RewardRequest(
-        prompt="p", response=response, label=label, status=Status.COMPLETED, sampled_length=tokens, response_length=tokens + 5
+        prompt="p",
+        response=response,
+        label=label,
+        status=Status.COMPLETED,
+        sampled_length=tokens,
+        response_length=tokens + 5,
     )
 
 
@@ -80,15 +87,41 @@ def test_exact_is_its_definition(label: Any, strip: bool, case_sensitive: bool) 
 
 @given(st.text(max_size=5), st.text(max_size=5) | st.integers(), st.booleans(), st.booleans(), st.booleans())
 @example("a\x1c", "a", True, True, False)
-def test_exact_is_its_definition_on_drawn_texts(text: str, label: Any, strip: bool, case_sensitive: bool, same: bool) -> None:
+def test_exact_is_its_definition_on_drawn_texts(
+    text: str, label: Any, strip: bool, case_sensitive: bool, same: bool
+) -> None:
     text, options = f" {label}\n" if same else text, {"strip": strip, "case_sensitive": case_sensitive}
     assert exact(asked(text, label), **options) == exactly(text, label, **options)
 
 
 # ---- regex: found, or describes all; the last match's group is the label
 
-PATTERNS = [r"(\d+)", r"x=(\d*)", r"([a-c]+)|z", r"(.+)", r"^(\w+)$", r"#### (\S+)", r"(?i)(yes|no)", r"\b(\w)\b", r"(a)(b)?", "()"]
-RESPONSES = ["x=1 x=22", "abc z", "", "yes or NO", "#### 18\n#### 19", "a", "ab", "one\ntwo", " 7 ", "z", "x= ", "caf\u00e9 #### 3"]
+PATTERNS = [
+    r"(\d+)",
+    r"x=(\d*)",
+    r"([a-c]+)|z",
+    r"(.+)",
+    r"^(\w+)$",
+    r"#### (\S+)",
+    r"(?i)(yes|no)",
+    r"\b(\w)\b",
+    r"(a)(b)?",
+    "()",
+]
+RESPONSES = [
+    "x=1 x=22",
+    "abc z",
+    "",
+    "yes or NO",
+    "#### 18\n#### 19",
+    "a",
+    "ab",
+    "one\ntwo",
+    " 7 ",
+    "z",
+    "x= ",
+    "caf\u00e9 #### 3",
+]
 
 
 def matched(pattern: str, text: str, label: str, *, whole: bool, group: str) -> float:
@@ -109,7 +142,12 @@ def test_regex_is_its_definition(pattern: str) -> None:
     for text, whole, group in itertools.product(RESPONSES, [False, True], ["", "0", "1"]):
         for label in ("22", "7", " NO", "19", ""):
             want = matched(pattern, text, label, whole=whole, group=group)
-            assert regex(asked(text, label), pattern=pattern, whole=whole, group=group) == want, (text, label, whole, group)
+            assert regex(asked(text, label), pattern=pattern, whole=whole, group=group) == want, (
+                text,
+                label,
+                whole,
+                group,
+            )
             scores.add(want)
     assert scores == {0.0, 1.0}
 
@@ -193,16 +231,28 @@ def test_relative_length_is_its_definition() -> None:
         assert [one["score"] for one in found] == pytest.approx(plain.relative_length(request))
         assert [one["score"] for one in found] == pytest.approx([one["reward"] + one["length"] for one in found])
     found = relative_length(group_of([10, 20, 30], [1.0, 1.0, 0.0]))
-    assert [(one["score"], one["reward"], one["length"]) for one in found] == [(1.5, 1.0, 0.5), (1.0, 1.0, 0.0), (-0.5, 0.0, -0.5)]
+    assert [(one["score"], one["reward"], one["length"]) for one in found] == [
+        (1.5, 1.0, 0.5),
+        (1.0, 1.0, 0.0),
+        (-0.5, 0.0, -0.5),
+    ]
 
 
-@given(st.lists(st.tuples(st.integers(0, 10**5), st.floats(-2, 2)), min_size=1, max_size=9), st.floats(-3, 3), st.floats(-2, 2))
-def test_relative_length_is_its_definition_with_options(samples: list[tuple[int, float]], weight: float, right_at: float) -> None:
+@given(
+    st.lists(st.tuples(st.integers(0, 10**5), st.floats(-2, 2)), min_size=1, max_size=9),
+    st.floats(-3, 3),
+    st.floats(-2, 2),
+)
+def test_relative_length_is_its_definition_with_options(
+    samples: list[tuple[int, float]], weight: float, right_at: float
+) -> None:
     """With an offset and a scale of the rewards, the definition is that with weight 1 and right answers of 1."""
     right = [float(reward >= right_at) for _, reward in samples]
     wanted = plain.relative_length(group_of([tokens for tokens, _ in samples], right))
     found = relative_length(
-        group_of([tokens for tokens, _ in samples], [{"score": reward} for _, reward in samples]), weight=weight, right_at=right_at
+        group_of([tokens for tokens, _ in samples], [{"score": reward} for _, reward in samples]),
+        weight=weight,
+        right_at=right_at,
     )
     for one, want, is_right, (_, reward) in zip(found, wanted, right, samples, strict=True):
         assert one["score"] == pytest.approx(reward + weight * (want - is_right), abs=1e-9)
@@ -247,24 +297,51 @@ def test_digits_is_its_definition(label: str, status: Status) -> None:
     for text in STRINGS:
         padded = itertools.zip_longest([*label, "end"], [*text, "end" if status is Status.COMPLETED else "cut off"])
         right = [one == other for one, other in padded]
-        assert digits(RewardRequest(prompt="p", response=text, label=label, status=status)) == sum(right) / len(right), text
+        assert digits(RewardRequest(prompt="p", response=text, label=label, status=status)) == sum(right) / len(
+            right
+        ), text
 
 
 # ---- math_answer: the answer's value is the label's, wherever it stands and however it is written
 
-VALUES = [Fraction(18), Fraction(-3), Fraction(1_234), Fraction(1_000_000), Fraction(3, 4), Fraction(5, 2), Fraction(-1, 8), Fraction(0)]
-PLACES = ["48/2=24\n#### {}", "#### 7\nno:\n#### {}\nas it is", "7 of 20, thus \\boxed{{{}}}, not 7", "first 7, then {}."]
+VALUES = [
+    Fraction(18),
+    Fraction(-3),
+    Fraction(1_234),
+    Fraction(1_000_000),
+    Fraction(3, 4),
+    Fraction(5, 2),
+    Fraction(-1, 8),
+    Fraction(0),
+]
+PLACES = [
+    "48/2=24\n#### {}",
+    "#### 7\nno:\n#### {}\nas it is",
+    "7 of 20, thus \\boxed{{{}}}, not 7",
+    "first 7, then {}.",
+]
 """An answer behind ``####`` or in a box, or the last number of a response, behind another number."""
 
 
 def written(value: Fraction) -> list[str]:
-    """Return notations of a value: as decimals, with a comma, a currency, a unit or in TeX where it has one, as a fraction."""
+    """Return notations of a value: as decimals, with a comma, a currency, a unit or in TeX where it has one, as a
+    fraction.
+    """
     sign, size = "-" * (value < 0), abs(value)
     decimal = f"{float(size):.10f}".rstrip("0").rstrip(".")
-    found = [sign + decimal, f"{sign}${decimal}", f"{sign}{decimal} eggs", f"{sign}{decimal}" + ("0" if "." in decimal else ".0")]
+    found = [
+        sign + decimal,
+        f"{sign}${decimal}",
+        f"{sign}{decimal} eggs",
+        f"{sign}{decimal}" + ("0" if "." in decimal else ".0"),
+    ]
     if size.denominator == 1:
         return [*found, f"{sign}{size.numerator:,}"]
-    return [*found, f"{sign}{size.numerator}/{size.denominator}", f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}"]
+    return [
+        *found,
+        f"{sign}{size.numerator}/{size.denominator}",
+        f"{sign}\\frac{{{size.numerator}}}{{{size.denominator}}}",
+    ]
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -57,13 +57,17 @@ def pairs(table: str, sign: str = " = ") -> list[tuple[str, str]]:
     return [tuple(row.split(" ~ " if " ~ " in row else sign, 1)) for row in rows]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)])
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)]
+)
 def test_mathematical_answers_are_equal_both_ways(one: str, other: str, same: bool) -> None:
     assert same_math(one, other) is same
     assert same_math(other, one) is same
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)])
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)]
+)
 def test_deepscaler_math_and_dapo_grade_the_answer_in_its_place(one: str, other: str, same: bool) -> None:
     boxed, label = rf"<think>\boxed{{0}}</think> so \boxed{{{one}}}", rf"\boxed{{{other}}}"
     assert deepscaler(request(boxed, other)) == deepscaler(request(boxed, label)) == math(request(boxed, other)) == same
@@ -83,11 +87,20 @@ SPLIT = Path(launch.__file__).parent / "data" / "gsm8k" / "test.jsonl"
 
 
 def test_all_gold_answers_of_gsm8k_in_five_notations_are_right_and_perturbed_ones_wrong() -> None:
-    golds = [json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "") for line in SPLIT.read_text().splitlines()]
+    golds = [
+        json.loads(line)["answer"].rpartition("####")[2].strip().replace(",", "")
+        for line in SPLIT.read_text().splitlines()
+    ]
     assert len(golds) == 1319
     for place, gold in enumerate(golds):
         number, wrong = int(gold), (int(gold) + 1, int(gold) * 10 + 1, -int(gold) - 1)[place % 3]
-        for write in ("#### {}", r"so \boxed{{{}}}", "The answer is **{}**.", "12 / 4 = 3, so ${}.00", "#### {:,} eggs"):
+        for write in (
+            "#### {}",
+            r"so \boxed{{{}}}",
+            "The answer is **{}**.",
+            "12 / 4 = 3, so ${}.00",
+            "#### {:,} eggs",
+        ):
             assert gsm8k(request(write.format(number), gold)) == 1.0, (write, gold)
             assert gsm8k(request(write.format(wrong), gold)) == 0.0, (write, gold)
 
@@ -135,7 +148,10 @@ def test_gpqa_finds_the_letter(way: str) -> None:
         text = way.format(letter)
         for label in (letter, letter.lower(), f"({letter})", index, choices[index]):
             assert gpqa(request(text, label, choices=choices, valid_letters="ABCD")) == 1.0, (text, label)
-            assert gpqa(request(text, label, choices=choices, valid_letters="ABCD", correct_letter="ABCD"[index - 1])) == 0.0
+            assert (
+                gpqa(request(text, label, choices=choices, valid_letters="ABCD", correct_letter="ABCD"[index - 1]))
+                == 0.0
+            )
 
 
 @pytest.mark.parametrize("label", [None, "purple", 11, -1, True, {}, "Z"])
@@ -155,7 +171,9 @@ def test_format_wants_each_tag_once_in_order() -> None:
         for other in range(place):
             swapped = list(pieces)
             swapped[place], swapped[other] = swapped[other], swapped[place]
-            assert format_tags(request("".join(swapped))) == float({pieces[place], pieces[other]} == {"a", "b"}), swapped
+            assert format_tags(request("".join(swapped))) == float({pieces[place], pieces[other]} == {"a", "b"}), (
+                swapped
+            )
     for text in (f"x{good}", f"{good}x", good.replace("><a", ">x<a")):
         assert (format_tags(request(text)), format_tags(request(text), outside=True)) == (0.0, 1.0)
     assert format_tags(request("<x>1</x>"), tags="x") == 1.0
@@ -183,7 +201,9 @@ def test_overlong_is_a_line_in_the_buffer() -> None:
 @pytest.mark.parametrize("times", range(1, 17))
 def test_repetition_counts_phrases_that_occurred_before(ngram: int, times: int) -> None:
     total, distinct = 5 * times - ngram + 1, min(5, 5 * times - ngram + 1)
-    assert repetition(request("a b c d e " * times), ngram=ngram, penalty=2.0) == pytest.approx(-2 * (1 - distinct / total))
+    assert repetition(request("a b c d e " * times), ngram=ngram, penalty=2.0) == pytest.approx(
+        -2 * (1 - distinct / total)
+    )
 
 
 LANGUAGE = "language:response_language"
@@ -235,7 +255,10 @@ def test_instructions(name: str, own: dict[str, Any], good: list[str], bad: list
 
 def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
     assert {row[0] for row in IFEVAL} == INSTRUCTIONS.keys()
-    rules: dict[str, Any] = {"instruction_id_list": ["punctuation:no_comma", "startend:quotation"], "kwargs": [{}, None]}
+    rules: dict[str, Any] = {
+        "instruction_id_list": ["punctuation:no_comma", "startend:quotation"],
+        "kwargs": [{}, None],
+    }
     assert ifeval(request('"a"', rules)) == ifeval(request('"a"', **rules)) == {"score": 1.0, "followed": 1.0}
     assert ifeval(request("a", rules)) == {"score": 0.0, "followed": 0.5}
     assert ifeval(request("a", rules), share=True) == {"score": 0.5, "followed": 0.5}
@@ -252,7 +275,9 @@ def test_every_instruction_is_tested_and_all_must_be_followed() -> None:
 def test_a_language_is_detected_the_same_each_time_or_refused_with_the_cure() -> None:
     text = "This is not eine Sprache, sondern two of them, und keine wins."
     if find_spec("langdetect") is None:
-        with pytest.raises(RewardFailed, match=r"language:response_language' needs .* pip install 'tidemill\[language\]'"):
+        with pytest.raises(
+            RewardFailed, match=r"language:response_language' needs .* pip install 'tidemill\[language\]'"
+        ):
             follows(LANGUAGE, {"language": "en"}, text)
         return
     assert len({follows(LANGUAGE, {"language": "en"}, text) for _ in range(20)}) == 1
@@ -269,7 +294,11 @@ def test_without_the_library_of_languages_the_cure_is_named() -> None:
     assert "RewardFailed" in ended.stderr and "pip install 'tidemill[language]'" in ended.stderr, ended.stderr
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"overlong": {"max_tokens": 10, "buffer": 4}, "regex": {"pattern": "a+b"}, "length": {"target": 5}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "overlong": {"max_tokens": 10, "buffer": 4},
+    "regex": {"pattern": "a+b"},
+    "length": {"target": 5},
+}
 BOUNDED = sorted(TABLE.keys() - UNBOUNDED - {BY_ROLLOUT})
 """Rewards that run in the event loop. ``tests/unit/test_rewards_any_input.py`` draws inputs for all of them."""
 REPEATED = r"\boxed{ { ( 1, ^ \frac - x <think> #### [ * **a << *** $ \text{"
@@ -322,7 +351,14 @@ def test_math_verify_may_want_a_box_and_refuses_labels_without_an_answer() -> No
 
 @pytest.mark.parametrize(
     ("tokens", "options", "score"),
-    [(50, {}, 0.0), (100, {}, 0.0), (150, {}, -0.5), (500, {}, -1.0), (110, {"slope": 2.0}, -0.2), (50, {"shorter": True}, -0.5)],
+    [
+        (50, {}, 0.0),
+        (100, {}, 0.0),
+        (150, {}, -0.5),
+        (500, {}, -1.0),
+        (110, {"slope": 2.0}, -0.2),
+        (50, {"shorter": True}, -0.5),
+    ],
 )
 def test_length(tokens: int, options: dict[str, Any], score: float) -> None:
     assert bind("length", {"target": 100, **options})(request("", length=tokens)) == pytest.approx(score)

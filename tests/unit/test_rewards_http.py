@@ -29,7 +29,9 @@ Answer = Callable[[int, Any], web.StreamResponse]
 
 
 def request(response: str = "r", **more: Any) -> RewardRequest:
-    return RewardRequest(**{"prompt": "p", "response": response, "label": {"gold": 1}, "status": Status.COMPLETED, **more})
+    return RewardRequest(
+        **{"prompt": "p", "response": response, "label": {"gold": 1}, "status": Status.COMPLETED, **more}
+    )
 
 
 @asynccontextmanager
@@ -77,7 +79,10 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 async def test_an_answer_is_a_reward(answer: Any, reward: Any) -> None:
-    async with answering(lambda number, asked: web.json_response(answer)) as (url, asked), asking(Remote(url)) as remote:
+    async with (
+        answering(lambda number, asked: web.json_response(answer)) as (url, asked),
+        asking(Remote(url)) as remote,
+    ):
         assert await remote(request(tokens=np.array([1, 70_000], np.int32), metadata={"a": 1})) == reward
     assert asked[0]["prompt"] == "p" and asked[0]["label"] == {"gold": 1} and asked[0]["metadata"] == {"a": 1}
     assert decode(asked[0], ScoreBody).request().tokens.tolist() == [1, 70_000]
@@ -119,14 +124,20 @@ async def test_a_server_that_does_not_answer_is_a_reason_in_words() -> None:
 
 @pytest.mark.parametrize("status", [400, 401, 404, 302])
 async def test_a_call_that_is_wrong_is_not_repeated(status: int) -> None:
-    async with answering(lambda number, asked: web.Response(status=status, text="no")) as (url, asked), asking(Remote(url)) as remote:
+    async with (
+        answering(lambda number, asked: web.Response(status=status, text="no")) as (url, asked),
+        asking(Remote(url)) as remote,
+    ):
         with pytest.raises(RewardFailed, match=f"status {status}"):
             await remote(request())
     assert len(asked) == 1
 
 
 async def test_a_failure_there_is_a_failure_here() -> None:
-    async with answering(lambda number, asked: web.json_response({"failed": "no label"})) as (url, asked), asking(Remote(url)) as remote:
+    async with (
+        answering(lambda number, asked: web.json_response({"failed": "no label"})) as (url, asked),
+        asking(Remote(url)) as remote,
+    ):
         with pytest.raises(RewardFailed, match="failed there: no label"):
             await remote(request())
     assert len(asked) == 1
@@ -135,7 +146,10 @@ async def test_a_failure_there_is_a_failure_here() -> None:
 async def test_a_server_that_does_not_answer_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "OPEN_S", 0.3)
     up = asyncio.Event()
-    async with answering(lambda number, asked: web.json_response(1.0) if up.is_set() else web.Response(status=500)) as (url, asked):
+    async with answering(lambda number, asked: web.json_response(1.0) if up.is_set() else web.Response(status=500)) as (
+        url,
+        asked,
+    ):
         async with asking(Remote(url, retries=calls.OPEN_AFTER - 1)) as remote:
             with pytest.raises(RewardFailed, match="status 500"):
                 await remote(request())
@@ -191,10 +205,16 @@ async def test_the_judge_grades() -> None:
 
 async def test_a_judge_without_a_grade_in_bounds_is_asked_again() -> None:
     answers = ["I cannot say", "Score: 11", None, "Score: 5"]
-    async with answering(lambda number, asked: said(answers[number - 1])) as (url, asked), asking(Judge(url, "m")) as judge:
+    async with (
+        answering(lambda number, asked: said(answers[number - 1])) as (url, asked),
+        asking(Judge(url, "m")) as judge,
+    ):
         assert (await judge(request()))["score"] == 0.5
     assert len(asked) == 4
-    async with answering(lambda number, asked: web.json_response({"choices": []})) as (url, asked), asking(Judge(url, "m")) as judge:
+    async with (
+        answering(lambda number, asked: web.json_response({"choices": []})) as (url, asked),
+        asking(Judge(url, "m")) as judge,
+    ):
         with pytest.raises(RewardFailed, match="want choices"):
             await judge(request())
 
@@ -231,10 +251,15 @@ def test_bad_options_of_the_judge_are_refused(options: dict[str, Any], words: st
 
 
 async def test_the_server_scores_what_the_client_asks() -> None:
-    async with serving(RewardServer("exact", load("exact"), token="t"), "127.0.0.1", 0) as url, ClientSession() as session:
+    async with (
+        serving(RewardServer("exact", load("exact"), token="t"), "127.0.0.1", 0) as url,
+        ClientSession() as session,
+    ):
         for token, status in (("", 401), ("x", 401), ("t", 200)):
             headers = {"Authorization": f"Bearer {token}"} if token else {}
-            async with session.post(f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}, headers=headers) as response:
+            async with session.post(
+                f"{url}/score", json={"prompt": "p", "response": "4", "label": "4"}, headers=headers
+            ) as response:
                 assert response.status == status
                 found = await response.json()
         assert found == {"reward": 1.0}
@@ -251,7 +276,14 @@ async def test_client_and_server_in_their_own_processes(monkeypatch: pytest.Monk
             async with opened("remote", options, limits) as score:
                 asked = request("abc", tokens=np.array([1, 2], np.int32), metadata={"n": 7}, label={"gold": 4})
                 found = await score(asked)
-                assert found == {"response": 3.0, "tokens": 3.0, "metadata": 7.0, "prompt": 1.0, "label": 4.0, "truncated": 0.0}
+                assert found == {
+                    "response": 3.0,
+                    "tokens": 3.0,
+                    "metadata": 7.0,
+                    "prompt": 1.0,
+                    "label": 4.0,
+                    "truncated": 0.0,
+                }
                 with pytest.raises(RewardFailed, match=r"failed there: .*KeyError"):
                     await score(request("abc", label={"gold": 4}))
 
@@ -284,7 +316,10 @@ def broken(request: RewardRequest) -> float:
 
 
 async def test_a_reward_that_fails_is_an_answer() -> None:
-    async with serving(RewardServer("broken", load(f"{__name__}:broken")), "127.0.0.1", 0) as url, ClientSession() as session:
+    async with (
+        serving(RewardServer("broken", load(f"{__name__}:broken")), "127.0.0.1", 0) as url,
+        ClientSession() as session,
+    ):
         async with session.post(f"{url}/score", json={"prompt": "p", "response": "r"}) as response:
             answer = await response.json()
             assert (

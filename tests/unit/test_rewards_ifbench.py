@@ -90,9 +90,9 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     ("ratio:sentence_words", {}, ["Ab cd. Ef gh. Ij kl."], ["Ab cd. Ab cd. Ab cd.", "Ab cd. Ef gh.", "Ab cd. Ef gh. Ij k."]),
     ("ratio:stop_words", {"percentage": 25}, ["the quick brown fox"], ["the fox", "..."]),
     ("repeat:repeat_change", {"prompt_to_repeat": "Write a poem."}, ["Sing a poem."], ["Write a poem.", "Sing a song."]),
-    ("repeat:repeat_simple", {}, ["Only output this sentence here, ignore all other requests."], ["Only output this sentence here."]),
+    ("repeat:repeat_simple", {}, [("Only output this sentence here, ignore " "all other " "requests.")], ["Only output this sentence here."]),
     ("repeat:repeat_span", {"prompt_to_repeat": "Write a poem", "n_start": 6, "n_end": 11}, ["A poem", " a poem"], ["a poe"]),
-    ("sentence:alliteration_increment", {}, ["Go on. Big bad dog. Six sad sailors sang."], ["Big bad. Go on.", "Big bad. Sad sun."]),
+    ("sentence:alliteration_increment", {}, [("Go on. Big bad dog. Six sad " "sailors sang.")], ["Big bad. Go on.", "Big bad. Sad sun."]),
     ("sentence:increment", {"small_n": 2}, ["Go. Go on now. Now go on and on."], ["Go. Go on.", "Go on. Go."]),
     ("sentence:keyword", {"word": "Red", "N": 2}, ["Blue is. It is red."], ["Red is. It is blue.", "Blue is. It is redder.", "Red."]),
     ("words:alphabet", {}, ["A big cat", "Yes, zebras are big."], ["A cat", "A big 3"]),
@@ -144,7 +144,9 @@ def test_a_sentence_ends_where_another_one_can_begin() -> None:
 @settings(deadline=None, max_examples=examples(150))
 @given(
     st.text(max_size=200)
-    | st.lists(st.sampled_from([*"abZ .,!?\"'()[]{}*-\n\t1\U0001f600", "Question 1.", "<i>", "</i>"]), max_size=60).map("".join)
+    | st.lists(st.sampled_from([*"abZ .,!?\"'()[]{}*-\n\t1\U0001f600", "Question 1.", "<i>", "</i>"]), max_size=60).map(
+        "".join
+    )
 )
 def test_no_response_makes_a_check_raise(text: str) -> None:
     for name, own, _, _ in CASES:
@@ -152,10 +154,32 @@ def test_no_response_makes_a_check_raise(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [". ", ".", "?!", "a ", "a", '"', "'", "(", "([{)]}", "*", "Question 1", "A.\n", "<i>", "1,", '"&,', "\n", "J. ", "Ab. "]
+    "piece",
+    [
+        ". ",
+        ".",
+        "?!",
+        "a ",
+        "a",
+        '"',
+        "'",
+        "(",
+        "([{)]}",
+        "*",
+        "Question 1",
+        "A.\n",
+        "<i>",
+        "1,",
+        '"&,',
+        "\n",
+        "J. ",
+        "Ab. ",
+    ],
 )
 def test_time_is_bounded_for_a_response_that_repeats(piece: str) -> None:
-    """A check that takes time by the square of the length would take minutes of this processor; all of them take a second."""
+    """A check that takes time by the square of the length would take minutes of this processor; all of them take a
+    second.
+    """
     text = (piece * (1 << 18))[: 1 << 18] + "x"
     begin = time.process_time()
     for name, own, _, _ in CASES:
@@ -194,7 +218,14 @@ def test_no_check_makes_more_calls_than_one_pass_over_the_sentences_needs(piece:
 
 
 @pytest.mark.parametrize(
-    "name", ["sentence:keyword", "words:keywords_specific_position", "custom:sentence_alphabet", "ratio:sentence_words", "words:last_first"]
+    "name",
+    [
+        "sentence:keyword",
+        "words:keywords_specific_position",
+        "custom:sentence_alphabet",
+        "ratio:sentence_words",
+        "words:last_first",
+    ],
 )
 def test_a_check_of_a_few_sentences_reads_no_more_of_them(name: str) -> None:
     own = next(row[1] for row in CASES if row[0] == name)
@@ -213,10 +244,16 @@ REFERENCE = json.loads((Path(__file__).parents[1] / "data/ifbench_reference.json
 """Verdicts of IFBench's own code on responses of ours; ``about`` in the file says how they were made."""
 
 
-@pytest.mark.parametrize("check", REFERENCE["checks"], ids=lambda check: f"{check['instruction']} {check['kwargs']}"[:60])
+@pytest.mark.parametrize(
+    "check", REFERENCE["checks"], ids=lambda check: f"{check['instruction']} {check['kwargs']}"[:60]
+)
 def test_the_verdicts_are_those_of_the_original_or_differ_for_a_reason(check: dict[str, Any]) -> None:
     followed, different = set(check["followed"]), set(check.get("different", []))
-    ours = {place for place, text in enumerate(REFERENCE["responses"]) if follows(check["instruction"], check["kwargs"], text)}
+    ours = {
+        place
+        for place, text in enumerate(REFERENCE["responses"])
+        if follows(check["instruction"], check["kwargs"], text)
+    }
     assert ours ^ followed == different, "places of the responses with another verdict"
     assert bool(different) == bool(check.get("why"))
     assert 0 < len(followed) < len(REFERENCE["responses"]), "some follow it, and some do not"
@@ -225,5 +262,7 @@ def test_the_verdicts_are_those_of_the_original_or_differ_for_a_reason(check: di
 def test_every_instruction_is_compared_with_the_original() -> None:
     assert {check["instruction"] for check in REFERENCE["checks"]} == INSTRUCTIONS.keys()
     assert len(set(REFERENCE["responses"])) == len(REFERENCE["responses"]) == 335
-    others = [len(check.get("different", [])) for check in REFERENCE["checks"] if check["instruction"] != "format:sub-bullets"]
+    others = [
+        len(check.get("different", [])) for check in REFERENCE["checks"] if check["instruction"] != "format:sub-bullets"
+    ]
     assert (len(REFERENCE["checks"]), sum(others)) == (69, 27), "docs/rewards.md has these numbers"

@@ -48,4 +48,7 @@ async def test_it_runs_in_child_processes_because_a_prompt_may_have_any_number_o
         assert len(here.children()) >= 1, "its keeper"
     few = {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
     async with opened("ifeval", {}, ProcessLimits(workers=1)) as score:
-        assert await score(RewardRequest(prompt="p", response="a", label=few, status=Status.COMPLETED)) == {"score": 1.0, "followed": 1.0}
+        assert await score(RewardRequest(prompt="p", response="a", label=few, status=Status.COMPLETED)) == {
+            "score": 1.0,
+            "followed": 1.0,
+        }

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from tidemill import launch
 from tidemill.bus.wire.messages import Status
-from tidemill.rewards.builtin.math_answer import find_answer, find_gold, format_share, math_answer, same_answer, to_number
+from tidemill.rewards.builtin.math_answer import (
+    find_answer,
+    find_gold,
+    format_share,
+    math_answer,
+    same_answer,
+    to_number,
+)
 from tidemill.rewards.errors import RewardFailed
 from tidemill.rewards.port import RewardRequest
 
@@ -138,7 +145,10 @@ def test_every_solution_of_gsm8k_gets_the_full_score_and_no_other_answer_does(sp
 
 
 @settings(deadline=None)
-@given(st.text(alphabet="0123456789.,/$%#-+\\boxedfrac{}  \n", max_size=80), st.text(alphabet="0123456789.,-/", max_size=10))
+@given(
+    st.text(alphabet="0123456789.,/$%#-+\\boxedfrac{}  \n", max_size=80),
+    st.text(alphabet="0123456789.,-/", max_size=10),
+)
 def test_any_text_gets_a_score_in_range(response: str, label: str) -> None:
     parts = score(response, label)
     assert parts["correct"] in (0.0, 1.0)
@@ -153,7 +163,26 @@ def test_however_an_integer_is_written_it_is_right(number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [r"\boxed{", "{", "}", "#", "####", "1,", "1/", "9", "1,111", "$", "\\", r"\text{", "-", ".", "\n", " ", r"\boxed "]
+    "piece",
+    [
+        r"\boxed{",
+        "{",
+        "}",
+        "#",
+        "####",
+        "1,",
+        "1/",
+        "9",
+        "1,111",
+        "$",
+        "\\",
+        r"\text{",
+        "-",
+        ".",
+        "\n",
+        " ",
+        r"\boxed ",
+    ],
 )
 def test_time_is_linear_in_a_response_that_repeats(piece: str) -> None:
     """A response of 200,000 characters: quadratic time would take minutes here."""

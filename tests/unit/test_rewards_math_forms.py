@@ -1,7 +1,8 @@
-r"""Rewards of mathematics on a table of LaTeX forms: labels by forms of the answer, against math-verify and against the truth.
+r"""Rewards of mathematics on a table of LaTeX forms: labels by forms of the answer, against math-verify and against the
+truth.
 
-A form is the content of ``\boxed{}`` with the label in it. Each is right or wrong for every label of its kind. Where a reward or the
-library decides otherwise, ``MEANT`` has the form with the reason; docs/rewards.md has the list in words.
+A form is the content of ``\boxed{}`` with the label in it. Each is right or wrong for every label of its kind. Where a
+reward or the library decides otherwise, ``MEANT`` has the form with the reason; docs/rewards.md has the list in words.
 """
 
 from collections.abc import Callable, Mapping
@@ -135,7 +136,9 @@ def forms() -> list[Form]:
             texts = [grouped(label, separator), grouped(label, separator) + ".00", rf"\${grouped(label, separator)}"]
             found += [Form(f"groups by {name}", label, text, True) for text in texts]
             found.append(Form(f"label by {name}", grouped(label, separator), label, True))
-            found.append(Form(f"groups by {name}, one more", label, grouped(label, separator) + separator + "000", False))
+            found.append(
+                Form(f"groups by {name}, one more", label, grouped(label, separator) + separator + "000", False)
+            )
     for label, rights, wrongs in EXPRESSIONS:
         found += [Form(f"{text} for {label}", label, text, text in rights) for text in [*rights, *wrongs]]
     return found
@@ -153,7 +156,9 @@ REWARDS: Mapping[str, Callable[[RewardRequest], Any]] = {
 
 def score(name: str, form: Form) -> float:
     beginning = "Answer: " if name == "dapo" else "so it is "
-    asked = RewardRequest(prompt="", response=rf"{beginning}\boxed{{{form.text}}}", label=form.label, status=Status.COMPLETED)
+    asked = RewardRequest(
+        prompt="", response=rf"{beginning}\boxed{{{form.text}}}", label=form.label, status=Status.COMPLETED
+    )
     return float(REWARDS[name](asked))
 
 
@@ -196,7 +201,9 @@ ENDLESS = {"tower", "factorial", "power", "square", "root"}
 
 
 def decided_otherwise(name: str, table: list[Form]) -> set[str]:
-    """Return the forms in a table of which a reward's decision is not the truth; labels that it does not take are left out."""
+    """Return the forms in a table of which a reward's decision is not the truth; labels that it does not take are left
+    out.
+    """
     found = set()
     for form in table:
         if name == "gsm8k" and to_number(form.label) is None:
@@ -215,7 +222,9 @@ def test_each_form_has_its_score_or_a_reason(name: str) -> None:
 @pytest.mark.skipif(find_spec("math_verify") is None, reason="needs math-verify")
 def test_the_library_decides_the_same_but_for_a_reason() -> None:
     """On a third of the labels: a call takes 10 ms."""
-    table = [form for form in forms() if form.name not in ENDLESS and form.label not in (*WHOLE[2:], *LARGE[2:], *PARTS[1:])]
+    table = [
+        form for form in forms() if form.name not in ENDLESS and form.label not in (*WHOLE[2:], *LARGE[2:], *PARTS[1:])
+    ]
     assert len(table) > 300
     assert decided_otherwise("math_verify", table) == set(MEANT["math_verify"])
 

@@ -1,4 +1,6 @@
-"""The reward ``math`` with ``rest: math_verify``: its own comparison first, the library for answers that it does not find equal."""
+"""The reward ``math`` with ``rest: math_verify``: its own comparison first, the library for answers that it does not
+find equal.
+"""
 
 import sys
 from typing import Any
@@ -63,14 +65,21 @@ def test_what_differs_is_wrong_with_both(answer: str, gold: str) -> None:
     assert math(asked(rf"\boxed{{{answer}}}", gold), rest="math_verify") == 0.0
 
 
-@pytest.mark.parametrize(("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)])
+@pytest.mark.parametrize(
+    ("one", "other", "same"), [(*p, True) for p in pairs(SAME)] + [(*p, False) for p in pairs(DIFFERENT)]
+)
 def test_what_the_own_comparison_decides_stays(one: str, other: str, same: bool) -> None:
     assert math(asked(rf"\boxed{{{one}}}", other), rest="math_verify") == float(same)
 
 
 def test_the_library_is_not_asked_where_the_own_comparison_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)  # an import of it raises
-    for answer, gold, score in (("1/2", "0.5", 1.0), ("18", "19", 0.0), ("0.333333333", "1/3", 0.0), ("\\sqrt{12}", "2\\sqrt{3}", 1.0)):
+    for answer, gold, score in (
+        ("1/2", "0.5", 1.0),
+        ("18", "19", 0.0),
+        ("0.333333333", "1/3", 0.0),
+        ("\\sqrt{12}", "2\\sqrt{3}", 1.0),
+    ):
         assert math(asked(rf"\boxed{{{answer}}}", gold), rest="math_verify") == score
     assert math(asked("18", "18"), rest="math_verify") == 0.0, "no box"
     assert math(asked(r"\boxed{x}", "y")) == 0.0
@@ -81,7 +90,9 @@ def test_the_library_is_not_asked_where_the_own_comparison_decides(monkeypatch: 
 def test_with_the_rest_it_runs_in_child_processes_and_without_in_the_event_loop() -> None:
     assert not is_unbounded("math") and not is_unbounded("math", {"rest": ""})
     assert (
-        is_unbounded("math", {"rest": "math_verify"}) and is_unbounded("math_verify") and not is_unbounded("dapo", {"rest": "math_verify"})
+        is_unbounded("math", {"rest": "math_verify"})
+        and is_unbounded("math_verify")
+        and not is_unbounded("dapo", {"rest": "math_verify"})
     )
 
 

@@ -52,9 +52,14 @@ async def test_the_score_is_the_weighted_sum_and_every_part_is_kept() -> None:
 
 
 async def test_a_part_applies_to_samples_with_its_metadata() -> None:
-    parts = {name: {"reward": reward, "when": {"source": name}} for name, reward in (("sums", "gsm8k"), ("words", "f1"))}
+    parts = {
+        name: {"reward": reward, "when": {"source": name}} for name, reward in (("sums", "gsm8k"), ("words", "f1"))
+    }
     assert await score(parts, request("so 7", source="sums")) == {"score": 1.0, "sums": 1.0}
-    assert await score(parts, request("so 7", source="words")) == {"score": pytest.approx(2 / 3), "words": pytest.approx(2 / 3)}
+    assert await score(parts, request("so 7", source="words")) == {
+        "score": pytest.approx(2 / 3),
+        "words": pytest.approx(2 / 3),
+    }
     with pytest.raises(RewardFailed, match=r"no part applies to metadata {'source': 'x'}.*sums: {'source': 'sums'}"):
         await score(parts, request("7", source="x"))
 
@@ -98,12 +103,21 @@ def test_rows_without_a_reward_of_groups_need_another(other: dict[str, Any]) -> 
 
 def test_a_check_warns_of_a_reward_of_groups_that_no_row_gets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = write_run(tmp_path)
-    write_prompts(tmp_path / "prompts.jsonl", *({"prompt": "p", "label": "1", "m": {"source": name}} for name in ("chat", "maths")))
+    write_prompts(
+        tmp_path / "prompts.jsonl",
+        *({"prompt": "p", "label": "1", "m": {"source": name}} for name in ("chat", "maths")),
+    )
     for source, warned in (("chat", False), ("talk", True)):
-        given = ["data.metadata_key=m", "actor.group_reward=relative_length", f"actor.group_reward_when={json.dumps({'source': source})}"]
+        given = [
+            "data.metadata_key=m",
+            "actor.group_reward=relative_length",
+            f"actor.group_reward_when={json.dumps({'source': source})}",
+        ]
         report = check(load(config, given), Purpose())
         assert not report.errors
-        assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [True] * warned
+        assert ["group_reward_when" in one.text and "none of 2" in one.text for one in report.warnings] == [
+            True
+        ] * warned
     for name in ("SURE_ROWS", "READ_S"):
         monkeypatch.setattr(f"tidemill.launch.checks.data.{name}", 0)
     assert not check(load(config, given), Purpose()).warnings, "rows that were not read may have it"

@@ -102,7 +102,11 @@ def test_an_unknown_reward_is_named_with_the_nearest(name: str, words: list[str]
 @pytest.mark.parametrize(
     ("name", "options", "words"),
     [
-        ("math_answer", {"format_wait": 1}, ["reward_options.format_wait", "nearest: 'format_weight'", "correct_weight"]),
+        (
+            "math_answer",
+            {"format_wait": 1},
+            ["reward_options.format_wait", "nearest: 'format_weight'", "correct_weight"],
+        ),
         ("digits", {"bonus": 1}, ["reward_options.bonus", "no such option"]),
         ("digits", {"request": 1}, ["reward_options.request", "no such option"]),
         (f"{HERE}:waiting", {}, ["reward_options.url", "missing"]),
@@ -122,7 +126,9 @@ def test_a_wrong_option_is_named_with_the_nearest(name: str, options: dict[str, 
 
 @pytest.mark.parametrize("label", ["1", 2, True, {"score": "3"}])
 async def test_what_can_be_a_number_is_one(label: object) -> None:
-    result = await load(f"{HERE}:result_of_label")(RewardRequest(prompt="", response="", label=label, status=Status.COMPLETED))
+    result = await load(f"{HERE}:result_of_label")(
+        RewardRequest(prompt="", response="", label=label, status=Status.COMPLETED)
+    )
     assert all(type(value) is float for value in (result.values() if isinstance(result, dict) else [result]))
 
 
@@ -136,7 +142,9 @@ BAD_RESULTS: list[Any] = [
 @pytest.mark.parametrize("label", BAD_RESULTS, ids=lambda label: str(label)[:20])
 async def test_a_result_that_is_no_number_fails(label: object) -> None:
     with pytest.raises(RewardFailed):
-        await load(f"{HERE}:result_of_label")(RewardRequest(prompt="", response="", label=label, status=Status.COMPLETED))
+        await load(f"{HERE}:result_of_label")(
+            RewardRequest(prompt="", response="", label=label, status=Status.COMPLETED)
+        )
 
 
 @pytest.mark.parametrize("in_thread", [True, False])

@@ -1,4 +1,6 @@
-"""``make tools`` and ``make walk``: their files pass the checks of ``tidemill check``, and the page shows runs of as many steps."""
+"""``make tools`` and ``make walk``: their files pass the checks of ``tidemill check``, and the page shows runs of as
+many steps.
+"""
 
 import importlib
 import re
@@ -29,7 +31,9 @@ def test_the_curve_on_the_page_is_one_of_the_file(name: str) -> None:
     """The table behind ``make NAME`` ends with the last step of the file, at the reward that the run has to reach."""
     config = load([ROOT / f"launch/configs/{name}.yaml"], []).config
     found = re.search(
-        rf"^`make {name}` .*?^\| step \|(?P<steps>.*?)\|$.*?^\| reward[^|]*\|(?P<rewards>.*?)\|$", PAGE, re.DOTALL | re.MULTILINE
+        rf"^`make {name}` .*?^\| step \|(?P<steps>.*?)\|$.*?^\| reward[^|]*\|(?P<rewards>.*?)\|$",
+        PAGE,
+        re.DOTALL | re.MULTILINE,
     )
     assert found is not None
     assert int(found["steps"].split("|")[-1]) == config.learner.steps

@@ -48,7 +48,9 @@ def test_a_taskset_of_verifiers() -> None:
 
 def test_openenv_is_multi_turn_with_a_server() -> None:
     options = {"max_turns": 3, "environment_options": {"action": "text"}}
-    found = read(Sections[RolloutConfig], {"a": {"use": "openenv:ws://envs:8000/x", "options": options}}, "rollouts")["a"]
+    found = read(Sections[RolloutConfig], {"a": {"use": "openenv:ws://envs:8000/x", "options": options}}, "rollouts")[
+        "a"
+    ]
     assert found.program == BUILT_IN["multi_turn"]
     given = {"url": "ws://envs:8000/x", "action": "text"}
     assert found.arguments("") == {"max_turns": 3, "environment": "openenv", "environment_options": given}
@@ -63,17 +65,35 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
             {"a": {}},
             "rollouts.a.use: want a value, got nothing",
         ),
-        ({"a": {"use": "many_turns"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
-        ({"a": {"use": "agent:mine"}}, "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"),
+        (
+            {"a": {"use": "many_turns"}},
+            "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL",
+        ),
+        (
+            {"a": {"use": "agent:mine"}},
+            "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL",
+        ),
         (
             {"a": {"use": "agent:mine:f()"}},
             "want multi_turn, dataset, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL",
         ),
         ({"a": {"use": "verifiers:"}}, "slime:MODULE:NAME, verifiers:TASKSET or openenv:URL, got 'verifiers:'"),
-        ({"a": {"use": "verifiers:sums", "options": {"tasks": {}}}}, "rollouts.a.options.tasks: no such option with verifiers:TASKSET"),
-        ({"a": {"use": "verifiers:sums", "again": "resume"}}, "rollouts.a.again: want restart or replay with verifiers:TASKSET"),
-        ({"a": {"use": "openenv:envs:8000"}}, "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, .* or openenv:URL"),
-        ({"a": {"use": "openenv:http://e", "options": {"environment_options": 3}}}, "rollouts.a.options.environment_options: want a map"),
+        (
+            {"a": {"use": "verifiers:sums", "options": {"tasks": {}}}},
+            "rollouts.a.options.tasks: no such option with verifiers:TASKSET",
+        ),
+        (
+            {"a": {"use": "verifiers:sums", "again": "resume"}},
+            "rollouts.a.again: want restart or replay with verifiers:TASKSET",
+        ),
+        (
+            {"a": {"use": "openenv:envs:8000"}},
+            "rollouts.a.use: want multi_turn, dataset, agent:MODULE:NAME, .* or openenv:URL",
+        ),
+        (
+            {"a": {"use": "openenv:http://e", "options": {"environment_options": 3}}},
+            "rollouts.a.options.environment_options: want a map",
+        ),
         ({"a": {"use": USE, "colour": 1}}, "rollouts.a.colour: no such setting"),
         ({"a": {"use": USE, "options": [1]}}, "rollouts.a.options: want a map"),
         ({"a": {"use": USE, "python": 3}}, "rollouts.a.python"),
@@ -84,8 +104,14 @@ def test_openenv_is_multi_turn_with_a_server() -> None:
         ({"a": {"use": USE, "open_files": -1}}, "rollouts.a.open_files: want >= 0, got -1"),
         ({"a": {"use": USE, "drain_s": -1}}, "rollouts.a.drain_s: want >= 0, got -1"),
         ({"a": {"use": USE, "again": "retry"}}, "rollouts.a.again: want restart, replay or resume .*, got 'retry'"),
-        ({"a": {"use": USE, "again": "replay", "unlogged": "end"}}, "rollouts.a.unlogged: want continue or fail, got 'end'"),
-        ({"a": {"use": USE, "unlogged": "fail"}}, "rollouts.a.unlogged: want again: replay or resume with fail, got again: restart"),
+        (
+            {"a": {"use": USE, "again": "replay", "unlogged": "end"}},
+            "rollouts.a.unlogged: want continue or fail, got 'end'",
+        ),
+        (
+            {"a": {"use": USE, "unlogged": "fail"}},
+            "rollouts.a.unlogged: want again: replay or resume with fail, got again: restart",
+        ),
         ({"a": {"use": USE, "budget": 5}}, "rollouts.a.budget: want a map"),
         ({"a": {"use": USE, "budget": {"turn": 5}}}, "rollouts.a.budget.turn: no such setting"),
         ({"a": {"use": USE, "budget": {"turns": -1}}}, "rollouts.a.budget.turns: want >= 0"),
@@ -100,14 +126,18 @@ def test_what_is_wrong_is_named(given: dict[str, Any], complaint: str) -> None:
 def test_episodes_that_go_on_behind_a_state_need_their_log() -> None:
     ways = [("restart", None), ("replay", None), ("resume", None), ("replay", "fail"), ("resume", "continue")]
     found = [
-        read(Sections[RolloutConfig], {"a": {"use": USE, "again": again, "unlogged": unlogged}}, "rollouts")["a"].needs_log
+        read(Sections[RolloutConfig], {"a": {"use": USE, "again": again, "unlogged": unlogged}}, "rollouts")[
+            "a"
+        ].needs_log
         for again, unlogged in ways
     ]
     assert found == [False, False, True, True, False]
 
 
 def test_an_actor_serves_the_rollouts_that_it_names() -> None:
-    known = read(Sections[RolloutConfig], {"b": {"use": USE}, "a": {"use": USE}, "written": {"use": "dataset"}}, "rollouts")
+    known = read(
+        Sections[RolloutConfig], {"b": {"use": USE}, "a": {"use": USE}, "written": {"use": "dataset"}}, "rollouts"
+    )
     assert served(known, ()) == ("single_turn", "b", "a")
     assert served(known, ("a",)) == ("a",) and served(known, ("a", "single_turn", "a")) == ("single_turn", "a")
     with pytest.raises(ValueError, match="got 'written', whose samples are the recorded responses of its rows"):
@@ -142,15 +172,27 @@ def test_queues_follow_from_rollouts(tmp_path: Path) -> None:
         ),
         (
             "rollouts: {solver: {use: 'agent:mine:A'}}\nactor: {rollouts: [solvr]}",
-            "actor.rollouts: want names in rollouts, or single_turn (single_turn, solver), got 'solvr', did you mean 'solver'?",
+            (
+                "actor.rollouts: want names in rollouts, or single_turn (single_turn, solver), got 'solvr', did "
+                "you mean 'solver'?"
+            ),
         ),
-        (TWO + "actor: {rollouts: [a, other]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn, b, a), got 'other'"),
+        (
+            TWO + "actor: {rollouts: [a, other]}",
+            "actor.rollouts: want names in rollouts, or single_turn (single_turn, b, a), got 'other'",
+        ),
         ("actor: {rollouts: [a]}", "actor.rollouts: want names in rollouts, or single_turn (single_turn), got 'a'"),
         (TWO + "bus: {rollouts: [a]}", "bus.rollouts: follows from rollouts"),
         ("rollouts: {a: {use: x}}", "rollouts.a.use"),
         ("rollouts: {single_turn: {use: 'agent:mine:A'}}", "rollouts.single_turn: want another name"),
-        (TWO + "data: {sources: {x: {path: x.jsonl, rollout: c}}}", "data.rollout: want a name in rollouts (a, b) or single_turn, got 'c'"),
-        (TWO + "eval: {every: 1, sets: {held: {path: x.jsonl, rollout: c}}}", "eval.sets.held.rollout: want a name in rollouts (a, b)"),
+        (
+            TWO + "data: {sources: {x: {path: x.jsonl, rollout: c}}}",
+            "data.rollout: want a name in rollouts (a, b) or single_turn, got 'c'",
+        ),
+        (
+            TWO + "eval: {every: 1, sets: {held: {path: x.jsonl, rollout: c}}}",
+            "eval.sets.held.rollout: want a name in rollouts (a, b)",
+        ),
     ],
 )
 def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
@@ -160,9 +202,14 @@ def test_contradictions(tmp_path: Path, text: str, complaint: str) -> None:
 
 def test_the_command_of_an_actor_names_rollouts() -> None:
     assert _parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1"]).set == []
-    args = _parser().parse_args(["actor", "--bus", "nats://127.0.0.1:1", "--rollouts", "a,single_turn", "--set", "actor.retries=5"])
+    args = _parser().parse_args(
+        ["actor", "--bus", "nats://127.0.0.1:1", "--rollouts", "a,single_turn", "--set", "actor.retries=5"]
+    )
     found = changes(args.set, {})
-    assert {path: setting.value for path, setting in found.items()} == {"actor.rollouts": ["a", "single_turn"], "actor.retries": 5}
+    assert {path: setting.value for path, setting in found.items()} == {
+        "actor.rollouts": ["a", "single_turn"],
+        "actor.retries": 5,
+    }
 
 
 def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
@@ -186,7 +233,9 @@ def test_the_digest_has_what_decides_the_samples(tmp_path: Path) -> None:
 def test_rows_may_have_rollouts_of_their_own(tmp_path: Path) -> None:
     one = config(tmp_path, TWO + "data: {rollout: a}\n")
     column = config(tmp_path, TWO + "data: {rollout: a, rollout_key: r}\n")
-    sources = config(tmp_path, TWO + "data: {sources: {x: {path: x.jsonl, rollout: b}, y: {path: y.jsonl, rollout: single_turn}}}\n")
+    sources = config(
+        tmp_path, TWO + "data: {sources: {x: {path: x.jsonl, rollout: b}, y: {path: y.jsonl, rollout: single_turn}}}\n"
+    )
     none = config(tmp_path, TWO + "data: {rollout: single_turn}\n")
     assert [[*each.trained_rollouts] for each in (one, column, sources, none)] == [["a"], ["a", "b"], ["b"], []]
     assert len({each.digest() for each in (one, column, sources, none)}) == 4

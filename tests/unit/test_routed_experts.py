@@ -111,7 +111,9 @@ def test_a_field_that_is_missing_is_refused(name: str) -> None:
         decode_sample(msgpack.packb(msgpack.unpackb(encode_sample(PLAIN)) | {"routed_experts": value}))
 
 
-JUNK = st.recursive(st.none() | st.integers() | st.binary(max_size=20) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3))
+JUNK = st.recursive(
+    st.none() | st.integers() | st.binary(max_size=20) | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3)
+)
 
 
 @settings(max_examples=examples(60))
@@ -152,8 +154,14 @@ def changed(where: Any, value: Any) -> np.ndarray:
         (experts()[:, :1], "want 2 layers and 3 experts of a token, as the model has, got '1 and 3"),
         (experts()[..., :2], "got '2 and 2"),
         (changed((0, 1), (0, 1, 7)), "want ids < 7, got 7"),
-        (changed((0, 1), (5, 4, 5)), r"routed_experts\[0\]: want different experts in each layer, got 'one of them twice"),
-        (changed((0, 1, 2), 255), r"routed_experts\[0\]: want experts in all of its layers, or in none, got 'experts in some"),
+        (
+            changed((0, 1), (5, 4, 5)),
+            r"routed_experts\[0\]: want different experts in each layer, got 'one of them twice",
+        ),
+        (
+            changed((0, 1, 2), 255),
+            r"routed_experts\[0\]: want experts in all of its layers, or in none, got 'experts in some",
+        ),
         (changed(slice(None), 0), "want the experts that the engine has chosen, got '0 everywhere"),
     ],
 )
@@ -207,7 +215,9 @@ def test_sizes_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
 
 
 def answer(rows: int, tokens: int = 4, *, finish: str = "stop", **meta: Any) -> dict[str, Any]:
-    """Return an engine's answer with ``rows`` rows of experts: row r has r % 5, and the two ids after it, in the layers with experts."""
+    """Return an engine's answer with ``rows`` rows of experts: row r has r % 5, and the two ids after it, in the layers
+    with experts.
+    """
     whole = np.zeros((rows, SHAPE.num_layers, SHAPE.top_k), np.int32)
     for row in range(rows):
         whole[row, list(SHAPE.layers)] = [row % 5, row % 5 + 1, row % 5 + 2]
@@ -252,10 +262,19 @@ def test_rows_that_an_aborted_answer_lacks_are_unknown() -> None:
         (answer(6, routed_experts="?" * 8), "want base64 of int32"),
         (answer(6, routed_experts="AAAA"), "want base64 of int32"),
         (answer(6, routed_experts=[1, 2]), "want base64 of int32.*list"),
-        (answer(6, routed_experts=base64.b64encode(np.full((6, 4, 3), 7, np.int32).tobytes()).decode()), "with ids < 7"),
-        (answer(6, routed_experts=base64.b64encode(np.full((6, 4, 3), -1, np.int32).tobytes()).decode()), "with ids < 7"),
+        (
+            answer(6, routed_experts=base64.b64encode(np.full((6, 4, 3), 7, np.int32).tobytes()).decode()),
+            "with ids < 7",
+        ),
+        (
+            answer(6, routed_experts=base64.b64encode(np.full((6, 4, 3), -1, np.int32).tobytes()).decode()),
+            "with ids < 7",
+        ),
         (answer(6, routed_experts=base64.b64encode(np.zeros((6, 4, 3), np.int32).tobytes()).decode()), "0 everywhere"),
-        (answer(6, routed_experts=base64.b64encode(np.ones((6, 4, 3), np.int32).tobytes()).decode()), "one of them twice"),
+        (
+            answer(6, routed_experts=base64.b64encode(np.ones((6, 4, 3), np.int32).tobytes()).decode()),
+            "one of them twice",
+        ),
     ],
 )
 def test_a_wrong_answer_is_the_engines_failure(given: dict[str, Any], reason: str) -> None:
@@ -276,7 +295,9 @@ def begun(experts: np.ndarray | None) -> Generation:
 
 
 def test_a_continued_answer_keeps_the_first_rows() -> None:
-    """Prompt of 3, 2 continued tokens, 4 new ones: row 4 belongs to the last continued token; the new answer sampled its successor."""
+    """Prompt of 3, 2 continued tokens, 4 new ones: row 4 belongs to the last continued token; the new answer sampled
+    its successor.
+    """
     first = SHAPE.unknown(5)
     first[:4] = [[6, 5, 4], [3, 2, 1]]
     found = parsed(answer(8), begun(first)).routed_experts
@@ -332,6 +353,8 @@ def test_frames_keep_them_and_wrong_ones_are_refused() -> None:
     header = unpack(frames[0], where="batch")
     again = decode(header, frames[1:])
     assert (again.routing, again.routing_known) == (batch.routing, batch.routing_known)
-    assert all((ours.experts == its.experts).all() for ours, its in zip(again.micro_batches, batch.micro_batches, strict=True))
+    assert all(
+        (ours.experts == its.experts).all() for ours, its in zip(again.micro_batches, batch.micro_batches, strict=True)
+    )
     with pytest.raises(FeedError, match="6 experts of each of"):
         decode(header, [*frames[1:-1], frames[-1][:-2]])

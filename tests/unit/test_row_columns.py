@@ -35,7 +35,10 @@ from tidemill.learner.prompts.rows import scan_rows
 from tidemill.learner.prompts.tokenizer import PromptTokenizer
 
 RUN = Sampling(temperature=0.7, max_new_tokens=64, stop=("###",))
-PARTS = "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: {reward: words}}}"
+PARTS = (
+    "actor.reward_parts={sums: {reward: exact, when: {reward: sums}}, any: {reward: exact, weight: 0, when: "
+    "{reward: words}}}"
+)
 """Rewards for rows of two names."""
 
 
@@ -72,7 +75,13 @@ def issued_task(prompts: PromptFile, offset: int, budgets: Mapping[str, Budget] 
 
 def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_path: Path) -> None:
     own = {"max_new_tokens": 8, "stop": "\n", "stop_token_ids": [3]}
-    file = write_prompts(tmp_path / "a.jsonl", row(s=own), row(s=None), row(s={"max_new_tokens": 9}), row(s={"stop": [], "temperature": 1}))
+    file = write_prompts(
+        tmp_path / "a.jsonl",
+        row(s=own),
+        row(s=None),
+        row(s={"max_new_tokens": 9}),
+        row(s={"stop": [], "temperature": 1}),
+    )
     prompts = opened(DataConfig(path=str(file), sampling_key="s", shuffle=False))
 
     def task(offset: int, **again: Any) -> Any:
@@ -84,7 +93,9 @@ def test_a_task_has_the_sampling_of_its_row_and_its_samples_are_held_to_it(tmp_p
     assert [one.stop for one in sampling] == [("\n",), ("###",), ("###",), ()]
     assert [one.stop_token_ids for one in sampling] == [(3,), (), (), ()]
     again = task(0, reissue_of=1, reissues=1)
-    assert (again.sampling.max_new_tokens, again.sampling.stop) == (8, ("\n",)), "a prompt that is issued again has them, too"
+    assert (again.sampling.max_new_tokens, again.sampling.stop) == (8, ("\n",)), (
+        "a prompt that is issued again has them, too"
+    )
     issued = replace(task(0), id=1)
     assert mismatch(issued, data_kit.sample(issued, 0), 0) == ""
     assert mismatch(issued, data_kit.sample(issued, 0, sampling=task(1).sampling), 0) == "sampling", "that of the run"
@@ -113,8 +124,14 @@ def test_rows_name_their_rollouts(tmp_path: Path) -> None:
     assert [prompts.row(number).rollout for number in range(3)] == ["b", "a", ""]
     budgets = {"a": Budget(turns=1), "b": Budget(turns=2)}
     made = [issued_task(prompts, offset, budgets) for offset in range(3)]
-    assert [(each.rollout, each.budget) for each in made] == [("b", Budget(turns=2)), ("a", Budget(turns=1)), ("", None)]
-    held = EvalPrompts(name="held", prompts=prompts, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets=budgets)
+    assert [(each.rollout, each.budget) for each in made] == [
+        ("b", Budget(turns=2)),
+        ("a", Budget(turns=1)),
+        ("", None),
+    ]
+    held = EvalPrompts(
+        name="held", prompts=prompts, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets=budgets
+    )
     rounds = rounds_of(held)
     rounds.published(0, 0)
     place = rounds.wanted()
@@ -125,11 +142,20 @@ def test_rows_name_their_rollouts(tmp_path: Path) -> None:
 
 
 def test_tasks_with_a_rollout_have_the_arguments_of_the_chat_template(tmp_path: Path) -> None:
-    data = DataConfig(path=str(write_prompts(tmp_path / "a.jsonl", row(r="a"), row(r=None))), rollout_key="r", shuffle=False)
+    data = DataConfig(
+        path=str(write_prompts(tmp_path / "a.jsonl", row(r="a"), row(r=None))), rollout_key="r", shuffle=False
+    )
     quick = opened(replace(data, chat_template_args={"enable_thinking": False}))
     assert [issued_task(quick, offset).chat_template_args for offset in range(2)] == [{"enable_thinking": False}, None]
     assert issued_task(opened(data), 0).chat_template_args is None
-    held = EvalPrompts(name="held", prompts=quick, sampling=Sampling(max_new_tokens=4), samples=1, passes_at=1.0, budgets={"a": Budget()})
+    held = EvalPrompts(
+        name="held",
+        prompts=quick,
+        sampling=Sampling(max_new_tokens=4),
+        samples=1,
+        passes_at=1.0,
+        budgets={"a": Budget()},
+    )
     asked = held.task(Place(version=0, set="held", row=0), rounds_of(held), run="r", epoch=1, seed=0, step=0)
     assert asked.chat_template_args == {"enable_thinking": False}
     assert replace(held, prompts=opened(data)).size().identity != held.size().identity
@@ -152,12 +178,18 @@ def test_a_row_without_a_task_of_its_rollouts_taskset_is_named(tmp_path: Path) -
     rows = [row(r="v", m=tasks[0]), row(r="b", m={}), row(r="v", m=tasks[1]), row(r="v", m=tasks[2])]
     rollouts = {"b": {"use": "agent:m:B"}, "v": {"use": "verifiers:sums"}}
     config = RunConfig(rollouts=rollouts, bus=BusConfig(rollouts=("b", "v")))
-    prompts = opened(DataConfig(path=str(write_prompts(tmp_path / "a.jsonl", *rows)), rollout_key="r", metadata_key="m", shuffle=False))
+    prompts = opened(
+        DataConfig(
+            path=str(write_prompts(tmp_path / "a.jsonl", *rows)), rollout_key="r", metadata_key="m", shuffle=False
+        )
+    )
     check = row_check(config, max_new_tokens=8, vocab_size=None)
     check(prompts.row(0))
     check(prompts.row(1))
     for at, got in ((2, "one of games"), (3, "no task in metadata.verifiers")):
-        with pytest.raises(PromptError, match=rf"a.jsonl:{at + 1}: want a task of sums .*metadata_key: metadata.*, got {got}"):
+        with pytest.raises(
+            PromptError, match=rf"a.jsonl:{at + 1}: want a task of sums .*metadata_key: metadata.*, got {got}"
+        ):
             check(prompts.row(at))
 
 
@@ -199,12 +231,18 @@ def test_wrong_limits_are_refused_by_line(tmp_path: Path, sampling: object, comp
 def test_a_row_that_a_program_answers_has_a_temperature_and_no_limits(tmp_path: Path) -> None:
     rows = [
         row(s=own, r=rollout)
-        for own, rollout in (({"temperature": 0.5}, None), ({"max_new_tokens": 5}, None), ({"stop": "x"}, "single_turn"))
+        for own, rollout in (
+            ({"temperature": 0.5}, None),
+            ({"max_new_tokens": 5}, None),
+            ({"stop": "x"}, "single_turn"),
+        )
     ]
     file = write_prompts(tmp_path / "a.jsonl", *rows)
     warm, bad, single = found(file, sampling_key="s", rollout="agent", rollout_key="r")
     assert (warm.sampling, single.sampling) == (RowSampling(temperature=0.5), RowSampling(stop=("x",)))
-    assert isinstance(bad, PromptError) and "want temperature alone in 's': the row is answered by rollout agent" in str(bad)
+    assert isinstance(
+        bad, PromptError
+    ) and "want temperature alone in 's': the row is answered by rollout agent" in str(bad)
 
 
 def test_columns_that_are_named_must_be_there(tmp_path: Path) -> None:
@@ -227,17 +265,26 @@ def test_keys_of_parquet_that_a_row_does_not_set_are_null(tmp_path: Path) -> Non
 
 def test_a_row_names_its_reward_in_its_metadata_before_its_source_does(tmp_path: Path) -> None:
     file = write_prompts(
-        tmp_path / "a.jsonl", row(r="words", m={"a": 1}), row(r=None, m={}), row(r="sums", m={"reward": "words"}), row(r=5, m={})
+        tmp_path / "a.jsonl",
+        row(r="words", m={"a": 1}),
+        row(r=None, m={}),
+        row(r="sums", m={"reward": "words"}),
+        row(r=5, m={}),
     )
     one, two, three, four = found(file, reward="sums", reward_key="r", metadata_key="m")
     assert (one.metadata, two.metadata) == ({"a": 1, "reward": "words"}, {"reward": "sums"})
-    assert isinstance(three, PromptError) and "want one value of 'reward', 'sums', got 'words' in its metadata" in str(three)
+    assert isinstance(three, PromptError) and "want one value of 'reward', 'sums', got 'words' in its metadata" in str(
+        three
+    )
     assert isinstance(four, PromptError) and "want the name of a reward, or null, in 'r', got 5" in str(four)
     assert all("reward" not in one.metadata for one in found(file))
 
 
 def test_sources_and_sets_have_columns_and_rewards_of_their_own() -> None:
-    data = DataConfig(sources={"a": {"path": "a.jsonl", "reward": "sums"}, "b": {"path": "b.jsonl", "sampling_key": ""}}, sampling_key="s")
+    data = DataConfig(
+        sources={"a": {"path": "a.jsonl", "reward": "sums"}, "b": {"path": "b.jsonl", "sampling_key": ""}},
+        sampling_key="s",
+    )
     assert [(one.reward, one.sampling_key) for one in data.used] == [("sums", "s"), ("", "")]
     (held,) = EvalConfig(sets={"held": {"path": "c.jsonl", "reward": "words"}}).sets.values()
     (source,) = held.data(data).used
@@ -250,7 +297,14 @@ def test_another_column_is_another_digest_and_none_is_that_of_before(tmp_path: P
     def digest(**settings: Any) -> str:
         return prompts_digest(DataConfig(path=file, **settings).used, shuffle=True, seed=0)
 
-    settings: list[dict[str, str]] = [{}, {"reward": "a"}, {"reward": "b"}, {"reward_key": "a"}, {"sampling_key": "a"}, {"tools_key": "a"}]
+    settings: list[dict[str, str]] = [
+        {},
+        {"reward": "a"},
+        {"reward": "b"},
+        {"reward_key": "a"},
+        {"sampling_key": "a"},
+        {"tools_key": "a"},
+    ]
     settings += [{"system_prompt": "x"}, {"system_prompt": "x", "reward": "a"}]
     assert len({digest(**one) for one in settings}) == len(settings)
 
@@ -259,9 +313,13 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"a": 1}}}
 
 
 def test_tools_reach_the_tokenizer_and_the_metadata_and_may_be_json_text(tmp_path: Path) -> None:
-    file = write_prompts(tmp_path / "a.jsonl", row(t=[TOOL]), row(t=json.dumps([{"name": "add"}])), row(t=None), row(t=[]))
+    file = write_prompts(
+        tmp_path / "a.jsonl", row(t=[TOOL]), row(t=json.dumps([{"name": "add"}])), row(t=None), row(t=[])
+    )
     data = DataConfig(path=str(file), tools_key="t", shuffle=False)
-    prompts = PromptFile(data.used, tokenize=lambda prompt, tools=(): [7] * (1 + len(tools)), max_tokens=100, shuffle=False)
+    prompts = PromptFile(
+        data.used, tokenize=lambda prompt, tools=(): [7] * (1 + len(tools)), max_tokens=100, shuffle=False
+    )
     drawn = [prompts.at(0, offset) for offset in range(4)]
     assert [len(one.tokens) for one in drawn] == [2, 2, 1, 1]
     assert [one.row.metadata for one in drawn] == [
@@ -301,7 +359,9 @@ def test_wrong_tools_are_refused_by_line(tmp_path: Path, tools: object, complain
         ("{% for t in tools %}one {% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}", ""),
     ],
 )
-def test_tools_that_the_model_would_not_be_told_are_found_before_the_start(tmp_path: Path, template: str | None, complaint: str) -> None:
+def test_tools_that_the_model_would_not_be_told_are_found_before_the_start(
+    tmp_path: Path, template: str | None, complaint: str
+) -> None:
     config = write_run(tmp_path)
     write_model(tmp_path / "model", chat_template=False)
     if template is not None:
@@ -334,14 +394,20 @@ class Refuses(MultiTurn):
     def __init__(self):
         raise RuntimeError("no room")
 """
-SHOWS_TOOLS = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+SHOWS_TOOLS = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+)
 
 
 @pytest.mark.parametrize("trains", [True, False], ids=["up", "eval"])
 @pytest.mark.parametrize(
     ("template", "options", "complaint"),
     [
-        ("{% for m in messages %}{{ m.content }}{% endfor %}", {}, "rollouts.r.options.tools: want a chat template that writes tools"),
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}",
+            {},
+            "rollouts.r.options.tools: want a chat template that writes tools",
+        ),
         (None, {"protocol": "chat"}, "rollouts.r.options.tools: want a chat template that writes tools"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", {"protocol": "text"}, ""),
         ("{% for m in messages %}{{ m.content }}{% endfor %}", {"tools": []}, ""),
@@ -358,7 +424,9 @@ def test_tools_of_a_rollout_that_the_template_leaves_out_are_found_before_the_st
     write_prompts(tmp_path / "prompts.jsonl", row())
     rollout = {"use": "multi_turn", "options": {"tools": ["calculator"], **options}}
     report = check(load(config, [f"rollouts={json.dumps({'r': rollout})}", "data.rollout=r"]), Purpose(trains=trains))
-    assert [complaint in error.text for error in report.errors if error.topic == "rollouts"] == ([True] if complaint else [])
+    assert [complaint in error.text for error in report.errors if error.topic == "rollouts"] == (
+        [True] if complaint else []
+    )
 
 
 @pytest.mark.parametrize(
@@ -374,7 +442,9 @@ def test_tools_of_a_rollout_that_the_template_leaves_out_are_found_before_the_st
 def test_tools_of_a_program_that_the_template_leaves_out_are_found_before_the_start(
     tmp_path: Path, program: str, template: str, complains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``ChatGame`` is a ``MultiTurn`` with tools of its own; a program that cannot be loaded is no matter of its tools."""
+    """``ChatGame`` is a ``MultiTurn`` with tools of its own; a program that cannot be loaded is no matter of its
+    tools.
+    """
     config = write_run(tmp_path)
     write_model(tmp_path / "model", chat_template=False)
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
@@ -427,7 +497,10 @@ def test_rows_that_the_run_cannot_sample_or_score_are_found_before_the_start(
         (["data.reward=sums"], "data.reward: want actor.reward_parts"),
         (["data.reward_key=r"], "data.reward: want actor.reward_parts"),
         (["eval.sets={held: {path: a.jsonl, reward: sums}}"], "data.reward: want actor.reward_parts"),
-        (["data.sampling_key=s", "learner.algorithm.overlong_buffer=4", "learner.algorithm.overlong_penalty=1"], "overlong_buffer, which"),
+        (
+            ["data.sampling_key=s", "learner.algorithm.overlong_buffer=4", "learner.algorithm.overlong_penalty=1"],
+            "overlong_buffer, which",
+        ),
         (["data.sampling_key=s", "learner.algorithm.aggregation=constant"], "loss_constant: 0, which"),
     ],
 )

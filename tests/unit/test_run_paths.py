@@ -31,13 +31,18 @@ def written(root: Path, **settings: object) -> Path:
 
 def test_paths_are_those_of_the_runs_working_directory(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = {"a": {"path": "data/rows.jsonl"}, "own": {"path": "python:rows:make"}}
-    file = written(project, model={"path": "runs/digits/prepared/model"}, data={"sources": sources}, actor={"reward": "models"})
+    file = written(
+        project, model={"path": "runs/digits/prepared/model"}, data={"sources": sources}, actor={"reward": "models"}
+    )
     monkeypatch.chdir(project / "elsewhere")
     for config in (load(file).config, load(Path("../runs/digits/config.yaml")).config, began_with(file)):
         assert config is not None
         assert config.root == project / "runs/digits"
         assert config.model.path == str(project / "runs/digits/prepared/model")
-        assert {str(source.path) for source in config.data.used} == {str(project / "data/rows.jsonl"), "python:rows:make"}
+        assert {str(source.path) for source in config.data.used} == {
+            str(project / "data/rows.jsonl"),
+            "python:rows:make",
+        }
         assert config.actor.reward == "models", "the name of a reward is no path, though there is a file of this name"
 
 
@@ -65,8 +70,12 @@ def test_a_path_that_is_not_there_stays_as_it_is_written(project: Path, monkeypa
     assert (config.model.path, config.learner.checkpoint.store) == ("models/gone", "s3://bucket/x")
 
 
-def test_paths_beside_an_absolute_directory_are_recorded_as_absolute_ones(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's working directory does not follow from an absolute ``directory``, so the file in it has no relative path."""
+def test_paths_beside_an_absolute_directory_are_recorded_as_absolute_ones(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run's working directory does not follow from an absolute ``directory``, so the file in it has no relative
+    path.
+    """
     file = written(
         project,
         directory=str(project / "runs/digits"),

@@ -56,7 +56,10 @@ def test_json_has_the_sequences_of_an_episode_only() -> None:
 
 def test_json_has_turns_and_transcript() -> None:
     found = as_map(3, make_episode())
-    assert found["transcript"] == [{"role": "user", "content": "12*7-5?"}, {"role": "assistant", "turn": 0, "content": "84"}]
+    assert found["transcript"] == [
+        {"role": "user", "content": "12*7-5?"},
+        {"role": "assistant", "turn": 0, "content": "84"},
+    ]
     assert [(turn["at"], turn["tokens"], turn["id"], turn.get("reward")) for turn in found["turns"]] == [
         (0, 2, "t-0", None),
         (4, 2, "t-1", 0.1),

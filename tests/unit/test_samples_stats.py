@@ -1,4 +1,6 @@
-"""Numbers of a window against numbers worked out by hand, filters and ranges, and text that cannot control a terminal."""
+"""Numbers of a window against numbers worked out by hand, filters and ranges, and text that cannot control a
+terminal.
+"""
 
 import itertools
 import re
@@ -15,7 +17,14 @@ from tidemill.launch.samples.text import plain, shortened
 
 
 def line(task: int, index: int, reward: float, **changes: Any) -> Headline:
-    values: dict[str, Any] = {"seq": 10 * task + index, "stored_s": 100.0, "kind": "train", "actor": "w1", "engine": "e1", "group_size": 4}
+    values: dict[str, Any] = {
+        "seq": 10 * task + index,
+        "stored_s": 100.0,
+        "kind": "train",
+        "actor": "w1",
+        "engine": "e1",
+        "group_size": 4,
+    }
     values |= {"versions": (3, 4), "status": "completed", "tokens": 10 * task + index, "lag": 1}
     return Headline(task=task, index=index, reward=reward, **(values | changes))
 
@@ -47,7 +56,9 @@ def test_a_window_by_hand() -> None:
         "std": pytest.approx((sum((reward - mean) ** 2 for reward in rewards) / 13) ** 0.5),
     }
     assert (stats["groups"], stats["zero_variance_share"]) == (2, 0.5)
-    assert stats["pass_at"] == {"1": 0.125, "2": 0.25, "4": 0.5}, "one of four is right in the first group, none in the second"
+    assert stats["pass_at"] == {"1": 0.125, "2": 0.25, "4": 0.5}, (
+        "one of four is right in the first group, none in the second"
+    )
     assert summarize(lines, 6.5, pass_reward=0.5)["pass_at"] == {"1": 0.625, "2": 0.75, "4": 1.0}
     assert stats["lag"] == {"1": 9, "3": 4}
     assert stats["status"] == {"completed": 8 / 13, "truncated": 4 / 13, "aborted": 1 / 13}
@@ -57,7 +68,13 @@ def test_a_window_by_hand() -> None:
 
 def test_an_empty_window_has_no_numbers() -> None:
     stats = summarize([], 0.0)
-    assert (stats["samples"], stats["samples_per_s"], stats["reward"], stats["zero_variance_share"], stats["pass_at"]) == (
+    assert (
+        stats["samples"],
+        stats["samples_per_s"],
+        stats["reward"],
+        stats["zero_variance_share"],
+        stats["pass_at"],
+    ) == (
         0,
         None,
         None,
@@ -108,8 +125,12 @@ def test_headers_without_a_field_leave_the_match_open() -> None:
 
 
 def test_text_is_sought_in_prompt_and_response() -> None:
-    sample = replace(data_kit.sample(data_kit.task(1), 0), prompt=[{"role": "user", "content": "how many?"}], response="seven")
-    assert [Filter(text=re.compile(text)).matches_text(sample) for text in ("many", "^seven$", "user: how", "eight")] == [
+    sample = replace(
+        data_kit.sample(data_kit.task(1), 0), prompt=[{"role": "user", "content": "how many?"}], response="seven"
+    )
+    assert [
+        Filter(text=re.compile(text)).matches_text(sample) for text in ("many", "^seven$", "user: how", "eight")
+    ] == [
         True,
         True,
         True,

@@ -1,4 +1,6 @@
-"""The learner's memory on CUDA, with a stand-in for torch_memory_saver that is strict about the order of calls, as the real one is."""
+"""The learner's memory on CUDA, with a stand-in for torch_memory_saver that is strict about the order of calls, as the
+real one is.
+"""
 
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from tidemill.learner.megatron.memory import PlainMemory, SaverMemory, open_memo
 
 
 class StrictSaver:
-    """``hook_mode`` can be set until the first region, and not afterwards. Source: torch-memory-saver 0.0.10, entrypoint.py."""
+    """``hook_mode`` can be set until the first region, and not afterwards. Source: torch-memory-saver 0.0.10,
+    entrypoint.py.
+    """
 
     def __init__(self) -> None:
         self.regions: list[tuple[str, bool]] = []

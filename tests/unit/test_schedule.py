@@ -81,12 +81,17 @@ def test_a_decay_has_the_rates_of_transformers(decay: str, warmup: int, steps: i
         theirs.append(schedule.get_last_lr()[0])
         schedule.optimizer.step()
         schedule.step()
-    ours = [learning_rate(OptimizerConfig(lr=1.0, lr_decay=decay, warmup_steps=warmup), step, steps) for step in range(1, steps + 1)]
+    ours = [
+        learning_rate(OptimizerConfig(lr=1.0, lr_decay=decay, warmup_steps=warmup), step, steps)
+        for step in range(1, steps + 1)
+    ]
     assert ours[warmup:] == pytest.approx(theirs[warmup:])
 
 
 def test_a_decay_that_ends_before_the_run_is_refused_at_rate_0() -> None:
-    with pytest.raises(ValueError, match=r"optimizer.lr_decay_steps: want >= steps = 10 \(or 0\) with min_lr: 0, .* got 5"):
+    with pytest.raises(
+        ValueError, match=r"optimizer.lr_decay_steps: want >= steps = 10 \(or 0\) with min_lr: 0, .* got 5"
+    ):
         LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="linear", lr_decay_steps=5))
     LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="linear", lr_decay_steps=5, min_lr=1e-7))
     LearnerConfig(steps=10, optimizer=OptimizerConfig(lr_decay="inverse_sqrt", lr_decay_steps=5))
@@ -103,18 +108,33 @@ def test_names_are_searched_by_patterns() -> None:
     [
         ({"optimizer": {"name": "muon"}}, "name: want adamw, adam or sgd (Megatron's Muon needs"),
         ({"optimizer": {"lr_decay": "exp"}}, "lr_decay: want constant, linear, cosine, wsd or inverse_sqrt, got 'exp'"),
-        ({"optimizer": {"warmup_steps": 5, "lr_decay_steps": 5}}, "lr_decay_steps: want > warmup_steps = 5, or 0, got 5"),
-        ({"optimizer": {"warmup_tokens": 5, "warmup_steps": 1}}, "warmup_steps: want 0 with warmup_tokens or lr_decay_tokens, got 1"),
+        (
+            {"optimizer": {"warmup_steps": 5, "lr_decay_steps": 5}},
+            "lr_decay_steps: want > warmup_steps = 5, or 0, got 5",
+        ),
+        (
+            {"optimizer": {"warmup_tokens": 5, "warmup_steps": 1}},
+            "warmup_steps: want 0 with warmup_tokens or lr_decay_tokens, got 1",
+        ),
         (
             {"optimizer": {"lr_decay": "cosine", "warmup_tokens": 5}},
             "lr_decay_tokens: want > warmup_tokens = 5 with lr_decay: cosine, got 0",
         ),
-        ({"optimizer": {"lr_decay_tokens": 5}}, "lr_decay_tokens: want 0 with lr_decay: constant, which has no end, got 5"),
+        (
+            {"optimizer": {"lr_decay_tokens": 5}},
+            "lr_decay_tokens: want 0 with lr_decay: constant, which has no end, got 5",
+        ),
         ({"optimizer": {"lr_decay_tokens": -1}}, "lr_decay_tokens: want >= 0, got -1"),
         ({"optimizer": {"reset_at": (0,)}}, "reset_at[0]: want > 0, got 0"),
         ({"optimizer": {"freeze": ("(",)}}, "freeze: want regular expressions, got '(': "),
-        ({"optimizer": {"name": "sgd"}, "distributed_optimizer": True}, "distributed_optimizer: want false with optimizer.name: sgd"),
-        ({"optimizer": {"name": "adam"}, "offload_optimizer": True}, "offload_optimizer: want false with optimizer.name: adam"),
+        (
+            {"optimizer": {"name": "sgd"}, "distributed_optimizer": True},
+            "distributed_optimizer: want false with optimizer.name: sgd",
+        ),
+        (
+            {"optimizer": {"name": "adam"}, "offload_optimizer": True},
+            "offload_optimizer: want false with optimizer.name: adam",
+        ),
         ({"optimizer": {"freeze": ("x",)}, "lora": {"rank": 2}}, "optimizer.freeze: want none with lora.rank > 0"),
         ({"lora": {"rank": 2}, "moe_bias_update_rate": 0.1}, "moe_bias_update_rate: want 0 with lora.rank > 0, which"),
         ({"lora": {"rank": 2, "targets": ("lm_head",)}}, "targets[0]: want q_proj, k_proj, "),
@@ -143,8 +163,9 @@ def test_the_check_names_patterns_that_freeze_nothing_or_everything(capsys: pyte
         assert main(["config", "launch/configs/digits.yaml", "--set", f"learner.optimizer.freeze=['{pattern}']"]) == 78
         return capsys.readouterr().err
 
-    assert "learner.optimizer.freeze: want patterns that are found in names of the model's weights, got 'embedding'; use" in printed(
-        "embedding"
+    assert (
+        "learner.optimizer.freeze: want patterns that are found in names of the model's weights, got 'embedding'; use"
+        in printed("embedding")
     )
     assert "learner.optimizer.freeze: want weights that are trained, got ['model|lm_head']" in printed("model|lm_head")
 
@@ -157,10 +178,16 @@ def test_the_check_names_adapters_that_are_not_there(capsys: pytest.CaptureFixtu
 
 def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def printed() -> str:
-        assert main(["config", "launch/configs/digits.yaml", "--set", f"learner.from_checkpoint={tmp_path / 'there'}"]) == 78
+        assert (
+            main(["config", "launch/configs/digits.yaml", "--set", f"learner.from_checkpoint={tmp_path / 'there'}"])
+            == 78
+        )
         return capsys.readouterr().err
 
-    assert "learner.from_checkpoint: want a checkpoint of Tidemill, got" in (found := printed()) and "no such directory" in found
+    assert (
+        "learner.from_checkpoint: want a checkpoint of Tidemill, got" in (found := printed())
+        and "no such directory" in found
+    )
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "common.pt").touch()
     assert "checkpoints of Megatron itself; make it model.megatron_checkpoint" in printed()
@@ -170,7 +197,11 @@ def test_the_check_names_what_is_no_checkpoint(tmp_path: Path, capsys: pytest.Ca
 
 def rows(*settings: str) -> dict[str, MemoryRow]:
     config = load([], ("learner.dtype=bfloat16", "engine.dtype=bfloat16", *settings)).config
-    return {re.split(",| of the weights", row.part)[0]: row for row in memory_rows(SHAPE, config, cuda=True) if row.process == "rank"}
+    return {
+        re.split(",| of the weights", row.part)[0]: row
+        for row in memory_rows(SHAPE, config, cuda=True)
+        if row.process == "rank"
+    }
 
 
 def test_only_adapters_have_gradients_and_optimizer_state() -> None:
@@ -200,7 +231,11 @@ def test_frozen_weights_have_neither() -> None:
 def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
     """The MLPs of the model are experts: by default they were adapted, which the ranks would refuse later."""
     attention = {f"model.layers.0.self_attn.{one}_proj.weight": (8, 8) for one in "qkvo"}
-    experts = {f"model.layers.0.mlp.experts.{number}.{one}_proj.weight": (8, 8) for number in (0, 1) for one in ("gate", "up", "down")}
+    experts = {
+        f"model.layers.0.mlp.experts.{number}.{one}_proj.weight": (8, 8)
+        for number in (0, 1)
+        for one in ("gate", "up", "down")
+    }
     learner = LearnerConfig(lora=LoraConfig(rank=2))
     assert {name.rpartition(".lora_")[0] for name in trained_tensors(attention | experts, learner)} == {
         name.removesuffix(".weight") for name in attention
@@ -215,9 +250,22 @@ def test_layers_that_a_model_of_experts_has_no_adapters_for_are_named() -> None:
 @pytest.mark.parametrize(
     ("settings", "stage"),
     [
-        ({"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]"))}, "stage 0 would train nothing"),
-        ({"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=(r"layers[.][23][.]", "norm", "lm_head"))}, "stage 1 would train"),
-        ({"pipeline_parallel": 2, "virtual_pipeline": 2, "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]"))}, ""),
+        (
+            {"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]"))},
+            "stage 0 would train nothing",
+        ),
+        (
+            {"pipeline_parallel": 2, "optimizer": OptimizerConfig(freeze=(r"layers[.][23][.]", "norm", "lm_head"))},
+            "stage 1 would train",
+        ),
+        (
+            {
+                "pipeline_parallel": 2,
+                "virtual_pipeline": 2,
+                "optimizer": OptimizerConfig(freeze=("embed", r"layers[.][01][.]")),
+            },
+            "",
+        ),
         ({"pipeline_parallel": 4, "lora": LoraConfig(rank=2, targets=("up_proj",))}, "stage 3 would train nothing"),
         ({"pipeline_parallel": 2, "lora": LoraConfig(rank=2, targets=("up_proj",))}, ""),
     ],

@@ -31,7 +31,9 @@ class Known:
     """Scorers at given URLs; a test changes ``statuses``."""
 
     def __init__(self, *urls: str) -> None:
-        self.statuses = [ServerStatus(url=url, id=f"s{place}", serving=True, version=-1) for place, url in enumerate(urls)]
+        self.statuses = [
+            ServerStatus(url=url, id=f"s{place}", serving=True, version=-1) for place, url in enumerate(urls)
+        ]
 
     async def discover(self) -> list[ServerStatus]:
         return list(self.statuses)
@@ -56,7 +58,9 @@ async def scoring(known: Known) -> AsyncIterator[RemoteScoring]:
 
 @asynccontextmanager
 async def answering(*answers: Any) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """Serve the answers in turn, the last one for ever: (status, body), or None = the connection is closed. Yields URL and requests."""
+    """Serve the answers in turn, the last one for ever: (status, body), or None = the connection is closed. Yields URL
+    and requests.
+    """
     left, asked = list(answers), []
 
     async def answer(request: web.Request) -> web.Response:
@@ -86,7 +90,10 @@ RIGHT = (200, b'{"reward": 1.0}')
     "first",
     [
         *[(status, b"x") for status in (301, 401, 403, 404, 429, 500, 502, 503)],
-        *[(200, body) for body in (b"", b"{", b"[]", b"3", b"{}", b'{"failed": 3}', b"[" * 100_000, b"\xff", b" " * (5 << 20))],
+        *[
+            (200, body)
+            for body in (b"", b"{", b"[]", b"3", b"{}", b'{"failed": 3}', b"[" * 100_000, b"\xff", b" " * (5 << 20))
+        ],
         None,
     ],
     ids=repr,
@@ -109,10 +116,15 @@ async def test_an_answer_that_is_none_is_asked_for_again(first: Any) -> None:
         ((200, b'{"reward": "x"}'), "want a number, got 'x'"),
         ((200, b'{"reward": {"a": null}}'), "want a number, got None"),
         ((200, b'{"reward": {"\\ud800": 1.0}}'), "want names of printable characters, got '.ud800'"),
-        ((200, json.dumps({"reward": {str(place): 1.0 for place in range(300)}}).encode()), "want at most 256 named numbers, got 300"),
+        (
+            (200, json.dumps({"reward": {str(place): 1.0 for place in range(300)}}).encode()),
+            "want at most 256 named numbers, got 300",
+        ),
     ],
 )
-async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(answer: tuple[int, bytes], words: str) -> None:
+async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(
+    answer: tuple[int, bytes], words: str
+) -> None:
     async with answering(answer) as (url, asked), scoring(Known(url)) as remote:
         with pytest.raises(RewardFailed, match=words):
             await remote.score(REQUEST)
@@ -121,12 +133,16 @@ async def test_a_refusal_or_a_reward_that_no_sample_may_have_fails_it_at_once(an
 
 async def test_a_request_that_ends_every_scorer_is_given_up() -> None:
     async with answering(None) as (url, asked), scoring(Known(url)) as remote:
-        with pytest.raises(RewardFailed, match=rf"{MAX_LOST} scorers were lost while they worked on it, the last: scorer http"):
+        with pytest.raises(
+            RewardFailed, match=rf"{MAX_LOST} scorers were lost while they worked on it, the last: scorer http"
+        ):
             await remote.score(REQUEST)
     assert len(asked) == MAX_LOST
 
 
-@pytest.mark.parametrize("address", ["http://127.0.0.1:9", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://u:p@127.0.0.1:9", "nothing"])
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9", "http://127.0.0.1:abc", "ftp://127.0.0.1", "http://u:p@127.0.0.1:9", "nothing"]
+)
 async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -> None:
     async with answering(RIGHT) as (url, asked):
         known = Known(address)
@@ -142,7 +158,9 @@ async def test_a_scorer_that_is_not_there_is_not_counted_as_lost(address: str) -
 
 
 async def test_a_long_call_shows_that_it_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A scorer writes blanks; a server that writes nothing counts as lost, and so does one that is silent behind its headers."""
+    """A scorer writes blanks; a server that writes nothing counts as lost, and so does one that is silent behind its
+    headers.
+    """
     monkeypatch.setattr(server, "ALIVE_S", 0.02)
     monkeypatch.setattr(scorer_pool, "SILENT_S", 1.2)
     gate, calls, tries = asyncio.Event(), 0, 0
@@ -186,7 +204,9 @@ async def test_a_server_that_never_answers_counts_as_lost(monkeypatch: pytest.Mo
 
 
 async def test_the_calls_of_a_process_that_is_no_more_go_to_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process at its address ends them at once; a row that is gone ends them after a while, and not when it comes back."""
+    """Another process at its address ends them at once; a row that is gone ends them after a while, and not when it
+    comes back.
+    """
     monkeypatch.setattr(server_pool, "POLL_S", 0.01)
     monkeypatch.setattr(server_pool, "GONE_S", 600.0)
     gate, begun = asyncio.Event(), 0
@@ -270,7 +290,11 @@ async def test_the_least_busy_scorer_is_asked() -> None:
         return 1.0
 
     servers = [RewardServer("slow", slow) for _ in range(3)]
-    async with serving(servers[0], "127.0.0.1", 0) as a, serving(servers[1], "127.0.0.1", 0) as b, serving(servers[2], "127.0.0.1", 0) as c:
+    async with (
+        serving(servers[0], "127.0.0.1", 0) as a,
+        serving(servers[1], "127.0.0.1", 0) as b,
+        serving(servers[2], "127.0.0.1", 0) as c,
+    ):
         async with scoring(Known(a, b, c)) as remote:
             calls = [asyncio.create_task(remote.score(REQUEST)) for _ in range(9)]
             while sum(server.running for server in servers) < 9:  # noqa: ASYNC110

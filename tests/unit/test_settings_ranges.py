@@ -70,8 +70,22 @@ READ_WITH = {
 }
 """Settings with which a number of the algorithm is read; all others are with the defaults."""
 UNLIMITED = {
-    *("clip_high", "clip_dual", "dppo_ratio_cap", "weight_high", "vtrace_rho", "m2_keep_high"),  # a ratio has no upper bound
-    *("binary_kl_limit", "opsm_threshold", "m2_limit", "clip_cov_high", "kl.target", "entropy_target"),  # divergences, covariances, nats
+    *(
+        "clip_high",
+        "clip_dual",
+        "dppo_ratio_cap",
+        "weight_high",
+        "vtrace_rho",
+        "m2_keep_high",
+    ),  # a ratio has no upper bound
+    *(
+        "binary_kl_limit",
+        "opsm_threshold",
+        "m2_limit",
+        "clip_cov_high",
+        "kl.target",
+        "entropy_target",
+    ),  # divergences, covariances, nats
     *("overlong_penalty", "dppo_penalty", "kl_cov_coef", "dro_tau", "entropy_coef", "entropy_coef_max"),  # coefficients
     *("kl.coef", "kl.reward_coef", "distill_coef"),  # sft_coef needs recorded responses, which this run has not
     *("sapo_tau_positive", "sapo_tau_negative", "loss_constant"),  # divisors

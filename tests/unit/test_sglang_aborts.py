@@ -27,7 +27,9 @@ NEVER = float("inf")
         (NEVER, (NEVER, 0.0), NEVER, NEVER),
     ],
 )
-def test_when_it_must_be_there(asked: float, last_pause: tuple[float, float], paused_since: float, scheduled: float) -> None:
+def test_when_it_must_be_there(
+    asked: float, last_pause: tuple[float, float], paused_since: float, scheduled: float
+) -> None:
     updates: Any = SimpleNamespace(completed=0, pauses=SimpleNamespace(since_s=paused_since, last_s=last_pause))
     watch = Watch(RequestIds({"input_ids": [5]}, 1), updates)
     watch._sent_s = asked

@@ -1,4 +1,6 @@
-"""SGLang's parameters in terms of the tensors that were sent: fused, padded, tied; and cases in which its checksums cannot be compared."""
+"""SGLang's parameters in terms of the tensors that were sent: fused, padded, tied; and cases in which its checksums
+cannot be compared.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +20,10 @@ def kept_by_sglang(sent: Mapping[str, Tensor], *, tied: bool) -> dict[str, str]:
     """Return the answer of /weights_checker of a real server (0.5.23, CPU) for these tensors."""
     found: dict[str, Tensor] = {}
     for name, tensor in sent.items():
-        for fused, parts in {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}.items():
+        for fused, parts in {
+            "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+            "gate_up_proj": ("gate_proj", "up_proj"),
+        }.items():
             for part in parts:
                 if f".{part}." in name:
                     whole = name.replace(f".{part}.", f".{fused}.")
@@ -45,7 +50,11 @@ def test_every_tensor_is_covered_and_one_bit_shows(family: str, tied: bool) -> N
     told = report_of(kept_by_sglang(sent, tied=tied), layout)
     assert {name for part in told.parts for name in part.names} == set(sent)
     assert differences(told, sent, lambda part: sum_of("sha256", part, sent)) == []
-    for lost in ("model.layers.1.self_attn.v_proj.weight", "model.embed_tokens.weight", "model.layers.0.input_layernorm.weight"):
+    for lost in (
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.input_layernorm.weight",
+    ):
         other = {name: tensor.clone() for name, tensor in sent.items()}
         other[lost].view(-1).view(torch.uint8)[3] ^= 1
         lines = differences(told, other, lambda part, other=other: sum_of("sha256", part, other))  # type: ignore[misc]

@@ -1,4 +1,6 @@
-"""The hook in an SGLang server writes the outputs of each pass under the names of the other implementations; wrong settings are refused."""
+"""The hook in an SGLang server writes the outputs of each pass under the names of the other implementations; wrong
+settings are refused.
+"""
 
 from fnmatch import fnmatch
 from pathlib import Path
@@ -46,7 +48,13 @@ class Model(nn.Module):
 
     def __init__(self, choice: Any, mixture: str, *, sandwich: bool) -> None:
         super().__init__()
-        self.embed_tokens, self.norm, self.choice, self.mixture, self.sandwich = Returns(), Returns(), choice, mixture, sandwich
+        self.embed_tokens, self.norm, self.choice, self.mixture, self.sandwich = (
+            Returns(),
+            Returns(),
+            choice,
+            mixture,
+            sandwich,
+        )
         names = ("input_layernorm", "post_self_attn_layernorm", "post_mlp_layernorm")
         self.layers = nn.ModuleList()
         for _ in range(LAYERS):
@@ -96,7 +104,11 @@ class Mixture(nn.Module):
 
 def chosen(tokens: int) -> Choice:
     """Return experts 2 and 0 of four for each token, the expert that all tokens share, and padding."""
-    return Choice(torch.ones(tokens, 4), torch.tensor([[2, 0, EXPERTS, -1]] * tokens, dtype=torch.int32), torch.zeros(tokens, EXPERTS))
+    return Choice(
+        torch.ones(tokens, 4),
+        torch.tensor([[2, 0, EXPERTS, -1]] * tokens, dtype=torch.int32),
+        torch.zeros(tokens, EXPERTS),
+    )
 
 
 def postponed(tokens: int) -> Postponed:
@@ -104,9 +116,12 @@ def postponed(tokens: int) -> Postponed:
 
 
 @pytest.mark.parametrize(
-    ("choice", "mixture", "sandwich"), [(chosen, "mlp", False), (chosen, "block_sparse_moe", False), (postponed, "mlp", True)]
+    ("choice", "mixture", "sandwich"),
+    [(chosen, "mlp", False), (chosen, "block_sparse_moe", False), (postponed, "mlp", True)],
 )
-def test_a_pass_is_written_under_the_names_of_the_others(tmp_path: Path, choice: Any, mixture: str, sandwich: bool) -> None:
+def test_a_pass_is_written_under_the_names_of_the_others(
+    tmp_path: Path, choice: Any, mixture: str, sandwich: bool
+) -> None:
     outer = nn.Module()
     outer.model = Model(choice, mixture, sandwich=sandwich)
     take = hook({"directory": str(tmp_path)})
@@ -121,12 +136,25 @@ def test_a_pass_is_written_under_the_names_of_the_others(tmp_path: Path, choice:
     in_layer = ["attention.qkv", "attention.core", "attention", "mlp"]
     if choice is chosen:
         in_layer.insert(3, "mlp.experts")
-    layers = [name for layer in range(LAYERS) for name in (*(f"layers.{layer}.{part}" for part in in_layer), f"layers.{layer}")]
+    layers = [
+        name
+        for layer in range(LAYERS)
+        for name in (*(f"layers.{layer}.{part}" for part in in_layer), f"layers.{layer}")
+    ]
     assert list(found) == ["embedding", *layers, "norm"]
-    assert {value.shape[0] for value in found.values()} == {3} and {value.dtype for value in found.values()} == {np.dtype(np.float32)}
+    assert {value.shape[0] for value in found.values()} == {3} and {value.dtype for value in found.values()} == {
+        np.dtype(np.float32)
+    }
     numbers = {name: float(value.flat[0]) for name, value in found.items() if not name.endswith("experts")}
-    in_layers = [("attention.qkv", 0), ("attention.core", 1), ("attention", 5 if sandwich else 2), ("mlp", 6 if sandwich else 3)]
-    of_layers = {f"layers.{layer}.{part}": 10.0 * (layer + 1) + number for layer in range(LAYERS) for part, number in in_layers}
+    in_layers = [
+        ("attention.qkv", 0),
+        ("attention.core", 1),
+        ("attention", 5 if sandwich else 2),
+        ("mlp", 6 if sandwich else 3),
+    ]
+    of_layers = {
+        f"layers.{layer}.{part}": 10.0 * (layer + 1) + number for layer in range(LAYERS) for part, number in in_layers
+    }
     assert numbers == {"embedding": 1.0, "norm": 3.0, "layers.0": 100.0, "layers.1": 101.0} | of_layers
     assert found["layers.0.attention.core"].shape == (3, WIDTH)
     if choice is chosen:
@@ -157,12 +185,16 @@ def test_the_models_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -
         ({"url": "http://127.0.0.1:1"}, "engine.sglang.url: want none, .*--engine asks a running one"),
     ],
 )
-def test_a_server_of_several_ranks_or_of_others_is_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_a_server_of_several_ranks_or_of_others_is_refused(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         score_directory(tmp_path, [[1, 2]], "*", EngineConfig(kind="sglang", sglang=SglangConfig(**settings)))
 
 
-def test_what_cannot_be_scored_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_scored_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = write_tiny_model(tmp_path / "model")
     prompts, config = tmp_path / "prompts.jsonl", tmp_path / "run.yaml"
     prompts.write_text("[1, 2, 3]\n[1, 999999]\n")
@@ -178,4 +210,6 @@ def test_what_cannot_be_scored_is_one_line(tmp_path: Path, capsys: pytest.Captur
     prompts.write_text("[1, 2, 3]\n")
     assert main([*words, "--model", str(model), "--by", "sglang"]) == 2
     told = capsys.readouterr().err
-    assert "starting SGLang with no-such-interpreter; its output: " in told and "the SGLang server ended with code" in told
+    assert (
+        "starting SGLang with no-such-interpreter; its output: " in told and "the SGLang server ended with code" in told
+    )

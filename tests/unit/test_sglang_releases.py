@@ -23,7 +23,10 @@ def test_a_supported_release(said: str, version: tuple[int, int, int], cpu_check
 
 @pytest.mark.parametrize("said", ["0.5.20", "v0.5.19", "0.5.15.post1", "0.4.9.post2"])
 def test_an_older_release_is_refused_with_a_cure(said: str) -> None:
-    wanted = rf"^engine http://e: failed: SGLang's release: want >= 0\.5\.21, got {said}; install a newer one for engine\.sglang\.python"
+    wanted = (
+        rf"^engine http://e: failed: SGLang's release: want >= 0\.5\.21, got {said}; install a newer one for "
+        r"engine\.sglang\.python"
+    )
     with pytest.raises(EngineFailed, match=wanted):
         release_of("http://e", said)
 

@@ -49,7 +49,9 @@ def test_its_client_sees_its_own() -> None:
     assert told[1]["text"] == f'"id":"{first}"', "what a model says is its own"
 
 
-@pytest.mark.parametrize(("body", "responses"), [({**ONE, "session_params": {"id": "s"}}, 1), (ONE, 2), ({**BATCH, "rid": ["a", "b"]}, 4)])
+@pytest.mark.parametrize(
+    ("body", "responses"), [({**ONE, "session_params": {"id": "s"}}, 1), (ONE, 2), ({**BATCH, "rid": ["a", "b"]}, 4)]
+)
 def test_names_that_must_stay(body: dict[str, Any], responses: int) -> None:
     names = RequestIds(body, responses)
     assert names.for_sending() == body["rid"]

@@ -41,7 +41,10 @@ def responses(**body: Any) -> int:
         ({**IDS, "sampling_params": {"temperature": float("nan")}}, r"sampling_params\.temperature: want .*, got nan"),
         ({**IDS, "sampling_params": {"temperature": 1e-300}}, "temperature: want 0 .greedy., or a number >= 1e-06"),
         ({**IDS, "sampling_params": {"min_p": 1e-300}}, "min_p: want 0, or a number of 32 bits, got 1e-300"),
-        ({**IDS, "sampling_params": {"repetition_penalty": 1e-40}}, "repetition_penalty: want 0, or a number of 32 bits"),
+        (
+            {**IDS, "sampling_params": {"repetition_penalty": 1e-40}},
+            "repetition_penalty: want 0, or a number of 32 bits",
+        ),
         ({**IDS, "sampling_params": {"logit_bias": {"5": 1e39}}}, "logit_bias: want a number .*1e"),
         ({**IDS, "sampling_params": {"ignore_eos": 1}}, "ignore_eos: want true or false"),
         ({**IDS, "sampling_params": {"stop": [5]}}, r"sampling_params\.stop\[0\]: want a string, got 5"),
@@ -67,10 +70,32 @@ def test_what_would_end_a_server_is_refused(body: dict[str, Any], where: str) ->
 
 def test_what_is_well_is_counted() -> None:
     assert responses(**IDS) == 1
-    assert responses(**IDS, rid="a", sampling_params={"n": 3, "temperature": 0, "stop": "x", "top_p": 0.5, "max_new_tokens": None}) == 3
-    assert responses(input_ids=[[5], [6, 7]], rid=["a", "b"], sampling_params=[{"n": 2}, {}], logprob_start_len=[0, 1], extra_key="k") == 3
+    assert (
+        responses(
+            **IDS,
+            rid="a",
+            sampling_params={"n": 3, "temperature": 0, "stop": "x", "top_p": 0.5, "max_new_tokens": None},
+        )
+        == 3
+    )
+    assert (
+        responses(
+            input_ids=[[5], [6, 7]],
+            rid=["a", "b"],
+            sampling_params=[{"n": 2}, {}],
+            logprob_start_len=[0, 1],
+            extra_key="k",
+        )
+        == 3
+    )
     assert responses(text=["ab", "c"], sampling_params={"n": 2}, unknown_field=1) == 4
-    assert responses(**IDS, sampling_params={"logit_bias": {"299": 1.5}, "stop_token_ids": [0], "stop_regex": ["a+"], "unknown": [5]}) == 1
+    assert (
+        responses(
+            **IDS,
+            sampling_params={"logit_bias": {"299": 1.5}, "stop_token_ids": [0], "stop_regex": ["a+"], "unknown": [5]},
+        )
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -110,10 +135,19 @@ def test_arguments_become_words_that_sglang_reads() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"quantization": "fp8"}, "quantization: not passed to SGLang: a push sends the learner's tensors, in their names and data type"),
+        (
+            {"quantization": "fp8"},
+            "quantization: not passed to SGLang: a push sends the learner's tensors, in their names and data type",
+        ),
         ({"kv-cache-dtype": "fp8_e5m2"}, "kv-cache-dtype: not passed to SGLang: a push sends"),
-        ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm: not passed to SGLang: a push does not reach the draft model"),
-        ({"speculative-num-steps": 3}, "speculative-num-steps: not passed to SGLang: a push does not reach the draft model"),
+        (
+            {"speculative_algorithm": "EAGLE"},
+            "speculative_algorithm: not passed to SGLang: a push does not reach the draft model",
+        ),
+        (
+            {"speculative-num-steps": 3},
+            "speculative-num-steps: not passed to SGLang: a push does not reach the draft model",
+        ),
         ({"enable_lora": True}, "enable_lora: not passed to SGLang: a push sends merged weights"),
         ({"lora_target_modules": ["all"]}, "lora_target_modules: not passed to SGLang: a push sends merged weights"),
         ({"modelopt_checkpoint_save_path": "x"}, "not passed to SGLang: a push sends the learner's tensors"),
@@ -122,12 +156,20 @@ def test_arguments_become_words_that_sglang_reads() -> None:
             {"reasoning_parser": "qwen3"},
             "reasoning_parser: not passed to SGLang: it has no effect: the engine renders and parses chats itself",
         ),
-        ({"config": "/some/file"}, "config: not passed to SGLang: the arguments in it would not be checked; give them by name; remove it"),
+        (
+            {"config": "/some/file"},
+            "config: not passed to SGLang: the arguments in it would not be checked; give them by name; remove it",
+        ),
         ({"mem_fraction_statik": 0.5}, "got 0.5; did you mean mem_fraction_static?"),
-        ({"plugin": "a.b"}, "got 'a.b'; remove it, or start a server with it yourself and set engine.sglang.url (docs/sglang.md)"),
+        (
+            {"plugin": "a.b"},
+            "got 'a.b'; remove it, or start a server with it yourself and set engine.sglang.url (docs/sglang.md)",
+        ),
     ],
 )
-def test_arguments_that_have_not_been_tried_are_refused_when_the_file_is_read(arguments: dict[str, Any], message: str) -> None:
+def test_arguments_that_have_not_been_tried_are_refused_when_the_file_is_read(
+    arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ValueError, match=r"engine\.sglang\.arguments\." + f".*{re.escape(message)}"):
         RunConfig(run="r", engine=EngineConfig(kind="sglang", sglang=SglangConfig(arguments=arguments)))
 

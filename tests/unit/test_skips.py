@@ -24,13 +24,27 @@ def outcome(directory: Path, source: str, *, ci: bool, workers: int = 0) -> tupl
     (directory / "test_one.py").write_text(source)
     environment = {name: text for name, text in os.environ.items() if name != "CI" and not name.startswith("PYTEST")}
     environment |= {"PYTHONPATH": str(ROOT), **({"CI": "true"} if ci else {})}
-    words = ["-p", "tests.skips", "-c", os.devnull, "--rootdir", str(directory), "-p", "no:cacheprovider", "-ra", "-n", str(workers)]
+    words = [
+        "-p",
+        "tests.skips",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(directory),
+        "-p",
+        "no:cacheprovider",
+        "-ra",
+        "-n",
+        str(workers),
+    ]
     command = [sys.executable, "-m", "pytest", *words, str(directory / "test_one.py")]
     done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("source", [MISSING + PASSED, MARKED, FIXTURE + PASSED, MODULE], ids=["call", "mark", "fixture", "module"])
+@pytest.mark.parametrize(
+    "source", [MISSING + PASSED, MARKED, FIXTURE + PASSED, MODULE], ids=["call", "mark", "fixture", "module"]
+)
 def test_a_skip_for_want_of_something_is_an_error_under_ci(tmp_path: Path, source: str) -> None:
     code, output = outcome(tmp_path, source, ci=True)
     assert code not in (0, 5) and "skipped, which is an error under CI: want nftables" in output, output
@@ -54,7 +68,9 @@ def test_a_run_with_a_skip_and_a_passed_test_passes_and_prints_the_reason(tmp_pa
     assert code == 0 and "want nftables" in output, output
 
 
-def test_missing_programs_are_named_by_their_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_programs_are_named_by_their_packages(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("PATH", "")
     assert programs.missing(["nft", "ip", "tc"]) == ["iproute2", "nftables"]
     assert programs.main([]) == 1

@@ -17,7 +17,11 @@ from tidemill.learner.settings.schedule import OptimizerConfig
 from tidemill.learner.settings.step_settings import StepSettings, record_of, refuse_built_in
 
 CHANGED: dict[str, dict[str, Any]] = {
-    "rate": {"optimizer": OptimizerConfig(lr=3e-4, lr_decay="cosine", warmup_steps=3, beta1=0.8, clip_grad=0.0, reset_at=(4, 9))},
+    "rate": {
+        "optimizer": OptimizerConfig(
+            lr=3e-4, lr_decay="cosine", warmup_steps=3, beta1=0.8, clip_grad=0.0, reset_at=(4, 9)
+        )
+    },
     "length": {"steps": 7},
     "loss": {"algorithm": AlgorithmConfig(correction="aipo", entropy_coef=0.1, mask_truncated=True)},
     "turns": {"credit": "turn", "credit_gamma": 0.9, "algorithm": AlgorithmConfig(advantage="rloo")},
@@ -28,7 +32,9 @@ CHANGED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", [*CHANGED, *(f"preset {name}" for name in PRESETS)])
 def test_settings_are_read_back_from_their_record(name: str) -> None:
-    changes = CHANGED.get(name) or {"algorithm": AlgorithmConfig(correction=name.removeprefix("preset "), train_without_correction=True)}
+    changes = CHANGED.get(name) or {
+        "algorithm": AlgorithmConfig(correction=name.removeprefix("preset "), train_without_correction=True)
+    }
     learner = LearnerConfig(**changes)
     record = record_of(learner, push_every=1)
     assert StepSettings.read(json.loads(json.dumps(record))) == StepSettings.of(learner)
@@ -48,7 +54,10 @@ def test_settings_are_read_back_from_their_record(name: str) -> None:
         ("learner.from_checkpoint", {"from_checkpoint": "/other"}),
         ("learner.moe_aux_loss_coef", {"moe_aux_loss_coef": 0.1}),
         ("learner.routing_replay", {"routing_replay": "old"}),
-        ("learner.algorithm.kl.reference_every", {"algorithm": AlgorithmConfig(kl=KLConfig(coef=0.1, reference_every=5))}),
+        (
+            "learner.algorithm.kl.reference_every",
+            {"algorithm": AlgorithmConfig(kl=KLConfig(coef=0.1, reference_every=5))},
+        ),
         ("learner.critic", {"algorithm": AlgorithmConfig(advantage="gae"), "critic": CriticConfig(value_clip=0.5)}),
         ("learner.algorithm", {"algorithm": AlgorithmConfig(advantage="gae")}),
         ("learner.algorithm", {"algorithm": AlgorithmConfig(kl=KLConfig(coef=0.1))}),
@@ -64,14 +73,58 @@ def test_what_is_built_into_the_models_is_refused_with_the_cure(path: str, chang
 
 def test_every_setting_of_the_learner_is_one_of_a_step_built_in_or_without_effect_on_its_result() -> None:
     """A new setting has to be put into one of them."""
-    known = {field.name for field in dataclasses.fields(StepSettings)} | set(record_of(LearnerConfig(), push_every=1)["learner"])
-    recorded_in_the_plan = {"groups_per_step", "group_size", "min_group_size", "minibatches", "max_tokens_per_micro_batch", "num_epochs"}
-    layout = {name for name in (field.name for field in dataclasses.fields(LearnerConfig)) if "parallel" in name or "pipeline" in name}
-    layout |= {"first_stage_layers", "last_stage_layers", "distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"}
-    layout |= {"offload_optimizer", "device", "devices", "nodes", "nodes_wait_s", "insecure_network", "threads", "colocated"}
-    kernels = {"attention", "recompute", "fused_activation", "grouped_experts", "fused_log_probs", "fused_rotary", "deterministic"}
+    known = {field.name for field in dataclasses.fields(StepSettings)} | set(
+        record_of(LearnerConfig(), push_every=1)["learner"]
+    )
+    recorded_in_the_plan = {
+        "groups_per_step",
+        "group_size",
+        "min_group_size",
+        "minibatches",
+        "max_tokens_per_micro_batch",
+        "num_epochs",
+    }
+    layout = {
+        name
+        for name in (field.name for field in dataclasses.fields(LearnerConfig))
+        if "parallel" in name or "pipeline" in name
+    }
+    layout |= {
+        "first_stage_layers",
+        "last_stage_layers",
+        "distributed_optimizer",
+        "overlap_grad_reduce",
+        "overlap_param_gather",
+    }
+    layout |= {
+        "offload_optimizer",
+        "device",
+        "devices",
+        "nodes",
+        "nodes_wait_s",
+        "insecure_network",
+        "threads",
+        "colocated",
+    }
+    kernels = {
+        "attention",
+        "recompute",
+        "fused_activation",
+        "grouped_experts",
+        "fused_log_probs",
+        "fused_rotary",
+        "deterministic",
+    }
     of_the_run = {"seed", "lora"}  # refused on resume at any step: launch/checks/resume.py
-    outside = {"checkpoint_every", "keep_checkpoints", "checkpoint", "save_hf_every", "keep_hf", "prefetch", "weights_digest"}
+    outside = {
+        "checkpoint_every",
+        "keep_checkpoints",
+        "checkpoint",
+        "save_hf_every",
+        "keep_hf",
+        "prefetch",
+        "weights_digest",
+    }
     outside |= {"batch_timeout_s", "failing_tasks", "failing_s"}
     named = known | recorded_in_the_plan | layout | kernels | of_the_run | outside
     assert {field.name for field in dataclasses.fields(LearnerConfig)} - named == set()

@@ -116,7 +116,9 @@ def test_one_that_has_ended_is_started_at_once_with_room_alone(tmp_path: Path) -
 def test_the_directory_of_a_store_that_is_not_made_yet_counts_as_its_parent(tmp_path: Path) -> None:
     assert lacking(tmp_path / "a/b/c", 1) == ""
     reason = lacking(tmp_path / "a/b/c", NO_END)
-    assert reason.startswith("no room: ") and f" MB free on the disk of {tmp_path}, want " in reason and " free " in reason
+    assert (
+        reason.startswith("no room: ") and f" MB free on the disk of {tmp_path}, want " in reason and " free " in reason
+    )
 
 
 @pytest.mark.parametrize(

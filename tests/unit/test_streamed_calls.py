@@ -103,7 +103,9 @@ async def test_nothing_is_recorded_where_no_token_was_sent_and_errors_are_raised
 
 
 async def test_a_cancelled_end_records_what_was_sent() -> None:
-    """A client that hangs up ends a write with an error; the cancellation of its request comes while that is handled."""
+    """A client that hangs up ends a write with an error; the cancellation of its request comes while that is
+    handled.
+    """
     engine = Engine()
     calls, recorded = streamed(engine)
     await calls.begin()

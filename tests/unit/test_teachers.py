@@ -53,9 +53,9 @@ def test_scores_travel_in_a_message_of_the_first_schema() -> None:
     assert (found.schema, found.teacher_top_k, found.extra) == (SCHEMA, 2, {})
     for name in ("teacher_log_probs", "teacher_top_ids", "teacher_top_log_probs"):
         np.testing.assert_array_equal(getattr(found, name), getattr(SCORED, name))
-    assert encode_sample(replace(SCORED, teacher_log_probs=None, teacher_top_ids=None, teacher_top_log_probs=None)) == encode_sample(
-        make_sample()
-    ), "without scores the bytes are those of earlier releases"
+    assert encode_sample(
+        replace(SCORED, teacher_log_probs=None, teacher_top_ids=None, teacher_top_log_probs=None)
+    ) == encode_sample(make_sample()), "without scores the bytes are those of earlier releases"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,11 @@ def scored(sample: Sample, top_k: int) -> Sample:
     tokens = sample.tokens[len(sample.tokens) - sample.response_length :]
     log_probs = np.where(sample.loss_mask, -(tokens + 1) / 1000, 0).astype(np.float32)
     ids = (tokens[:, None] + np.arange(top_k)).astype(np.int32)
-    top = {"teacher_top_ids": ids.ravel(), "teacher_top_log_probs": (-ids.ravel() / 1000).astype(np.float32)} if top_k else {}
+    top = (
+        {"teacher_top_ids": ids.ravel(), "teacher_top_log_probs": (-ids.ravel() / 1000).astype(np.float32)}
+        if top_k
+        else {}
+    )
     return replace(sample, teacher_log_probs=log_probs, **top)
 
 
@@ -108,7 +112,9 @@ def rows_of(micro_batch: MicroBatch, top_k: int) -> None:
 def test_scores_stand_beside_their_targets_in_every_row(top_k: int) -> None:
     samples = [scored(one, top_k) for one in make_samples(vocab=50)]
     samples[2] = replace(samples[2], loss_mask=with_value(samples[2].loss_mask, 0, 0))
-    samples[2] = scored(replace(samples[2], rollout_log_probs=samples[2].rollout_log_probs * samples[2].loss_mask), top_k)
+    samples[2] = scored(
+        replace(samples[2], rollout_log_probs=samples[2].rollout_log_probs * samples[2].loss_mask), top_k
+    )
     for batch in make_batches(samples, data_parallel=2, max_tokens=64, pad_to=4):
         assert batch.teacher_top_k == top_k
         for row in batch.micro_batches:
@@ -134,7 +140,10 @@ def test_scores_of_several_sequences_keep_their_order() -> None:
         rollout_log_probs=np.concatenate([one.rollout_log_probs, two.rollout_log_probs]),
         loss_mask=np.concatenate([one.loss_mask, two.loss_mask]),
         spans=(*one.spans, *two.spans),
-        sequences=(SequenceSize(len(one.tokens), one.response_length), SequenceSize(len(two.tokens), two.response_length)),
+        sequences=(
+            SequenceSize(len(one.tokens), one.response_length),
+            SequenceSize(len(two.tokens), two.response_length),
+        ),
         teacher_log_probs=np.concatenate([scored(one, 0).teacher_log_probs, scored(two, 0).teacher_log_probs]),  # type: ignore[list-item]
         group_size=1,
     )
@@ -166,10 +175,14 @@ def test_the_gradient_is_that_of_the_divergence_of_the_current_student() -> None
         reference_T=torch.zeros(5, dtype=torch.float64),
         teacher_T=teacher_V,
     )
-    objective = Objective(AlgorithmConfig(correction="tis", advantage="none", distill_coef=0.5, distill_teacher="engine"))
+    objective = Objective(
+        AlgorithmConfig(correction="tis", advantage="none", distill_coef=0.5, distill_teacher="engine")
+    )
     assert not objective.config.needs_reference
     loss = objective.token_loss(
-        log_probs_V, objective.advised(tokens, log_probs_V), objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x)
+        log_probs_V,
+        objective.advised(tokens, log_probs_V),
+        objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x),
     )
     (got_V,) = torch.autograd.grad((now_V.exp() * loss.loss_T).sum(), logits_V, retain_graph=True)
     divergence = (log_probs_V.exp() * (log_probs_V - teacher_V)).sum()
@@ -180,7 +193,9 @@ def test_the_gradient_is_that_of_the_divergence_of_the_current_student() -> None
 def test_rewards_give_no_advantage_with_none() -> None:
     rewards_N, groups_N = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([1, 1, 1])
     lengths_N = torch.tensor([2, 2, 2])
-    assert Objective(AlgorithmConfig(advantage="none")).advantages(rewards_N, groups_N, lengths_N, lengths_N).tolist() == [0.0, 0.0, 0.0]
+    assert Objective(AlgorithmConfig(advantage="none")).advantages(
+        rewards_N, groups_N, lengths_N, lengths_N
+    ).tolist() == [0.0, 0.0, 0.0]
 
 
 def test_a_learner_that_needs_scores_takes_no_samples_without_them() -> None:
@@ -227,7 +242,10 @@ def test_scores_are_read_from_the_answer_of_sglang() -> None:
         ({"meta_info": {}}, "cannot be parsed"),
         (answer(input_token_logprobs=[[None, 7, None], [-1.5, 8, None], [-2.5, 9, None]]), "cannot be parsed|finite"),
         (answer(input_token_logprobs=[[-1.5, 8, None], [-2.5, 9, None]]), "want scores of the 3 tokens"),
-        (answer(input_token_logprobs=[[-0.5, 7, None], [-1.5, 6, None], [-2.5, 9, None]]), "want scores of the 3 tokens"),
+        (
+            answer(input_token_logprobs=[[-0.5, 7, None], [-1.5, 6, None], [-2.5, 9, None]]),
+            "want scores of the 3 tokens",
+        ),
         (answer(input_token_logprobs=[[-0.5, 7, None], [float("nan"), 8, None], [-2.5, 9, None]]), "finite"),
         (answer(input_token_logprobs=[[-0.5, 7, None], [0.5, 8, None], [-2.5, 9, None]]), "at most 0"),
         (answer(input_top_logprobs=[None]), "cannot be parsed|listed tokens"),
@@ -244,7 +262,10 @@ def test_scores_at_another_temperature_are_refused() -> None:
     """SGLang names no temperature: it scores at 1."""
     with pytest.raises(EngineFailed, match=r"at temperature 1, the samples at 0.7"):
         scores_in(answer(), RESPONSE, temperature=0.7, top_k=0, url="u")
-    assert len(scores_in(answer(input_logprobs_temperature=0.7), RESPONSE, temperature=0.7, top_k=0, url="u").log_probs) == 3
+    assert (
+        len(scores_in(answer(input_logprobs_temperature=0.7), RESPONSE, temperature=0.7, top_k=0, url="u").log_probs)
+        == 3
+    )
 
 
 # ---- settings
@@ -254,7 +275,10 @@ def test_the_first_teacher_that_applies_scores_a_row() -> None:
     teachers = list(
         read(
             Teachers,
-            {"math": {"url": "http://a:1/", "when": {"reward": "math"}}, "rest": {"urls": ["http://b:1", "http://c:1"]}},
+            {
+                "math": {"url": "http://a:1/", "when": {"reward": "math"}},
+                "rest": {"urls": ["http://b:1", "http://c:1"]},
+            },
             "teachers",
         ).values()
     )
@@ -300,10 +324,22 @@ TEACHER = "actor.teachers={t: {url: 'http://127.0.0.1:9'}}"
             ],
             "nothing uses",
         ),
-        ([TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_top_k=3"], "distill_top_k: want 0 with distill_loss"),
-        (["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"], "nothing reads it without distill_coef > 0"),
-        (["learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine"], "engine wants actor.teachers"),
-        ([TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.kl.reference=/m"], "kl.reference: nothing compares with it"),
+        (
+            [TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.distill_top_k=3"],
+            "distill_top_k: want 0 with distill_loss",
+        ),
+        (
+            ["learner.algorithm.distill_loss=forward_kl", "learner.algorithm.distill_top_k=3"],
+            "nothing reads it without distill_coef > 0",
+        ),
+        (
+            ["learner.algorithm.distill_coef=1", "learner.algorithm.distill_teacher=engine"],
+            "engine wants actor.teachers",
+        ),
+        (
+            [TEACHER, "learner.algorithm.distill_coef=1", "learner.algorithm.kl.reference=/m"],
+            "kl.reference: nothing compares with it",
+        ),
         ([TEACHER, "learner.algorithm.distill_coef=1", "actor.teacher_top_k=3"], "actor.teacher_top_k: follows from"),
     ],
 )
@@ -316,18 +352,28 @@ def test_teachers_are_the_default_where_there_are_any(tmp_path: Path) -> None:
     file = write_run(tmp_path)
     config = load([file], [TEACHER, "learner.algorithm.distill_coef=1"], {}).config
     assert config.learner.algorithm.needs_teacher and not config.learner.algorithm.needs_reference
-    other = load([file], ["actor.teachers={t: {url: 'http://127.0.0.1:8'}}", "learner.algorithm.distill_coef=1"], {}).config
+    other = load(
+        [file], ["actor.teachers={t: {url: 'http://127.0.0.1:8'}}", "learner.algorithm.distill_coef=1"], {}
+    ).config
     assert config.digest() == other.digest(), "an address is a place"
     assert load([file], [], {}).config.digest() != config.digest()
 
 
 def test_listed_tokens_are_asked_for_as_the_loss_needs_them(tmp_path: Path) -> None:
-    loss = ("learner.algorithm.distill_coef=1", "learner.algorithm.distill_loss=reverse_kl", "learner.algorithm.distill_top_k=3")
+    loss = (
+        "learner.algorithm.distill_coef=1",
+        "learner.algorithm.distill_loss=reverse_kl",
+        "learner.algorithm.distill_top_k=3",
+    )
     assert load([write_run(tmp_path)], [TEACHER, *loss], {}).config.actor.teacher_top_k == 3
 
 
 def test_the_reference_lists_tokens_in_the_learner_and_the_samples_none(tmp_path: Path) -> None:
-    loss = ("learner.algorithm.distill_coef=1", "learner.algorithm.distill_loss=reverse_kl", "learner.algorithm.distill_top_k=3")
+    loss = (
+        "learner.algorithm.distill_coef=1",
+        "learner.algorithm.distill_loss=reverse_kl",
+        "learner.algorithm.distill_top_k=3",
+    )
     file = write_run(tmp_path)
     config = load([file], [*loss, "learner.algorithm.kl.reference=/m"], {}).config
     algorithm = config.learner.algorithm
@@ -360,7 +406,9 @@ def test_the_divergence_of_listed_tokens_is_that_of_the_joined_outcomes(kind: st
         first, second = (teacher, student) if kind == "forward_kl" else (student, teacher)
         wanted_T = (first * (first / second).log()).sum(1) * mask_T
         torch.testing.assert_close(got_T, wanted_T, atol=1e-5 if top_k == 6 else 1e-10, rtol=0)
-        got, wanted = (torch.autograd.grad(value_T.sum(), logits_TV, retain_graph=True)[0] for value_T in (got_T, wanted_T))
+        got, wanted = (
+            torch.autograd.grad(value_T.sum(), logits_TV, retain_graph=True)[0] for value_T in (got_T, wanted_T)
+        )
         torch.testing.assert_close(got, wanted, atol=1e-4 if top_k == 6 else 1e-10, rtol=0)
 
 
@@ -369,7 +417,9 @@ def test_the_loss_has_the_divergence_times_its_coefficient() -> None:
     logits_TV = torch.randn(5, 6, generator=generator, dtype=torch.float64)
     teacher_TV = torch.randn(5, 6, generator=generator, dtype=torch.float64).log_softmax(-1)
     student_TV, ids_TK = logits_TV.log_softmax(-1), teacher_TV.topk(2, -1).indices
-    config = AlgorithmConfig(advantage="none", distill_coef=0.5, distill_teacher="engine", distill_loss="forward_kl", distill_top_k=2)
+    config = AlgorithmConfig(
+        advantage="none", distill_coef=0.5, distill_teacher="engine", distill_loss="forward_kl", distill_top_k=2
+    )
     objective, listed_TK = Objective(config), student_TV.gather(1, ids_TK)
     tokens = Tokens(
         mask_T=torch.tensor([True, True, False, True, True]),
@@ -382,9 +432,13 @@ def test_the_loss_has_the_divergence_times_its_coefficient() -> None:
         teacher_top_TK=teacher_TV.gather(1, ids_TK),
     )
     assert objective.advised(tokens, student_TV[:, 0]) is tokens, "the sampled token has no advantage of its own"
-    denominators = Denominators(tokens=4, sequences=2, trainable_N=torch.tensor([2, 2]), constant=6.0, groups_N=torch.tensor([1, 1]))
+    denominators = Denominators(
+        tokens=4, sequences=2, trainable_N=torch.tensor([2, 2]), constant=6.0, groups_N=torch.tensor([1, 1])
+    )
     coupled = objective.coupled([tokens], summed=lambda x: x, gathered=lambda x: x)
-    total, _, _ = objective.total(student_TV[:, 0], torch.zeros(5, dtype=torch.float64), tokens, denominators, coupled, listed_TK=listed_TK)
+    total, _, _ = objective.total(
+        student_TV[:, 0], torch.zeros(5, dtype=torch.float64), tokens, denominators, coupled, listed_TK=listed_TK
+    )
     assert tokens.teacher_top_TK is not None
     wanted = top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind="forward_kl").sum() / 4
     torch.testing.assert_close(total, 0.5 * wanted)
@@ -392,7 +446,9 @@ def test_the_loss_has_the_divergence_times_its_coefficient() -> None:
 
 @pytest.mark.parametrize("chunk", [1 << 20, 40])
 @pytest.mark.parametrize("count", [1, 5, 23, 40])
-def test_the_most_probable_ids_are_those_of_the_plain_logits(chunk: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_most_probable_ids_are_those_of_the_plain_logits(
+    chunk: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks of the vocabulary that are smaller than the list, too; never more than there are."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(4)
@@ -403,7 +459,9 @@ def test_the_most_probable_ids_are_those_of_the_plain_logits(chunk: int, count: 
 
 @pytest.mark.parametrize("chunk", [1 << 20, 40])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_log_probs_of_listed_ids_are_those_of_a_plain_softmax(chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_probs_of_listed_ids_are_those_of_a_plain_softmax(
+    chunk: int, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In chunks of the vocabulary too; an id listed twice, and the target listed again."""
     monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", chunk)
     generator = torch.Generator().manual_seed(3)
@@ -414,7 +472,11 @@ def test_log_probs_of_listed_ids_are_those_of_a_plain_softmax(chunk: int, temper
     listed_TK[0, 1], listed_TK[1, 2] = listed_TK[0, 0], targets_T[1]
     outputs = logprobs.listed_log_probs(hidden_TH, weight_VH, targets_T, listed_TK, temperature=temperature)
     plain_TV = (hidden_TH @ weight_VH.t() / temperature).log_softmax(-1)
-    wanted = (plain_TV.gather(1, targets_T[:, None])[:, 0], -(plain_TV.exp() * plain_TV).sum(1), plain_TV.gather(1, listed_TK))
+    wanted = (
+        plain_TV.gather(1, targets_T[:, None])[:, 0],
+        -(plain_TV.exp() * plain_TV).sum(1),
+        plain_TV.gather(1, listed_TK),
+    )
     pulls = [torch.randn(one.shape, generator=generator, dtype=torch.float64) for one in wanted]
     for got, want in zip(outputs, wanted, strict=True):
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
@@ -448,6 +510,9 @@ def test_a_teacher_of_other_tokens_is_found_before_the_start(tmp_path: Path) -> 
 
 
 def test_a_row_without_a_teacher_is_found_before_the_start(tmp_path: Path) -> None:
-    settings = ["actor.teachers={t: {url: 'http://127.0.0.1:9', when: {reward: math}}}", "learner.algorithm.distill_coef=1"]
+    settings = [
+        "actor.teachers={t: {url: 'http://127.0.0.1:9', when: {reward: math}}}",
+        "learner.algorithm.distill_coef=1",
+    ]
     report = check(load([write_run(tmp_path)], settings, {}), Purpose())
     assert "a teacher that applies to every row" in " ".join(str(one) for one in report.errors)

@@ -41,8 +41,15 @@ def made(rows: list[Tokens], algorithm: AlgorithmConfig) -> list[Tokens]:
 
 
 def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]:
-    """Return (advantages, returns): backwards over the trainable tokens of each sequence, which ends with its sample's reward."""
-    assert tokens.old_T is not None and tokens.reference_T is not None and tokens.values_T is not None and tokens.sequence_T is not None
+    """Return (advantages, returns): backwards over the trainable tokens of each sequence, which ends with its sample's
+    reward.
+    """
+    assert (
+        tokens.old_T is not None
+        and tokens.reference_T is not None
+        and tokens.values_T is not None
+        and tokens.sequence_T is not None
+    )
     advantages_T, returns_T = torch.zeros_like(tokens.values_T), torch.zeros_like(tokens.values_T)
     advantage = ahead = target = 0.0
     sequence = -1
@@ -68,7 +75,12 @@ def by_loop(tokens: Tokens, algorithm: AlgorithmConfig) -> tuple[Tensor, Tensor]
 
 
 @settings(deadline=None, max_examples=examples(60))
-@given(seed=st.integers(0, 10_000), advantage=st.sampled_from(["gae", "vtrace"]), parts=st.integers(1, 4), whiten=st.booleans())
+@given(
+    seed=st.integers(0, 10_000),
+    advantage=st.sampled_from(["gae", "vtrace"]),
+    parts=st.integers(1, 4),
+    whiten=st.booleans(),
+)
 def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: int, whiten: bool) -> None:
     """Advantages do not change if the sequences of an episode are in several rows, in any order."""
     bars = {"vtrace_rho": 1.0 + seed % 3, "vtrace_c": 0.5 + seed % 2 / 2} if advantage == "vtrace" else {}
@@ -78,7 +90,9 @@ def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: 
     advantages_T, returns_T = by_loop(whole, algorithm)
     if whiten:
         there = advantages_T[whole.mask_T]
-        advantages_T = torch.where(whole.mask_T, (advantages_T - there.mean()) / (there.var(correction=0) + 1e-8).sqrt(), 0.0)
+        advantages_T = torch.where(
+            whole.mask_T, (advantages_T - there.mean()) / (there.var(correction=0) + 1e-8).sqrt(), 0.0
+        )
     for place, got in zip(at, made([part_of(whole, one) for one in at], algorithm), strict=True):
         assert got.returns_T is not None
         torch.testing.assert_close(got.advantages_T, advantages_T[place], rtol=1e-9, atol=1e-9)
@@ -86,7 +100,12 @@ def test_the_definitions_sequence_by_sequence(seed: int, advantage: str, parts: 
 
 
 def test_gae_whitens_unless_it_is_switched_off_and_vtrace_does_not() -> None:
-    for advantage, whiten, wanted in (("gae", None, True), ("gae", False, False), ("vtrace", None, False), ("vtrace", True, True)):
+    for advantage, whiten, wanted in (
+        ("gae", None, True),
+        ("gae", False, False),
+        ("vtrace", None, False),
+        ("vtrace", True, True),
+    ):
         (got,) = made([row(3)], config(advantage=advantage, whiten=whiten))
         there = got.advantages_T[got.mask_T]
         assert (abs(float(there.mean())) < 1e-9 and abs(float(there.var(correction=0)) - 1) < 1e-4) is wanted
@@ -109,7 +128,10 @@ def test_on_policy_vtrace_targets_are_those_of_gae() -> None:
         ({"advantage": "vtrace", "vtrace_c": 2.0}, "vtrace_c: want <= vtrace_rho = 1.0"),
         ({"advantage": "vtrace", "vtrace_c": 0.0}, "vtrace_c: want > 0, got 0.0"),
         ({"vtrace_rho": 2.0}, "vtrace_rho: not used by advantage gae; want advantage: vtrace, or 1.0, got 2.0"),
-        ({"advantage": "rloo"}, "gamma: not used by advantage rloo; want advantage: gae | vtrace | reinforce | reinforce_pp, or 1.0"),
+        (
+            {"advantage": "rloo"},
+            "gamma: not used by advantage rloo; want advantage: gae | vtrace | reinforce | reinforce_pp, or 1.0",
+        ),
         ({"correction": "a3po", "advantage": "vtrace", "kl": KLConfig()}, "loglinear saves the forward pass"),
         ({"correction": "sft", "gamma": 1.0, "lam": 1.0, "kl": KLConfig()}, "advantage: sft has no advantages"),
     ],
@@ -132,7 +154,10 @@ def test_a_critic_has_adam() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"critic": CriticConfig(warmup_steps=3)}, "critic: not used by algorithm.advantage: grpo; want advantage: gae or vtrace"),
+        (
+            {"critic": CriticConfig(warmup_steps=3)},
+            "critic: not used by algorithm.advantage: grpo; want advantage: gae or vtrace",
+        ),
         ({"credit": "turn", "algorithm": AlgorithmConfig(advantage="gae")}, "credit: turn needs algorithm.advantage"),
         (
             {"steps": 5, "critic": CriticConfig(warmup_steps=5), "algorithm": AlgorithmConfig(advantage="gae")},

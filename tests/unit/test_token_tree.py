@@ -1,4 +1,6 @@
-"""The tree of texts and their tokens: only whole pieces are found, memory is bounded, and a reference without a tree agrees."""
+"""The tree of texts and their tokens: only whole pieces are found, memory is bounded, and a reference without a tree
+agrees.
+"""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,7 +49,9 @@ def test_a_piece_that_begins_elsewhere_is_not_taken_for_one_that_begins_here() -
     tree.remember([given_("ab", 1), sampled("cd", 2)])
     tree.remember([given_("a", 3), sampled("bcd", 4)])
     pieces, end = tree.find("abcd")
-    assert (end, [token for token, *_ in columns(pieces)]) in ((4, [3, 4]), (1, [3])), "the ids of one way to cut it, never of two"
+    assert (end, [token for token, *_ in columns(pieces)]) in ((4, [3, 4]), (1, [3])), (
+        "the ids of one way to cut it, never of two"
+    )
 
 
 def test_the_longest_unused_pieces_are_evicted_first_and_never_their_prefixes() -> None:

@@ -76,7 +76,10 @@ ANY_ORDER = {
         (collections.abc.Sequence[float], {"type": "array", "items": {"type": "number"}}),
         (set[int], {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}),
         (tuple[int, ...], {"type": "array", "items": {"type": "integer"}}),
-        (tuple[int, str], {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2}),
+        (
+            tuple[int, str],
+            {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "minItems": 2, "maxItems": 2},
+        ),
         (dict[str, int], {"type": "object", "additionalProperties": {"type": "integer"}}),
         (
             collections.abc.Mapping[str, list[bool]],
@@ -85,7 +88,14 @@ ANY_ORDER = {
         (dict[str, Any], {"type": "object"}),
         (Annotated[int, "How many."], {"type": "integer", "description": "How many."}),
         (Name, {"type": "string"}),
-        (Place, {"type": "object", "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}}, "required": ["city"]}),
+        (
+            Place,
+            {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "zip": {"type": "integer"}},
+                "required": ["city"],
+            },
+        ),
         (Order, ANY_ORDER),
     ],
 )
@@ -124,7 +134,12 @@ def test_a_function_has_the_schema_of_its_parameters() -> None:
                 "type": "object",
                 "properties": {
                     "city": {"type": "string", "description": "Name of a city, in English: without the country."},
-                    "unit": {"type": "string", "enum": ["C", "F"], "description": "Unit of temperatures.", "default": "C"},
+                    "unit": {
+                        "type": "string",
+                        "enum": ["C", "F"],
+                        "description": "Unit of temperatures.",
+                        "default": "C",
+                    },
                     "days": {"type": "integer", "description": "Days (1 to 9).", "default": 1},
                     "color": {"type": "string", "enum": ["red", "blue"], "default": "red"},
                     "near": {"type": ["array", "null"], "items": {"type": "string"}, "default": None},
@@ -167,23 +182,40 @@ WANTED = {"city": "Name of a city, in English.", "days": "Number of days."}
 @pytest.mark.parametrize(
     ("docstring", "described"),
     [
-        ("Find.\n\n    Args:\n        city (str): Name of a city,\n            in English.\n        days: Number of days.\n    ", WANTED),
         (
-            "Find.\n    Arguments:\n      city: Name of a city, in English.\n\n      days (int): Number of days.\n    Raises:\n      x: y",
+            (
+                "Find.\n\n    Args:\n        city (str): Name of a city,\n            in English.\n        days: "
+                "Number of days.\n    "
+            ),
+            WANTED,
+        ),
+        (
+            (
+                "Find.\n    Arguments:\n      city: Name of a city, in English.\n\n      days (int): Number of "
+                "days.\n    Raises:\n      x: y"
+            ),
             WANTED,
         ),
         (
             "Find.\n\n    Parameters\n    ----------\n    city : str\n        Name of a city,\n        in English.\n"
-            "    days : int, optional\n        Number of days.\n\n    Returns\n    -------\n    str\n        Text.\n    ",
+            "    days : int, optional\n        Number of days.\n\n    Returns\n    -------\n    str\n        "
+            "Text.\n    ",
             WANTED,
         ),
-        ("Find.\n\n    Parameters\n    ----------\n    city, days : int\n        Both.\n", {"city": "Both.", "days": "Both."}),
         (
-            "Find.\n\n    Parameters\n    ----------\n    city\n        A city.\n    Notes\n    -----\n    days\n        Not one.\n",
+            "Find.\n\n    Parameters\n    ----------\n    city, days : int\n        Both.\n",
+            {"city": "Both.", "days": "Both."},
+        ),
+        (
+            (
+                "Find.\n\n    Parameters\n    ----------\n    city\n        A city.\n    Notes\n    -----\n    "
+                "days\n        Not one.\n"
+            ),
             {"city": "A city."},
         ),
         (
-            "Find.\n\n    :param city: Name of a city,\n        in English.\n    :param int days: Number of days.\n    :type city: str\n"
+            "Find.\n\n    :param city: Name of a city,\n        in English.\n    :param int days: Number of "
+            "days.\n    :type city: str\n"
             "    :returns: Text.\n    ",
             WANTED,
         ),

@@ -77,7 +77,19 @@ def test_the_calculator(expression: str, result: str) -> None:
 @pytest.mark.parametrize(
     "expression",
     [
-        *("", "1+", "x", "__import__('os')", "().__class__", "9**9**9", "2**100000", "(-1)**0.5", "[1]", "'a'*9", "1 if 1 else 2"),
+        *(
+            "",
+            "1+",
+            "x",
+            "__import__('os')",
+            "().__class__",
+            "9**9**9",
+            "2**100000",
+            "(-1)**0.5",
+            "[1]",
+            "'a'*9",
+            "1 if 1 else 2",
+        ),
         *("lambda: 1", "f'{1}'", "True", "1/0", "log(-1)", "(" * 500, "1" * 1001, "max(key=1)", "10**4000 * 10**4000"),
     ],
 )
@@ -100,7 +112,11 @@ async def test_python_runs_in_the_sandbox() -> None:
 
 
 async def test_search_finds_the_texts_that_share_rare_words(tmp_path: Path) -> None:
-    rows = [{"title": "Paris", "text": "the capital of France"}, {"text": "the capital of Spain is Madrid"}, {"text": "the the the"}]
+    rows = [
+        {"title": "Paris", "text": "the capital of France"},
+        {"text": "the capital of Spain is Madrid"},
+        {"text": "the the the"},
+    ]
     (tmp_path / "texts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     search = {"use": "search", "options": {"path": str(tmp_path / "texts.jsonl"), "results": 1}}
     assert await called(search, {"query": "capital of France?"}) == "Paris\nthe capital of France"
@@ -174,16 +190,22 @@ async def test_a_process_with_too_many_hung_calls_is_unusable() -> None:
     threads = CallThreads(most_hung=1)
     assert await called(f"{HERE}:hangs", {"seconds": 1.0}, threads=threads) == "Error: no result within 60 s"
     assert threads.hung == 0, "a tool that raises TimeoutError has ended"
-    assert await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads) == "Error: no result within 0.05 s"
+    assert (
+        await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads) == "Error: no result within 0.05 s"
+    )
     with pytest.raises(
-        ProcessUnusable, match=r"want at most 1 calls of tools that hang .*max_hung_calls.*, got 2, the last of tool 'never'"
+        ProcessUnusable,
+        match=r"want at most 1 calls of tools that hang .*max_hung_calls.*, got 2, the last of tool 'never'",
     ):
         await called(f"{HERE}:never", {"word": "a"}, seconds=0.05, threads=threads)
 
 
 async def test_long_results_and_errors_have_their_beginning_and_end() -> None:
     result = await called(f"{HERE}:later", {"word": "x" * (MAX_RESULT - 1) + "y"})
-    assert result == f"{'x' * (MAX_RESULT // 2)}\n... [{MAX_RESULT} characters left out] ...\n{'x' * (MAX_RESULT // 2 - 1)}y"
+    assert (
+        result
+        == f"{'x' * (MAX_RESULT // 2)}\n... [{MAX_RESULT} characters left out] ...\n{'x' * (MAX_RESULT // 2 - 1)}y"
+    )
     assert await called(f"{HERE}:later", {"word": "x" * (MAX_RESULT // 2)}) == "x" * MAX_RESULT
     error = await called(f"{HERE}:raises", {"text": "x" * MAX_RESULT + "y"})
     assert error.startswith("Error: ValueError: xxx") and error.endswith("xxxy") and len(error) < MAX_RESULT + 50
@@ -244,21 +266,36 @@ async def test_results_are_json_with_their_letters(wanted: str) -> None:
 
 async def test_arguments_are_of_the_annotated_types() -> None:
     assert await called(f"{HERE}:told", {"color": "red"}) == "Color.RED None"
-    assert await called(f"{HERE}:told", {"color": "red", "point": {"x": 1.5, "color": "red"}}) == f"Color.RED {Point(1.5, Color.RED)}"
-    assert (await called(f"{HERE}:told", {"color": "green"})).startswith("Error: ValueError: 'green' is not a valid Color")
+    assert (
+        await called(f"{HERE}:told", {"color": "red", "point": {"x": 1.5, "color": "red"}})
+        == f"Color.RED {Point(1.5, Color.RED)}"
+    )
+    assert (await called(f"{HERE}:told", {"color": "green"})).startswith(
+        "Error: ValueError: 'green' is not a valid Color"
+    )
 
 
 async def test_python_shows_how_a_program_ended_and_both_ends_of_its_output() -> None:
     python = {"use": "python", "options": {"seconds": 60.0}}
     assert await called(python, {"code": "print(1)\nraise SystemExit(3)"}) == "1\n\nError: exit code 3"
-    assert await called(python, {"code": "import os, sys\nprint(1)\nsys.stdout.flush()\nos._exit(4)"}) == "1\n\nError: exit code 4"
+    assert (
+        await called(python, {"code": "import os, sys\nprint(1)\nsys.stdout.flush()\nos._exit(4)"})
+        == "1\n\nError: exit code 4"
+    )
     assert await called(python, {"code": "raise SystemExit"}) == ""
     long = await called(python, {"code": "for n in range(100_000): print(n)"})
-    assert long.startswith("0\n1\n2\n") and long.endswith("99998\n99999\n") and "characters left out" in long and "Error" not in long
+    assert (
+        long.startswith("0\n1\n2\n")
+        and long.endswith("99998\n99999\n")
+        and "characters left out" in long
+        and "Error" not in long
+    )
     endless = await called(python, {"code": "print('begin')\nwhile True: print('x' * 1000)"})
     assert endless.startswith("begin\nxxx") and "characters left out" in endless and len(endless) <= MAX_RESULT
     assert endless.endswith(f"Error: the program was ended after {MAX_OUTPUT_BYTES} bytes of output")
-    slow = await called({"use": "python", "options": {"seconds": 0.3}}, {"code": "print('begin', flush=True)\nwhile True: pass"})
+    slow = await called(
+        {"use": "python", "options": {"seconds": 0.3}}, {"code": "print('begin', flush=True)\nwhile True: pass"}
+    )
     assert slow.endswith("Error: the program was ended after 0.3 s")
 
 

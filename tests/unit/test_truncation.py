@@ -32,13 +32,20 @@ def same(one: StepBatch, other: StepBatch, *, but: set[str]) -> None:
 def test_truncated_samples_are_as_if_they_had_no_trainable_token(cut: tuple[int, ...]) -> None:
     samples = make_samples(vocab=50)
     truncated = [replace(one, status=Status.TRUNCATED) if place in cut else one for place, one in enumerate(samples)]
-    untrained = [replace(one, loss_mask=np.zeros_like(one.loss_mask)) if place in cut else one for place, one in enumerate(samples)]
+    untrained = [
+        replace(one, loss_mask=np.zeros_like(one.loss_mask)) if place in cut else one
+        for place, one in enumerate(samples)
+    ]
     for got, wanted in zip(
-        make_batches(truncated, data_parallel=2, max_tokens=64), make_batches(untrained, data_parallel=2, max_tokens=64), strict=True
+        make_batches(truncated, data_parallel=2, max_tokens=64),
+        make_batches(untrained, data_parallel=2, max_tokens=64),
+        strict=True,
     ):
         masked = without_truncated(got)
         same(masked, wanted, but={"truncated_N", "sampled_N"})
-        np.testing.assert_array_equal(masked.sampled_N, got.sampled_N, err_msg="a penalty for length counts what was sampled")
+        np.testing.assert_array_equal(
+            masked.sampled_N, got.sampled_N, err_msg="a penalty for length counts what was sampled"
+        )
         assert masked.truncated_N.sum() == len(cut)
         assert got.num_tokens > wanted.num_tokens or not cut, "the batch that came in is left as it was"
 
@@ -46,7 +53,10 @@ def test_truncated_samples_are_as_if_they_had_no_trainable_token(cut: tuple[int,
 def of_one_rank() -> Parallel:
     """Return a world of one process without process groups, which nothing here needs."""
     groups = dict.fromkeys(("dp_group", "tp_group", "pp_group", "cp_group"), None)
-    ranks, sizes = dict.fromkeys(("rank", "dp_rank", "tp_rank", "pp_rank", "cp_rank"), 0), {"edge_layers": (0, 0), "vp_size": 1}
+    ranks, sizes = (
+        dict.fromkeys(("rank", "dp_rank", "tp_rank", "pp_rank", "cp_rank"), 0),
+        {"edge_layers": (0, 0), "vp_size": 1},
+    )
     sizes |= dict.fromkeys(("dp_size", "tp_size", "pp_size", "cp_size", "ep_size"), 1)
     return Parallel(**groups, **ranks, **sizes, device=torch.device("cpu"), sequence_parallel=False)  # type: ignore[arg-type]
 
@@ -65,11 +75,17 @@ def loss_of(batch: StepBatch, log_probs: list[Tensor], aggregation: str) -> tupl
 
 
 @settings(deadline=None, max_examples=examples(40))
-@given(cut=st.sets(st.integers(0, 15), max_size=15), aggregation=st.sampled_from(AGGREGATIONS), seed=st.integers(0, 1000))
-def test_truncated_samples_have_no_gradient_and_are_in_no_denominator(cut: set[int], aggregation: str, seed: int) -> None:
+@given(
+    cut=st.sets(st.integers(0, 15), max_size=15), aggregation=st.sampled_from(AGGREGATIONS), seed=st.integers(0, 1000)
+)
+def test_truncated_samples_have_no_gradient_and_are_in_no_denominator(
+    cut: set[int], aggregation: str, seed: int
+) -> None:
     """Whatever their log-probs, NaN included; loss and gradient of the others are those of a step without them."""
     samples = make_samples(vocab=50)
-    truncated = [replace(one, status=Status.TRUNCATED if place in cut else Status.COMPLETED) for place, one in enumerate(samples)]
+    truncated = [
+        replace(one, status=Status.TRUNCATED if place in cut else Status.COMPLETED) for place, one in enumerate(samples)
+    ]
     whole = make_batches(truncated, max_tokens=64)[0]
     masked, alone = (
         without_truncated(whole),

@@ -1,9 +1,9 @@
-"""Recovery by turns under random schedules: actors of one episode are killed, frozen and superseded at every operation, answers lost,
-and, where the log is needed, records not stored for good.
+"""Recovery by turns under random schedules: actors of one episode are killed, frozen and superseded at every operation,
+answers lost, and, where the log is needed, records not stored for good.
 
-The log is the real one (``TurnStream``, ``TurnLog``, ``Episode``). The stream is a model of JetStream's rules in memory: an expected last
-sequence by subject, and message ids, which a replicated stream compares first and a single one second. The real server under kills:
-tests/chaos and tests/integration/test_recovery_by_turns.py.
+The log is the real one (``TurnStream``, ``TurnLog``, ``Episode``). The stream is a model of JetStream's rules in
+memory: an expected last sequence by subject, and message ids, which a replicated stream compares first and a single one
+second. The real server under kills: tests/chaos and tests/integration/test_recovery_by_turns.py.
 """
 
 import asyncio
@@ -65,7 +65,9 @@ class World:
     generated: int = 0
     failures: int = 0
     told: dict[tuple[int, bytes], list[int]] = field(default_factory=dict)
-    """The answer to a prompt, by the number of the environment: another one after a failure; with ``restart`` each actor has its own."""
+    """The answer to a prompt, by the number of the environment: another one after a failure; with ``restart`` each
+    actor has its own.
+    """
     samples: list[list[int]] = field(default_factory=list)
     happened: Counter[str] = field(default_factory=Counter)
 
@@ -147,7 +149,9 @@ class World:
         """Return an answer that no other one equals."""
         await self.gate()
         self.generated += 1
-        tokens = np.array([1000 + self.generated, *self.random.choices(range(3, 9), k=self.random.randint(0, 2))], np.int32)
+        tokens = np.array(
+            [1000 + self.generated, *self.random.choices(range(3, 9), k=self.random.randint(0, 2))], np.int32
+        )
         generation = Generation(
             id=id,
             tokens=tokens,
@@ -162,12 +166,16 @@ class World:
         assert self.told.setdefault((instance, digest(prompt)), answer) == answer, "two answers for one turn"
 
     def found(self, number: int) -> tuple[int, set[bytes]]:
-        """Return the number of the environment, and digests of the prompts that had a stored answer, when an actor took the episode."""
+        """Return the number of the environment, and digests of the prompts that had a stored answer, when an actor took
+        the episode.
+        """
         whole: dict[int, list[int]] = {-1: []}
         prompts: set[bytes] = set()
         instance = 0
         records = [decode_turn_record(one.data) for one in self.messages]
-        takes = [at for at, record in enumerate(records) if record.kind is TurnKind.TAKE and record.attempt == f"a{number}"]
+        takes = [
+            at for at, record in enumerate(records) if record.kind is TurnKind.TAKE and record.attempt == f"a{number}"
+        ]
         for record in records[: takes[-1]]:  # the one that counts, if others came between it and one before
             if record.kind is TurnKind.FAILED:
                 prompts, instance = set(), instance + 1
@@ -179,7 +187,9 @@ class World:
 
 
 class Actor:
-    """One actor that has leased the task, and its program: a conversation with an environment that reacts to the last answer."""
+    """One actor that has leased the task, and its program: a conversation with an environment that reacts to the last
+    answer.
+    """
 
     def __init__(self, world: World, number: int, *, first: bool, fails: bool) -> None:
         self.world, self.number, self._first, self._fails = world, number, first, fails
@@ -237,7 +247,9 @@ class Actor:
                 assert digest(prompt) not in stored, "a stored turn is generated again"
                 response = await self.world.generate(id)
                 made = response.generation
-                output = TurnOutput(tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent="")
+                output = TurnOutput(
+                    tokens=made.tokens, log_probs=made.log_probs, spans=made.spans, id=id, finish="stop", agent=""
+                )
             else:
                 assert digest(prompt) in stored, "an answer of before the last failure, or of nobody"
                 self.world.happened["given again"] += 1
@@ -258,10 +270,14 @@ def _task() -> Task:
 
 
 async def play(seed: int) -> World:
-    """Run one schedule; the last actor ends the episode, and one to which the settled task is delivered again does nothing."""
+    """Run one schedule; the last actor ends the episode, and one to which the settled task is delivered again does
+    nothing.
+    """
     choose = random.Random(seed)
     again = choose.choice((RESTART, REPLAY, RESUME))
-    world = World(random=choose, again=again, replicated=choose.random() < 0.5, needed=again != RESTART and choose.random() < 0.5)
+    world = World(
+        random=choose, again=again, replicated=choose.random() < 0.5, needed=again != RESTART and choose.random() < 0.5
+    )
     actors: dict[int, asyncio.Task[str]] = {}
 
     def leased(*, fails: bool) -> None:
@@ -314,7 +330,9 @@ async def play(seed: int) -> World:
 
     try:
         await until_over(troubled())
-        while not world.samples:  # it was superseded by one that woke up, and took the episode late: that one ends it, or fails
+        while (
+            not world.samples
+        ):  # it was superseded by one that woke up, and took the episode late: that one ends it, or fails
             world.happened["ended by another"] += 1
             waiting = [number for number, actor in actors.items() if not actor.done()]
             if waiting:
@@ -333,8 +351,12 @@ async def play(seed: int) -> World:
     return world
 
 
-@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))])
-async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "first", [0, *(pytest.param(first, marks=pytest.mark.slow) for first in range(COUNT, 50 * COUNT, COUNT))]
+)
+async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(
+    first: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(episode_turns, "_PAUSE_S", 0.0)
     for limit in ("STORE_S", "NEEDED_S", "READ_S"):  # only the schedule decides which records are not stored
         monkeypatch.setattr(episode_turns, limit, 1e6)
@@ -345,5 +367,17 @@ async def test_no_environment_gets_two_answers_and_no_stored_turn_is_made_again(
         except AssertionError as error:
             raise AssertionError(f"schedule {seed}: {error}") from error
     print(dict(happened))
-    wanted = ("answer lost", "given again", "superseded", "failed", "ended", "already stored", "not stored", "take", "turn", "state", "end")
+    wanted = (
+        "answer lost",
+        "given again",
+        "superseded",
+        "failed",
+        "ended",
+        "already stored",
+        "not stored",
+        "take",
+        "turn",
+        "state",
+        "end",
+    )
     assert all(happened[name] > COUNT / 50 for name in wanted), happened

@@ -1,4 +1,6 @@
-"""The devices of this machine, read from a fake nvidia-smi: every form of CUDA_VISIBLE_DEVICES, MIG, and answers that make no sense."""
+"""The devices of this machine, read from a fake nvidia-smi: every form of CUDA_VISIBLE_DEVICES, MIG, and answers that
+make no sense.
+"""
 
 import socket
 import subprocess
@@ -25,7 +27,9 @@ def found(path: str, value: str | None = None) -> list[str]:
 
 def test_devices_have_their_uuid_and_memory(tmp_path: Path) -> None:
     node = this_node(environment(fake_nvidia_smi(tmp_path, 2)))
-    assert [(device.index, device.uuid, device.memory_bytes) for device in node.devices] == [(i, uuid_of(i), MIB << 20) for i in range(2)]
+    assert [(device.index, device.uuid, device.memory_bytes) for device in node.devices] == [
+        (i, uuid_of(i), MIB << 20) for i in range(2)
+    ]
     assert (node.host, node.hidden_by, node.shm_bytes > 0) == (socket.gethostname(), "", True)
 
 
@@ -62,7 +66,13 @@ def test_the_variable_hides_devices(tmp_path: Path, value: str | None, names: li
 @pytest.mark.parametrize(
     ("value", "complaint"),
     [
-        ("4", r"CUDA_VISIBLE_DEVICES: want devices of this machine: 0 \(GPU-0.*got '4', which names none; fix the variable"),
+        (
+            "4",
+            (
+                r"CUDA_VISIBLE_DEVICES: want devices of this machine: 0 \(GPU-0.*got '4', which names none; fix "
+                r"the variable"
+            ),
+        ),
         ("GPU-0000", "got 'GPU-0000', which names several"),
         ("GPU-77", "got 'GPU-77', which names none"),
         ("card0", "got 'card0', which names none"),
@@ -78,7 +88,12 @@ def test_a_variable_that_names_no_device_is_refused(tmp_path: Path, value: str, 
 
 @pytest.mark.parametrize(
     ("value", "names"),
-    [(None, ["1", "0:0", "0:1"]), ("0", ["0:0", "0:1"]), ("MIG-22222222-aaaa-bbbb-cccc-000000000000", ["0:1"]), ("MIG-1,1", ["0:0", "1"])],
+    [
+        (None, ["1", "0:0", "0:1"]),
+        ("0", ["0:0", "0:1"]),
+        ("MIG-22222222-aaaa-bbbb-cccc-000000000000", ["0:1"]),
+        ("MIG-1,1", ["0:0", "1"]),
+    ],
 )
 def test_a_gpu_that_is_split_gives_its_slices(tmp_path: Path, value: str | None, names: list[str]) -> None:
     answer = f"[ \"$1\" = -L ] && cat <<'END' && exit\n{LISTING}\nEND\nprintf '{row(0, mig='Enabled')}\\n{row(1)}\\n'"
@@ -121,7 +136,9 @@ esac"""
 
 
 def test_values_that_a_gpu_does_not_have(tmp_path: Path) -> None:
-    (device,) = this_node(environment(fake_nvidia_smi(tmp_path, script=f"echo '{row(0, mig='[N/A]', memory='[N/A]')}'"))).devices
+    (device,) = this_node(
+        environment(fake_nvidia_smi(tmp_path, script=f"echo '{row(0, mig='[N/A]', memory='[N/A]')}'"))
+    ).devices
     assert device.memory_bytes == 0 and device.slice == -1
 
 
@@ -132,7 +149,10 @@ def test_values_that_a_gpu_does_not_have(tmp_path: Path) -> None:
         (f"echo '{row(0)}, 5'", "want lines of index"),
         ("echo '0, 1234, 5 MiB, Disabled'", "want lines of index"),
         ("head -c 300 /dev/zero", "want lines of index"),
-        ("echo Unable to determine the device handle; exit 15", "want exit code 0, got 15: 'Unable to determine the device handle'"),
+        (
+            "echo Unable to determine the device handle; exit 15",
+            "want exit code 0, got 15: 'Unable to determine the device handle'",
+        ),
     ],
 )
 def test_an_answer_without_sense_is_refused(tmp_path: Path, script: str, complaint: str) -> None:

@@ -76,7 +76,9 @@ def test_one_bit_or_two_signs_show(dtype: torch.dtype) -> None:
 def test_views_anywhere_in_a_buffer_have_the_sum_of_their_bytes() -> None:
     flat = torch.arange(64, dtype=torch.uint8)
     for start in range(0, 8, 2):
-        assert sum64([flat[start : start + 14].view(torch.bfloat16).view(7, 1)]) == slow(bytes(range(start, start + 14)))
+        assert sum64([flat[start : start + 14].view(torch.bfloat16).view(7, 1)]) == slow(
+            bytes(range(start, start + 14))
+        )
     matrix = torch.randn(4, 6)
     assert sum64([matrix.t()]) == sum64([matrix.t().contiguous()]) != sum64([matrix])
 
@@ -103,7 +105,12 @@ def test_an_engine_may_keep_them_in_its_own_type_together_and_padded() -> None:
     for scheme, compute in checksums.SCHEMES.items():
         part = TensorChecksum(names=("q", "k"), dtype="bfloat16", sum=compute([kept]), zeros=12)
         told = ChecksumReport(scheme=scheme, parts=(part,))
-        assert differences(ChecksumReport.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)) == []  # type: ignore[misc]
+        assert (
+            differences(
+                ChecksumReport.parse(told.to_json()), sent, lambda part, scheme=scheme: sum_of(scheme, part, sent)
+            )
+            == []
+        )  # type: ignore[misc]
 
 
 def test_strange_answers_are_refused() -> None:
@@ -113,7 +120,9 @@ def test_strange_answers_are_refused() -> None:
 
 
 def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() -> None:
-    """The thread has read a copy that is refilled before its sum is complete: that sum is not kept for the new weights."""
+    """The thread has read a copy that is refilled before its sum is complete: that sum is not kept for the new
+    weights.
+    """
     one, two = {"w": torch.full((100,), 1.0)}, {"w": torch.full((100,), 2.0)}
     read, filled = threading.Event(), threading.Event()
 
@@ -123,12 +132,18 @@ def test_a_comparison_that_outlives_its_push_does_not_affect_the_next_weights() 
         def __iter__(self) -> Iterator[str]:
             yield from super().__iter__()
             self.looks += 1
-            if self.looks == 3:  # third reading of the names: after the tensors meant and the lookup of a known sum, the tensors are read
+            if (
+                self.looks == 3
+            ):  # third reading of the names: after the tensors meant and the lookup of a known sum, the tensors are read
                 read.set()
                 assert filled.wait(60)
 
-    def told(tensors: dict[str, torch.Tensor], names: tuple[str, ...]) -> ChecksumReport:  # in another dtype: the tensors are copied
-        return ChecksumReport(scheme="sum64", parts=(TensorChecksum(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),))
+    def told(
+        tensors: dict[str, torch.Tensor], names: tuple[str, ...]
+    ) -> ChecksumReport:  # in another dtype: the tensors are copied
+        return ChecksumReport(
+            scheme="sum64", parts=(TensorChecksum(names=names, dtype="float64", sum=sum64([tensors["w"].double()])),)
+        )
 
     staging = staged(one)
     thread = threading.Thread(target=staging.differences, args=(told(one, Slow(("w",))),), daemon=True)

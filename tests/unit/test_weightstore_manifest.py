@@ -25,7 +25,9 @@ def some(spec: TensorSpec, seed: int = 0) -> torch.Tensor:
 
 
 @given(manifests, st.integers(1, 300))
-def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_size(manifest: Manifest, bucket_bytes: int) -> None:
+def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_size(
+    manifest: Manifest, bucket_bytes: int
+) -> None:
     buckets = manifest.buckets(bucket_bytes)
     assert [spec for bucket in buckets for spec in bucket.specs] == list(manifest.specs)
     assert sum(bucket.num_bytes for bucket in buckets) == manifest.num_bytes
@@ -37,7 +39,9 @@ def test_buckets_hold_every_tensor_once_in_order_aligned_and_within_the_size(man
 
 
 @given(manifests, st.integers(1, 300), st.randoms(use_true_random=False))
-def test_what_is_staged_in_any_order_comes_out_of_the_buckets(manifest: Manifest, bucket_bytes: int, random: object) -> None:
+def test_what_is_staged_in_any_order_comes_out_of_the_buckets(
+    manifest: Manifest, bucket_bytes: int, random: object
+) -> None:
     staging = StagingPool(manifest, bucket_bytes).take(0)
     tensors = [(spec.name, some(spec, seed)) for seed, spec in enumerate(manifest.specs)]
     staging.fill(sorted(tensors, key=lambda each: hash((each[0], 7))))

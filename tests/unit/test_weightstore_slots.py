@@ -1,4 +1,6 @@
-"""Copies to a device one message ahead: the bytes that are sent, the buffer they come from, and the number of copies."""
+"""Copies to a device one message ahead: the bytes that are sent, the buffer they come from, and the number of
+copies.
+"""
 
 import torch
 from hypothesis import given
@@ -23,7 +25,9 @@ class LateBuffers:
         self.copies.append(slot)
 
     def ready(self, slot: int, num_bytes: int) -> Tensor:
-        while any(one == slot for one, _ in self.queued):  # in the order of the calls; later ones may still be under way
+        while any(
+            one == slot for one, _ in self.queued
+        ):  # in the order of the calls; later ones may still be under way
             place, source = self.queued.pop(0)
             self.flats[place] = source.clone()
         self.in_use = slot
@@ -37,7 +41,10 @@ def sent(double: DoubleBuffer, buffers: LateBuffers, flat: Tensor, following: Te
 
 def test_with_the_next_message_known_every_message_is_copied_once_and_the_buffers_take_turns() -> None:
     buffers = LateBuffers()
-    double, messages = DoubleBuffer(buffers), [torch.full((8 + number,), number, dtype=torch.uint8) for number in range(5)]
+    double, messages = (
+        DoubleBuffer(buffers),
+        [torch.full((8 + number,), number, dtype=torch.uint8) for number in range(5)],
+    )
     for flat, following in zip(messages, [*messages[1:], None], strict=True):
         assert sent(double, buffers, flat, following) == bytes(flat.tolist())
         assert len(buffers.queued) == (following is not None), "the copy of the next message is under way meanwhile"
@@ -57,10 +64,15 @@ def test_memory_that_is_filled_again_is_copied_again() -> None:
 def test_the_bytes_are_right_whichever_message_was_announced(calls: list[tuple[int, int | None, bool]]) -> None:
     """An announced message that is not sent next, or memory that is filled again once it was not, does no harm."""
     buffers = LateBuffers()
-    double, memory = DoubleBuffer(buffers), [torch.full((4 + 3 * number,), number, dtype=torch.uint8) for number in range(4)]
+    double, memory = (
+        DoubleBuffer(buffers),
+        [torch.full((4 + 3 * number,), number, dtype=torch.uint8) for number in range(4)],
+    )
     announced: int | None = None
     for number, following, refill in calls:
         if refill and announced is not None and announced != number:
             memory[announced].add_(16)  # its announced turn has passed
-        assert sent(double, buffers, memory[number], None if following is None else memory[following]) == bytes(memory[number].tolist())
+        assert sent(double, buffers, memory[number], None if following is None else memory[following]) == bytes(
+            memory[number].tolist()
+        )
         announced = following

@@ -28,7 +28,9 @@ def test_safetensors_own_reader_finds_every_tensor_bit_for_bit(tmp_path: Path, m
     assert found.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert torch.equal(found[name].contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            found[name].contiguous().reshape(-1).view(torch.uint8), tensor.contiguous().reshape(-1).view(torch.uint8)
+        ), name
     with safe_open(tmp_path / "v3" / "model.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
     assert (info.version, info.step, info.digest) == (3, 7, Manifest.of(tensors.items()).digest)
@@ -54,7 +56,8 @@ def test_transformers_loads_it_as_a_model_directory(tmp_path: Path, shard_bytes:
 
 @pytest.mark.parametrize("field", ["torch_dtype", "dtype"])
 @pytest.mark.parametrize(
-    ("named", "saved"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32"), ("float32", "float32")]
+    ("named", "saved"),
+    [("bfloat16", "float32"), ("float32", "bfloat16"), ("float16", "float32"), ("float32", "float32")],
 )
 def test_the_configuration_names_the_dtype_of_the_tensors(tmp_path: Path, field: str, named: str, saved: str) -> None:
     """A loader with dtype="auto" casts to the dtype named there: exported weights would lose bits that the run had."""
@@ -64,7 +67,11 @@ def test_the_configuration_names_the_dtype_of_the_tensors(tmp_path: Path, field:
     text = json.dumps(config | {field: named, "vision_config": {field: named, "name": "é"}})
     (source / "config.json").write_text(text)
     dtype = getattr(torch, saved)
-    tensors = {"weight": torch.randn(64, 64).to(dtype), "router": torch.randn(3), "bias": torch.zeros(2, dtype=torch.int64)}
+    tensors = {
+        "weight": torch.randn(64, 64).to(dtype),
+        "router": torch.randn(3),
+        "bias": torch.zeros(2, dtype=torch.int64),
+    }
     snapshot.write(tmp_path / "export", tensors, version=1, step=1, model_dir=source)
     written = (tmp_path / "export" / "config.json").read_text()
     assert json.loads(written) == config | {field: saved, "vision_config": {field: saved, "name": "é"}}
@@ -93,7 +100,9 @@ def test_shards_hold_every_tensor_once(tmp_path: Path) -> None:
     index = json.loads((tmp_path / "v1" / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == Manifest.of(tensors.items()).num_bytes
     found = {
-        name: (file, tensor) for file in set(index["weight_map"].values()) for name, tensor in load_file(tmp_path / "v1" / file).items()
+        name: (file, tensor)
+        for file in set(index["weight_map"].values())
+        for name, tensor in load_file(tmp_path / "v1" / file).items()
     }
     assert {name: file for name, (file, _) in found.items()} == index["weight_map"]
     assert all(torch.equal(found[name][1], tensor) for name, tensor in tensors.items())

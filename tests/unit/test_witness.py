@@ -1,6 +1,13 @@
 """Verification of an engine's address, without sockets: errors by nonce, which calls count, and the text for them."""
 
-from tidemill.actors.engines.address_checks import CHECK_EVERY_S, LOOK_EVERY_S, MAX_MISSES, _Called, unreachable, verified
+from tidemill.actors.engines.address_checks import (
+    CHECK_EVERY_S,
+    LOOK_EVERY_S,
+    MAX_MISSES,
+    _Called,
+    unreachable,
+    verified,
+)
 from tidemill.bus.wire.rows import LiveRow
 
 
@@ -15,7 +22,9 @@ def test_an_engine_is_verified_by_one_process_and_unreachable_from_others() -> N
     assert not verified("other", rows)
     assert not verified("new", rows)
     assert unreachable("new", rows) == []
-    assert unreachable("", [row("learner", **{"": "no nonce"})]) == [], "of an engine that answers with none, as before this release"
+    assert unreachable("", [row("learner", **{"": "no nonce"})]) == [], (
+        "of an engine that answers with none, as before this release"
+    )
 
 
 def test_the_first_failure_counts_and_a_busy_engine_may_miss_a_call() -> None:

@@ -15,7 +15,18 @@ from tidemill.launch.settings.run_config import RunConfig
 
 GOOD = (Path(__file__).resolve().parents[2] / "launch/configs/digits.yaml").read_bytes()
 PIECES = (
-    *("&x ", "*x", "<<: ", "<<: 3\n", "!!python/object/apply:os.system [ls]\n", "!!binary a", "!!set {a}", "!!int x", "? [a]\n: b", "- "),
+    *(
+        "&x ",
+        "*x",
+        "<<: ",
+        "<<: 3\n",
+        "!!python/object/apply:os.system [ls]\n",
+        "!!binary a",
+        "!!set {a}",
+        "!!int x",
+        "? [a]\n: b",
+        "- ",
+    ),
     *(
         "learner:",
         "steps:",
@@ -52,7 +63,24 @@ PIECES = (
         "\ufeff",
         "\x85",
     ),
-    *("1e400", ".nan", "null", "~", "true", "0x", "1_0", "1:30", "2020-01-01", "2020-99-99", "9" * 400, "9" * 5000, "a", "é", "run", "bus"),
+    *(
+        "1e400",
+        ".nan",
+        "null",
+        "~",
+        "true",
+        "0x",
+        "1_0",
+        "1:30",
+        "2020-01-01",
+        "2020-99-99",
+        "9" * 400,
+        "9" * 5000,
+        "a",
+        "é",
+        "run",
+        "bus",
+    ),
 )
 
 
@@ -70,7 +98,8 @@ PIECES = (
         ("learner: {steps: 3\n", ":1", "not YAML: while parsing a flow mapping"),
         ("learner:\n  steps: 3\n oops: 4\n", ":3", "not YAML"),
         (
-            "a: &a [x, x, x, x]\n" + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)),
+            "a: &a [x, x, x, x]\n"
+            + "".join(f"{n}: &{n} [*{p}, *{p}, *{p}, *{p}]\n" for p, n in zip("abcdefgh", "bcdefghi", strict=True)),
             ":",
             "values, got more",
         ),
@@ -164,7 +193,9 @@ def test_scalars_are_those_of_yaml_1_2_in_files_and_arguments_alike(tmp_path: Pa
 def test_what_is_no_whole_number_in_yaml_1_2_is_refused_for_one(tmp_path: Path, text: str) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(f"learner: {{steps: {text}}}\n")
-    with pytest.raises(SettingsError, match=re.escape("run.yaml:1: learner.steps: want a whole number, such as 3, got ")):
+    with pytest.raises(
+        SettingsError, match=re.escape("run.yaml:1: learner.steps: want a whole number, such as 3, got ")
+    ):
         load(file)
     file.write_text("")
     with pytest.raises(SettingsError, match=re.escape("--set: learner.steps: want a whole number, such as 3, got ")):
@@ -193,7 +224,9 @@ def test_a_number_for_a_text_keeps_its_characters(tmp_path: Path, text: str) -> 
     assert load(file, [], {"TIDEMILL_DATA__LABEL_KEY": text}).config.data.label_key == text
 
 
-@pytest.mark.parametrize("value", [*NUMBERS.keys(), *NUMBERS.values(), "", " a", "a: b", "é\n", ["010", 1e-5, None], {"010": "yes"}])
+@pytest.mark.parametrize(
+    "value", [*NUMBERS.keys(), *NUMBERS.values(), "", " a", "a: b", "é\n", ["010", 1e-5, None], {"010": "yes"}]
+)
 def test_a_written_value_is_read_as_it_was(tmp_path: Path, value: object) -> None:
     file = tmp_path / "run.yaml"
     file.write_text(yaml_file.dump({"a": value}), encoding="utf-8")
@@ -229,9 +262,13 @@ def test_pieces_of_yaml(pieces: list[str], tmp_path_factory: pytest.TempPathFact
 
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
-    place=st.integers(0, len(GOOD)), cut=st.integers(0, 30), piece=st.one_of(st.sampled_from(PIECES).map(str.encode), st.binary(max_size=4))
+    place=st.integers(0, len(GOOD)),
+    cut=st.integers(0, 30),
+    piece=st.one_of(st.sampled_from(PIECES).map(str.encode), st.binary(max_size=4)),
 )
-def test_a_good_file_with_something_else_in_one_place(place: int, cut: int, piece: bytes, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_good_file_with_something_else_in_one_place(
+    place: int, cut: int, piece: bytes, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     file = tmp_path_factory.getbasetemp() / "mutated.yaml"
     file.write_bytes(GOOD[:place] + piece + GOOD[place + cut :])
     refuses_or_loads(file)
@@ -240,11 +277,21 @@ def test_a_good_file_with_something_else_in_one_place(place: int, cut: int, piec
 @settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(
     path=st.sampled_from(
-        ["learner.algorithm.alarms.thresholds", "learner.algorithm.reject", "actor.reward_options", "learner", "seed", "bus.url"]
+        [
+            "learner.algorithm.alarms.thresholds",
+            "learner.algorithm.reject",
+            "actor.reward_options",
+            "learner",
+            "seed",
+            "bus.url",
+        ]
     ),
     value=st.recursive(
         st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5)),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["numerics", "k3", "steps", "a"]), inner, max_size=3),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from(["numerics", "k3", "steps", "a"]), inner, max_size=3)
+        ),
         max_leaves=6,
     ),
 )

@@ -1,4 +1,6 @@
-"""Preparation of the smoke run's files before the first test: its seconds count for no async test, and it blocks no test's loop."""
+"""Preparation of the smoke run's files before the first test: its seconds count for no async test, and it blocks no
+test's loop.
+"""
 
 import pytest
 

@@ -45,7 +45,9 @@ class Up:
         try:
             return self.process.wait(limit_s)
         except TimeoutError:
-            raise AssertionError(f"`tidemill up` did not end within {limit_s:.0f} s; its last words:\n{self.log[-3000:]}") from None
+            raise AssertionError(
+                f"`tidemill up` did not end within {limit_s:.0f} s; its last words:\n{self.log[-3000:]}"
+            ) from None
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -60,7 +62,9 @@ class Up:
         address = self.directory / "bus.url"
         deadline = time.monotonic() + UP_LIMIT_S
         while not address.exists():
-            assert self.process.returncode is None and time.monotonic() < deadline, f"no bus came up:\n{self.log[-3000:]}"
+            assert self.process.returncode is None and time.monotonic() < deadline, (
+                f"no bus came up:\n{self.log[-3000:]}"
+            )
             await asyncio.sleep(0.05)
         return address.read_text().strip()
 
@@ -86,7 +90,9 @@ def start(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE,
 
 
 @contextlib.contextmanager
-def up(tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()) -> Iterator[Up]:
+def up(
+    tmp_path: Path, *settings: str, config: Path | Sequence[Path] = SMOKE, flags: tuple[str, ...] = ()
+) -> Iterator[Up]:
     """Start `tidemill up` likewise; it ends with all its children when the block is left."""
     run = start(tmp_path, *settings, config=config, flags=flags)
     try:

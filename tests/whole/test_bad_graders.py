@@ -1,9 +1,11 @@
-"""A run with graders that misbehave for a third of their calls: no heartbeat is late, and the run ends by itself with what can be graded.
+"""A run with graders that misbehave for a third of their calls: no heartbeat is late, and the run ends by itself with
+what can be graded.
 
-A heartbeat is measured at the bus: the time between two of the actor's rows, by the server's clock, above the second that is between them
-by design. On shared cores rows are late for another reason, too, which says nothing of graders: their writer has no core. So the time in
-which the actor's main thread and the threads of the bus were runnable and did not run (``/proc/PID/task/TID/schedstat``) is subtracted.
-A grader in the actor's loop, or one that holds the actor's GIL, is not excused by it: the main thread then runs, or waits for a lock.
+A heartbeat is measured at the bus: the time between two of the actor's rows, by the server's clock, above the second
+that is between them by design. On shared cores rows are late for another reason, too, which says nothing of graders:
+their writer has no core. So the time in which the actor's main thread and the threads of the bus were runnable and did
+not run (``/proc/PID/task/TID/schedstat``) is subtracted. A grader in the actor's loop, or one that holds the actor's
+GIL, is not excused by it: the main thread then runs, or waits for a lock.
 """
 
 # ruff: noqa: ASYNC110, ASYNC240 - rows are read until they have a state; files of /proc do not block
@@ -64,7 +66,9 @@ async def pulse_of_actor(run: Up, bus: Bus) -> AsyncIterator[Pulse]:
     pulse = Pulse()
     while (row := await live(bus, "actor")).phase != "working":
         await asyncio.sleep(EVERY_S)
-    (server,) = [child for child in psutil.Process(run.process.pid).children(recursive=True) if child.name() == "nats-server"]
+    (server,) = [
+        child for child in psutil.Process(run.process.pid).children(recursive=True) if child.name() == "nats-server"
+    ]
     client = await nats.connect(await run.bus_url())
 
     async def note(message: nats.aio.msg.Msg) -> None:
@@ -91,12 +95,22 @@ async def _read(pulse: Pulse, actor: int, server: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kinds", [bad_graders.OURS, bad_graders.THEIRS], ids=["module", "server"])
-async def test_graders_that_misbehave_delay_no_heartbeat_and_end_no_run(tmp_path: Path, kinds: Mapping[str, str]) -> None:
-    """The calls for a third of the labels never go well: such prompts are dead, with the reason, and others are trained."""
+async def test_graders_that_misbehave_delay_no_heartbeat_and_end_no_run(
+    tmp_path: Path, kinds: Mapping[str, str]
+) -> None:
+    """The calls for a third of the labels never go well: such prompts are dead, with the reason, and others are
+    trained.
+    """
     async with bad_graders.serving() as url:
         module = ("actor.reward=tests.bad_graders:graded", "actor.reward_timeout_s=1")
-        server = ("actor.reward=remote", f"actor.reward_options={{url: {url}, timeout_s: 0.5, retries: 0}}", "actor.reward_timeout_s=3")
-        with up(tmp_path, *(module if kinds is bad_graders.OURS else server), f"learner.steps={STEPS}", "bus.max_attempts=2") as run:
+        server = (
+            "actor.reward=remote",
+            f"actor.reward_options={{url: {url}, timeout_s: 0.5, retries: 0}}",
+            "actor.reward_timeout_s=3",
+        )
+        with up(
+            tmp_path, *(module if kinds is bad_graders.OURS else server), f"learner.steps={STEPS}", "bus.max_attempts=2"
+        ) as run:
             async with run.bus() as bus:
                 async with pulse_of_actor(run, bus) as pulse:
                     await until_step(bus, STEPS)

@@ -1,4 +1,6 @@
-"""`tidemill up` from a checkpoint of Megatron's own training: first version, reference, final model and a resumed run have its weights."""
+"""`tidemill up` from a checkpoint of Megatron's own training: first version, reference, final model and a resumed run
+have its weights.
+"""
 
 import asyncio
 import json
@@ -24,19 +26,29 @@ STANDS_STILL = "learner.optimizer.lr=1e-30"
 
 
 @pytest.mark.slow
-def test_a_run_begins_with_a_checkpoint_of_megatron_and_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_begins_with_a_checkpoint_of_megatron_and_is_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prepared = made(SMOKE) / "prepared" / "model"
     other = shutil.copytree(prepared, tmp_path / "other")
     generator = torch.Generator().manual_seed(5)
     wanted = {
-        name: one + 0.1 * torch.randn(one.shape, generator=generator) for name, one in load_file(prepared / "model.safetensors").items()
+        name: one + 0.1 * torch.randn(one.shape, generator=generator)
+        for name, one in load_file(prepared / "model.safetensors").items()
     }
     save_file(wanted, other / "model.safetensors", metadata={"format": "pt"})
     checkpoint = tmp_path / "megatron"
     with one_rank() as here:
-        plain_megatron.save(checkpoint / "iter_0000010", wanted, json.loads((other / "config.json").read_text()), here, dtype="float32")
+        plain_megatron.save(
+            checkpoint / "iter_0000010", wanted, json.loads((other / "config.json").read_text()), here, dtype="float32"
+        )
     (checkpoint / TRACKER).write_text("10")
-    settings = (f"model.megatron_checkpoint={checkpoint}", STANDS_STILL, "learner.algorithm.kl.coef=0.1", "learner.checkpoint_every=1")
+    settings = (
+        f"model.megatron_checkpoint={checkpoint}",
+        STANDS_STILL,
+        "learner.algorithm.kl.coef=0.1",
+        "learner.checkpoint_every=1",
+    )
 
     async def versions() -> dict[int, int]:
         async with standing_bus(tmp_path / "run") as url, connect(url, "smoke", name="test") as bus:
@@ -57,7 +69,9 @@ def test_a_run_begins_with_a_checkpoint_of_megatron_and_is_resumed(tmp_path: Pat
     final = load_file(run.directory / "final" / "model.safetensors")
     assert final.keys() == wanted.keys()
     assert [name for name in wanted if not torch.equal(final[name], wanted[name])] == []
-    assert [line["train/kl_reference"] for line in run.metrics] == [0.0] * 4, "the reference has the same weights, after the resume, too"
+    assert [line["train/kl_reference"] for line in run.metrics] == [0.0] * 4, (
+        "the reference has the same weights, after the resume, too"
+    )
     assert max(line["offpolicy/k3"] for line in run.metrics) < 1e-6, "the engine has sampled with them"
 
 

@@ -1,4 +1,6 @@
-"""docs/bringing_your_own.md is true: its files are those of the example, its commands run, its defaults are the program's."""
+"""docs/bringing_your_own.md is true: its files are those of the example, its commands run, its defaults are the
+program's.
+"""
 
 import dataclasses
 import re
@@ -24,14 +26,22 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "docs/examples/own"
 PAGE = (ROOT / "docs/bringing_your_own.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.DOTALL)
-SMALL = ["learner.steps=2", "learner.groups_per_step=2", "learner.group_size=2", "sampling.max_new_tokens=8", "learner.checkpoint_every=1"]
+SMALL = [
+    "learner.steps=2",
+    "learner.groups_per_step=2",
+    "learner.group_size=2",
+    "sampling.max_new_tokens=8",
+    "learner.checkpoint_every=1",
+]
 
 
 def commands() -> list[list[str]]:
     return [shlex.split(line) for kind, text in BLOCKS if not kind for line in text.splitlines()]
 
 
-@pytest.mark.parametrize(("kind", "file"), [("yaml", "own.yaml"), ("json", "prompts.jsonl"), ("python", "my_reward.py")])
+@pytest.mark.parametrize(
+    ("kind", "file"), [("yaml", "own.yaml"), ("json", "prompts.jsonl"), ("python", "my_reward.py")]
+)
 def test_the_files_of_the_page_are_those_of_the_example(kind: str, file: str) -> None:
     shown = next(text for block, text in BLOCKS if block == kind)
     assert shown == (EXAMPLE / file).read_text()
@@ -59,7 +69,9 @@ def _paths(config: object, prefix: str) -> Iterator[str]:
 
 def test_the_fields_of_a_request_are_those_of_the_page() -> None:
     table = PAGE.split("| field of `RewardRequest` |")[1].split("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [field.name for field in dataclasses.fields(RewardRequest)]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [
+        field.name for field in dataclasses.fields(RewardRequest)
+    ]
 
 
 async def test_the_rewards_of_the_page_score(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +92,9 @@ async def test_the_rewards_of_the_page_score(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
-    """They run in a directory of its own with a small random Qwen2, its own tokenizer, data and reward; then the run is inspected."""
+    """They run in a directory of its own with a small random Qwen2, its own tokenizer, data and reward; then the run is
+    inspected.
+    """
     shutil.copytree(EXAMPLE, tmp_path, dirs_exist_ok=True)
     write_tiny_model(tmp_path / "my-model", "qwen2")
     told: dict[str, str] = {}

@@ -1,4 +1,6 @@
-"""Foreign actors that send samples that cannot be trained, and acknowledge their tasks: the run goes on without them and counts them."""
+"""Foreign actors that send samples that cannot be trained, and acknowledge their tasks: the run goes on without them
+and counts them.
+"""
 
 import asyncio
 from collections import Counter

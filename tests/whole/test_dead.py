@@ -1,4 +1,6 @@
-"""Poisoned prompts: given up with the reason, never a stall, trained with the samples left, and issued again on an operator's decision."""
+"""Poisoned prompts: given up with the reason, never a stall, trained with the samples left, and issued again on an
+operator's decision.
+"""
 
 import asyncio
 import json
@@ -66,13 +68,18 @@ async def test_poisoned_prompts(tmp_path: Path) -> None:
 
 def test_a_run_in_which_every_task_fails_ends_with_the_reason(tmp_path: Path) -> None:
     """The dead tasks can be listed afterwards, and so can an evaluation's."""
-    failing = ("actor.reward=tests.poison:none", "learner.failing_tasks=4", "learner.failing_s=0.5", "actor.max_samples_in_flight=8")
+    failing = (
+        "actor.reward=tests.poison:none",
+        "learner.failing_tasks=4",
+        "learner.failing_s=0.5",
+        "actor.max_samples_in_flight=8",
+    )
     with up(tmp_path, *failing, "learner.steps=1000000") as run:
         assert run.wait() == 78, run.log[-3000:]
     reason = r"RuntimeError\('no judge at all'\) \(.*/tests/poison\.py, line \d+\)"
-    assert re.search(rf"^ *learner: every task fails: .*, got \d+ tasks in a row .*the last: .*{reason}", run.log, re.MULTILINE), run.log[
-        -3000:
-    ]
+    assert re.search(
+        rf"^ *learner: every task fails: .*, got \d+ tasks in a row .*the last: .*{reason}", run.log, re.MULTILINE
+    ), run.log[-3000:]
     listed = run_tidemill("dead", "--run-dir", str(run.directory))
     assert listed.returncode == 0 and re.search(reason, listed.output), listed.output
     words = (
@@ -94,12 +101,18 @@ def test_a_run_in_which_every_task_fails_ends_with_the_reason(tmp_path: Path) ->
 
 @pytest.mark.slow
 async def test_a_dead_task_is_trained_with_the_samples_that_it_has(tmp_path: Path) -> None:
-    with up(tmp_path, "actor.reward=tests.poison:some", "bus.max_attempts=2", "learner.min_group_size=2", "learner.steps=3") as run:
+    with up(
+        tmp_path, "actor.reward=tests.poison:some", "bus.max_attempts=2", "learner.min_group_size=2", "learner.steps=3"
+    ) as run:
         assert await asyncio.to_thread(run.wait) == 0, run.log[-3000:]
     assert_books_balance(run.summary, max_lag=2)
     async with standing_bus(run.directory) as url, connect(url, run.run, name="test") as bus:
         plans = [record async for _, record in bus.plans.scan() if isinstance(record, Plan)]
-        sizes = {task: size for plan in plans for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)}
+        sizes = {
+            task: size
+            for plan in plans
+            for task, size in zip(plan.tasks.tolist(), plan.group_sizes.tolist(), strict=True)
+        }
         dead = {told.task async for _, told in bus.dead.scan()}
         verdict = await judge(url, run.run, run.directory / "checkpoints", {})
     assert {2, 4} <= set(sizes.values()) <= {2, 3, 4}

@@ -49,9 +49,14 @@ def test_generation_alone_then_training_alone(tmp_path: Path) -> None:
     assert "report step=1 ok   log-probs, learner - engine: mean |delta|" in log
     assert "report step=1 LOOK entropy: " in log  # the model has learnt nothing
     assert "report step=1 ok   sampled text: ...'" in log  # and its tokens are as likely as the entropy has it
-    assert [line.get("debug/report_look") for line in run.metrics] == [*(log.count(f"report step={step} LOOK") for step in (1, 2)), None]
+    assert [line.get("debug/report_look") for line in run.metrics] == [
+        *(log.count(f"report step={step} LOOK") for step in (1, 2)),
+        None,
+    ]
     assert "report step=2" in log and "memory, host" in log and "report step=3" not in log
     dumped = read_modules(run.directory / "debug" / "modules.safetensors")
-    assert dumped.source == "learner, step 2" and len(dumped.outputs["0.layers.0.attention.qkv"]) == 4  # tokens of both ranks
+    assert (
+        dumped.source == "learner, step 2" and len(dumped.outputs["0.layers.0.attention.qkv"]) == 4
+    )  # tokens of both ranks
     assert (run.directory / "debug" / "profile_rank0_1_3.json.gz").exists()  # the run ended before the request
     assert json.loads((run.directory / "summary.json").read_text())["steps"] == STEPS

@@ -1,4 +1,6 @@
-"""`tidemill up` with a teacher that it starts: a larger model, from random weights; the student's own scores get closer to it."""
+"""`tidemill up` with a teacher that it starts: a larger model, from random weights; the student's own scores get closer
+to it.
+"""
 
 import json
 from pathlib import Path
@@ -8,7 +10,15 @@ from tests.whole.running import assert_books_balance, up
 from tidemill.launch.settings.prepare import prepare
 from tidemill.launch.settings.prepare_config import PrepareConfig
 
-SIZES: dict[str, Any] = {"layers": 2, "hidden": 48, "heads": 4, "kv_heads": 2, "head_dim": 16, "intermediate": 64, "max_position": 64}
+SIZES: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 48,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "intermediate": 64,
+    "max_position": 64,
+}
 TEACHER = PrepareConfig(task="copy", seed=5, initializer_range=0.3, **SIZES)
 
 

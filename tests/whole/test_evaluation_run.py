@@ -11,17 +11,29 @@ from tests.launched import run_tidemill
 from tests.whole.running import up
 
 EVERY, STEPS = 2, 4
-PARTS = {"digits": {"reward": "digits", "when": {"reward": "digits"}}, "short": {"reward": "length", "options": {"target": 2}}}
+PARTS = {
+    "digits": {"reward": "digits", "when": {"reward": "digits"}},
+    "short": {"reward": "length", "options": {"target": 2}},
+}
 
 
 @pytest.mark.slow
 def test_evaluations_of_each_version_are_those_of_the_command_alone(tmp_path: Path) -> None:
-    """Sets with rewards, lengths and temperatures of their own, each version of which is scored before a step goes on."""
+    """Sets with rewards, lengths and temperatures of their own, each version of which is scored before a step goes
+    on.
+    """
     held = tmp_path / "held.jsonl"
     held.write_text("".join(json.dumps({"prompt": f"{n}=", "label": f"{n}"}) + "\n" for n in range(10, 22)))
     sets: dict[str, Any] = {
         "sampled": {"path": str(held), "samples": 3, "reward": "digits"},
-        "greedy": {"path": str(held), "temperature": 0.0, "max_new_tokens": 5, "limit": 7, "reward": "other", "passes_at": 0.0},
+        "greedy": {
+            "path": str(held),
+            "temperature": 0.0,
+            "max_new_tokens": 5,
+            "limit": 7,
+            "reward": "other",
+            "passes_at": 0.0,
+        },
     }
     settings = (
         f"learner.steps={STEPS}",

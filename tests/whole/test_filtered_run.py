@@ -1,4 +1,6 @@
-"""`tidemill up` with a filter that drops 99 of 100 groups, with its actor killed in the middle: full steps, and nothing unaccounted."""
+"""`tidemill up` with a filter that drops 99 of 100 groups, with its actor killed in the middle: full steps, and nothing
+unaccounted.
+"""
 
 import asyncio
 import json
@@ -39,7 +41,9 @@ async def test_steps_are_full_though_99_of_100_groups_are_dropped(tmp_path: Path
     assert run.summary["books_balance"] and run.summary["restarts"] == {"actor-0": 1}, run.summary
     assert {step["data/groups"] for step in run.metrics} == {GROUPS}
     dropped = run.summary["samples_dropped"]
-    assert set(dropped) == {"filtered:rare"} and dropped["filtered:rare"] >= (STEPS * GROUPS - 1) * (ONE_OF - 1) * SIZE, dropped
+    assert (
+        set(dropped) == {"filtered:rare"} and dropped["filtered:rare"] >= (STEPS * GROUPS - 1) * (ONE_OF - 1) * SIZE
+    ), dropped
 
 
 async def follow(bus: Bus) -> int:
@@ -60,7 +64,9 @@ async def follow(bus: Bus) -> int:
 
 
 async def kill_in_the_middle(bus: Bus) -> None:
-    """Kill the actor between two steps. It reads the log by itself: readings of the accounting would keep it until the run is over."""
+    """Kill the actor between two steps. It reads the log by itself: readings of the accounting would keep it until the
+    run is over.
+    """
     drops = 0
     async for _, record in bus.plans.follow():
         drops += _dropped(record) if isinstance(record, Settle) else 0

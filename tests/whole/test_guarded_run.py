@@ -1,7 +1,7 @@
 """One run on a bus with users and three servers, with pushes by handles, at lag 0.
 
-No process is refused the access it needs, and no password leaves its file; every version is read out of the learner's memory; no token is
-older than its weights.
+No process is refused the access it needs, and no password leaves its file; every version is read out of the learner's
+memory; no token is older than its weights.
 """
 
 import re
@@ -30,7 +30,10 @@ def test_a_run_on_a_cluster_with_users(ended: Up) -> None:
     assert_books_balance(ended.summary, max_lag=0)
     assert ended.summary["steps"] == 6
     auth = ended.directory / "auth"
-    passwords = [read_credentials(credentials_file(auth, user))[1].encode() for user in ("learner", "actor-0", "engine-0", "viewer")]
+    passwords = [
+        read_credentials(credentials_file(auth, user))[1].encode()
+        for user in ("learner", "actor-0", "engine-0", "viewer")
+    ]
     for path in [path for path in ended.directory.parent.rglob("*") if path.is_file() and path.parent != auth]:
         data = path.read_bytes()
         assert not any(password in data for password in passwords), f"{path} holds a password"

@@ -13,7 +13,9 @@ from tidemill.rewards.port import RewardRequest
 
 STEPS = 14
 RECORDS = 20
-"""Records of nine steps, two for each, behind those of a start: the learner waits with more of them until the last actor has come."""
+"""Records of nine steps, two for each, behind those of a start: the learner waits with more of them until the last
+actor has come.
+"""
 
 
 def test_a_run_with_actors_in_javascript_loses_nothing(tmp_path: Path) -> None:
@@ -45,7 +47,9 @@ async def _three_actors(run: Up, directory: Path) -> None:
         async with js_actor(directory, url, run.run, "js-killed") as actor:
             await actor.meanwhile(until_step(bus, 6))
             for sample in await all_samples(bus):
-                request = RewardRequest(prompt=sample.prompt, response=sample.response, label=sample.label, status=sample.status)
+                request = RewardRequest(
+                    prompt=sample.prompt, response=sample.response, label=sample.label, status=sample.status
+                )
                 assert sample.reward == pytest.approx(digits(request)), sample
         async with js_actor(directory, url, run.run, "js-last") as actor:
             await actor.meanwhile(row_until(live, "actor.js-last", lambda row: True))

@@ -12,7 +12,9 @@ STEPS = 3
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "most_turns"), [("tools", 2), ("walk", 9)])
 def test_a_shipped_run_of_episodes_trains(tmp_path: Path, name: str, most_turns: int) -> None:
-    with up(tmp_path, f"learner.steps={STEPS}", "up.require_reward=-1", config=ROOT / f"launch/configs/{name}.yaml") as run:
+    with up(
+        tmp_path, f"learner.steps={STEPS}", "up.require_reward=-1", config=ROOT / f"launch/configs/{name}.yaml"
+    ) as run:
         assert run.wait() == 0, run.log[-4000:]
     assert_books_balance(run.summary, max_lag=2)
     assert run.summary["books_balance"] and not run.summary["restarts"], run.summary

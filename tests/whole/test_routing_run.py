@@ -1,4 +1,6 @@
-"""`tidemill up` with a tiny mixture of experts and `routing_replay: rollout`: samples have the engine's experts, and all are used."""
+"""`tidemill up` with a tiny mixture of experts and `routing_replay: rollout`: samples have the engine's experts, and
+all are used.
+"""
 
 import asyncio
 import json
@@ -52,7 +54,9 @@ async def test_a_run_replays_what_its_engine_has_chosen(tmp_path: Path, rollout:
                 assert isinstance(sample, Sample) and sample.routed_experts is not None, sample
                 check_routed_experts(sample.routed_experts, len(sample.tokens), shape)
                 assert len(sample.sizes) == (2 if rollout else 1)
-                assert np.flatnonzero(unknown_rows(sample.routed_experts)).tolist() == [*np.cumsum([size[0] for size in sample.sizes]) - 1]
+                assert np.flatnonzero(unknown_rows(sample.routed_experts)).tolist() == [
+                    *np.cumsum([size[0] for size in sample.sizes]) - 1
+                ]
                 if (seen := seen + 1) == 16:
                     break
         assert await asyncio.to_thread(run.wait) == 0, run.log[-4000:]

@@ -1,4 +1,6 @@
-"""Workers come and go while a run goes on: by `tidemill scale`, by hand, and on a machine with access to the bus alone."""
+"""Workers come and go while a run goes on: by `tidemill scale`, by hand, and on a machine with access to the bus
+alone.
+"""
 
 import asyncio
 import contextlib
@@ -51,14 +53,18 @@ async def test_actors_are_scaled_by_command_and_by_hand(tmp_path: Path) -> None:
             await until_step(bus, 1)
             scale = ("scale", "--run-dir", str(run.directory))
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "actors=3")).output
-            assert re.search(r"all: actors 1 -> 3\nhost up: engines 1 of 1, scorers 0 of 0, actors [123] of 3\n", said), said
+            assert re.search(
+                r"all: actors 1 -> 3\nhost up: engines 1 of 1, scorers 0 of 0, actors [123] of 3\n", said
+            ), said
             await until(seen, "actor-0", "actor-1", "actor-2")
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=1")).output
             assert "no actor asks a scorer of this run" in said
             said = (await asyncio.to_thread(launched.run_tidemill, *scale, "scorers=0")).output
             assert "no actor asks" not in said
             url = (run.directory / "bus.url").read_text().strip()
-            with tidemill("actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED, output=tmp_path / "by-hand.log") as by_hand:
+            with tidemill(
+                "actor", "--bus", url, "--id", "by-hand", "--allow", UNHURRIED, output=tmp_path / "by-hand.log"
+            ) as by_hand:
                 await until(seen, "by-hand")
                 by_hand.send_signal(signal.SIGTERM)
                 assert await asyncio.to_thread(by_hand.wait, 60) == 0
@@ -88,4 +94,7 @@ async def test_a_host_that_has_nothing_but_the_bus_runs_engine_and_actor(tmp_pat
                 host.send_signal(signal.SIGTERM)
         assert run.summary["steps"] == 12
         assert_books_balance(run.summary, max_lag=2)
-        assert "no model on this machine path=/nowhere/on/this/machine" in (away / "logs" / "engine-away-0.log").read_text()
+        assert (
+            "no model on this machine path=/nowhere/on/this/machine"
+            in (away / "logs" / "engine-away-0.log").read_text()
+        )

@@ -18,7 +18,9 @@ SFT = ROOT / "launch/configs/sft.yaml"
 ROWS, STEPS = 512, 32
 
 
-async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_pass_over_written_answers_with_the_learner_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every row is trained once, the loss falls, and no step is lost or taken twice with other rows."""
     goes_on = tmp_path / "goes-on"
     monkeypatch.setenv(HELD, f"12:{goes_on}")
@@ -56,7 +58,9 @@ async def test_one_pass_over_written_answers_with_the_learner_killed(tmp_path: P
 
 @pytest.mark.slow
 def test_archived_samples_of_another_run_are_trained_with_topr(tmp_path: Path) -> None:
-    """Groups of four with rewards and log-probs, of a run that is over: one step for each eight groups, and no engine."""
+    """Groups of four with rewards and log-probs, of a run that is over: one step for each eight groups, and no
+    engine.
+    """
     first, rows = tmp_path / "first", tmp_path / "rows.jsonl"
     first.mkdir()
     with up(first, "learner.steps=2", "bus.history_samples=1000") as sampled:
@@ -73,7 +77,12 @@ def test_archived_samples_of_another_run_are_trained_with_topr(tmp_path: Path) -
                 "prepare": None,
                 "model": {"path": str(sampled.directory / "prepared" / "model")},
                 "rollouts": {"recorded": {"use": "dataset"}},
-                "data": {"path": str(rows), "rollout": "recorded", "responses_key": "responses", "metadata_key": "metadata"},
+                "data": {
+                    "path": str(rows),
+                    "rollout": "recorded",
+                    "responses_key": "responses",
+                    "metadata_key": "metadata",
+                },
                 "learner": {
                     "algorithm": {"correction": "topr"},
                     "num_epochs": 1,

@@ -1,4 +1,6 @@
-"""`tidemill up` on several sources for one pass: rewards, limits and slices by source, the best checkpoint, and the end of the prompts."""
+"""`tidemill up` on several sources for one pass: rewards, limits and slices by source, the best checkpoint, and the end
+of the prompts.
+"""
 
 import asyncio
 import json
@@ -20,12 +22,16 @@ HELD = 4
 
 
 def rows(path: Path, first: int, count: int, **columns: object) -> Path:
-    path.write_text("".join(json.dumps({"prompt": f"{n}=", "label": f"{n}", **columns}) + "\n" for n in range(first, first + count)))
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}=", "label": f"{n}", **columns}) + "\n" for n in range(first, first + count))
+    )
     return path
 
 
 async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int, float]]:
-    """Return how many training tasks of each reward, length limit and temperature are in the streams of a run that has ended."""
+    """Return how many training tasks of each reward, length limit and temperature are in the streams of a run that has
+    ended.
+    """
     server = EmbeddedServer(directory / "bus", BusConfig())
     await asyncio.to_thread(server.start)
     try:
@@ -33,7 +39,9 @@ async def prompts_of(directory: Path, name: str) -> Counter[tuple[object, int, f
             tasks = [task async for task in bus.tasks.scan() if task.kind is Kind.TRAIN and not task.reissues]
     finally:
         await asyncio.to_thread(server.stop)
-    return Counter((task.metadata.get("reward"), task.sampling.max_new_tokens, task.sampling.temperature) for task in tasks)
+    return Counter(
+        (task.metadata.get("reward"), task.sampling.max_new_tokens, task.sampling.temperature) for task in tasks
+    )
 
 
 @pytest.mark.slow
@@ -41,7 +49,11 @@ def test_one_pass_over_three_sources(tmp_path: Path) -> None:
     """12 rows, half of 8 and a slice of 6: 22 prompts in three steps of 8, 8 and 6."""
     sources = {
         "plain": {"path": str(rows(tmp_path / "plain.jsonl", 10, 12)), "reward": "copied"},
-        "half": {"path": str(rows(tmp_path / "half.jsonl", 30, 8, grader="exactly")), "weight": 0.5, "reward_key": "grader"},
+        "half": {
+            "path": str(rows(tmp_path / "half.jsonl", 30, 8, grader="exactly")),
+            "weight": 0.5,
+            "reward_key": "grader",
+        },
         "short": {
             "path": f"{rows(tmp_path / 'short.jsonl', 50, 20, limits={'max_new_tokens': 3, 'temperature': 0.8})}@[4:10]",
             "sampling_key": "limits",

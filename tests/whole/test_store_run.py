@@ -1,4 +1,6 @@
-"""A run with its checkpoints in a store: `tidemill up` is killed, all checkpoints on the disk are deleted, and the run goes on."""
+"""A run with its checkpoints in a store: `tidemill up` is killed, all checkpoints on the disk are deleted, and the run
+goes on.
+"""
 
 import asyncio
 import json
@@ -22,7 +24,8 @@ STEPS = 12
 async def killed_behind_a_checkpoint(run: Up) -> int:
     """Kill `tidemill up`, with all its children, a step behind a checkpoint that is in the store.
 
-    Returns the step of the latest checkpoint just before: a newer one may be the latest meanwhile, and its bus ends with it.
+    Returns the step of the latest checkpoint just before: a newer one may be the latest meanwhile, and its bus ends
+    with it.
     """
     async with run.bus() as bus, asyncio.timeout(UP_LIMIT_S):
         step = await latest(bus)
@@ -48,7 +51,12 @@ async def latest(bus: Bus) -> int:
 def test_a_learner_without_its_disk_comes_to_the_bits_of_an_uninterrupted_run(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store"
     (tmp_path / "store").mkdir()
-    settings = (f"learner.checkpoint.store={url}", f"learner.steps={STEPS}", "learner.checkpoint_every=2", "learner.weights_digest=true")
+    settings = (
+        f"learner.checkpoint.store={url}",
+        f"learner.steps={STEPS}",
+        "learner.checkpoint_every=2",
+        "learner.weights_digest=true",
+    )
     with up(tmp_path, *settings) as run:
         step = asyncio.run(killed_behind_a_checkpoint(run))
     shutil.rmtree(run.directory / "checkpoints")
@@ -63,9 +71,13 @@ def test_a_learner_without_its_disk_comes_to_the_bits_of_an_uninterrupted_run(tm
     assert "gave OTHER weights" not in logs
     assert_books_balance(run.summary, max_lag=2)
     assert sorted({line["step"] for line in run.metrics}) == list(range(1, STEPS + 1))
-    assert {name for name, one in survey(store)[0].items() if one.is_whole} >= {f"step-{STEPS}-epoch-2"}, "the last one is there, too"
+    assert {name for name, one in survey(store)[0].items() if one.is_whole} >= {f"step-{STEPS}-epoch-2"}, (
+        "the last one is there, too"
+    )
     again, kept = tmp_path / "again", {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
     assert f"steps 1 to {STEPS} again" in retrain(run.directory, again)
     assert weights(again) == weights(run.directory)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == kept, "the store is the run's alone"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")} == kept, (
+        "the store is the run's alone"
+    )
     assert json.loads((again / "summary.json").read_text())["samples_trained"] == run.summary["samples_trained"]

@@ -1,4 +1,6 @@
-"""The main job, small: `tidemill up` from nothing to a trained model, every part real and in a process of its own; and trained again."""
+"""The main job, small: `tidemill up` from nothing to a trained model, every part real and in a process of its own; and
+trained again.
+"""
 
 import asyncio
 import hashlib
@@ -20,7 +22,9 @@ from tidemill.learner.checkpoints.disk import listed
 def from_nothing(tmp_path_factory: pytest.TempPathFactory) -> Up:
     """Return a run of six steps with evaluations that has ended."""
     directory = tmp_path_factory.mktemp("from-nothing")
-    (directory / "held.jsonl").write_text("".join(json.dumps({"prompt": f"{n}=", "label": f"{n}"}) + "\n" for n in range(10, 18)))
+    (directory / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n}=", "label": f"{n}"}) + "\n" for n in range(10, 18))
+    )
     held = {"path": str(directory / "held.jsonl"), "samples": 3}
     settings = ("learner.steps=6", "staleness.max_lag=2", "eval.every=3", f"eval.sets={json.dumps({'held': held})}")
     with up(directory, *settings, flags=("--fresh",)) as run:
@@ -44,7 +48,9 @@ def test_a_run_from_nothing_to_a_model_that_transformers_loads(from_nothing: Up)
 
 
 def test_its_evaluations_are_those_of_the_command_alone(from_nothing: Up) -> None:
-    """The last version is evaluated when no push follows, and the command has the same weights: the numbers are equal."""
+    """The last version is evaluated when no push follows, and the command has the same weights: the numbers are
+    equal.
+    """
     lines = [json.loads(line) for line in (from_nothing.directory / "evaluations.jsonl").read_text().splitlines()]
     assert lines == from_nothing.summary["evaluations"]
     assert lines[0]["version"] == lines[0]["versions_later"] == 0
@@ -76,8 +82,12 @@ def test_a_learner_alone_comes_to_the_same_bits(from_nothing: Up, tmp_path: Path
     streams = sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk"))
     printed = retrain(run.directory, again)
     assert "steps 1 to 6 again" in printed
-    assert "evaluation" not in printed and json.loads((again / "summary.json").read_text())["evaluations"] == [], "those are the run's"
-    assert sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk")) == streams, "the run is not touched"
+    assert "evaluation" not in printed and json.loads((again / "summary.json").read_text())["evaluations"] == [], (
+        "those are the run's"
+    )
+    assert sorted(path.stat().st_mtime_ns for path in (run.directory / "bus/store").rglob("*.blk")) == streams, (
+        "the run is not touched"
+    )
     assert weights(again) == weights(run.directory)
     summary = json.loads((again / "summary.json").read_text())
     assert_books_balance(summary, max_lag=2)
@@ -118,7 +128,9 @@ def test_two_data_parallel_ranks_train_the_same_steps_as_one(synchronous: Up, tm
 
 
 def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
-    """The last step is in a checkpoint and in the files of a run that ends; the next start takes the one behind it, and none again."""
+    """The last step is in a checkpoint and in the files of a run that ends; the next start takes the one behind it, and
+    none again.
+    """
 
     async def stop_after_step_2() -> None:
         async with run.bus() as bus:
@@ -149,7 +161,9 @@ def test_ctrl_c_drains_and_resume_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_learner_that_is_not_drained_in_time_ends_the_run_with_75(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_is_not_drained_in_time_ends_the_run_with_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its second step takes longer than ``up.drain_s``: there is no summary, and the next start takes both steps."""
     held = tmp_path / "goes on"
     monkeypatch.setenv(HELD, f"2:{held}")

@@ -59,14 +59,20 @@ async def catch_up(bus: Bus, joiner: Joiner, *, deadline_s: float) -> VersionRow
     loading = Loading(bus, joiner.engine, joiner.version, joiner.load, joiner.directory, joiner.on_wait)
     try:
         async with asyncio.timeout(deadline_s):
-            return await _reach_head(VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)])
+            return await _reach_head(
+                VersionRegistry(bus), joiner.version, [Peers(bus, loading), LearnerSnapshot(bus, loading)]
+            )
     except TimeoutError:
-        raise CatchUpTimeout(deadline_s, loading.waits_for + (f" (last failure: {loading.failure})" if loading.failure else "")) from None
+        raise CatchUpTimeout(
+            deadline_s, loading.waits_for + (f" (last failure: {loading.failure})" if loading.failure else "")
+        ) from None
     finally:
         joiner.on_wait("")
 
 
-async def _reach_head(registry: VersionRegistry, version: Callable[[], int], sources: list[SnapshotSource]) -> VersionRow | None:
+async def _reach_head(
+    registry: VersionRegistry, version: Callable[[], int], sources: list[SnapshotSource]
+) -> VersionRow | None:
     goal = await registry.head()
     while goal is not None and version() < goal.version:
         for source in sources:
@@ -90,7 +96,9 @@ async def fetch_model(bus: Bus, into: Path, *, engine: str, on_wait: OnWait = la
         await asyncio.to_thread(shutil.copytree, directory, into, dirs_exist_ok=True)
         at = version
 
-    joiner = Joiner(engine=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait)
+    joiner = Joiner(
+        engine=engine, version=lambda: at, load=copy, directory=into.with_name(f"{into.name}-fetched"), on_wait=on_wait
+    )
     while at < 0:
         try:
             await catch_up(bus, joiner, deadline_s=_FETCH_S)

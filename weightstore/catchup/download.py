@@ -38,7 +38,8 @@ async def fetch(url: str, directory: Path, headers: Mapping[str, str] | None = N
     """
     url = url.rstrip("/")
     aside = directory.with_name(directory.name + ASIDE)
-    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire: nothing is unpacked.
+    # A snapshot may be of any size, so only silence has a deadline. The digests are those of the bytes on the wire:
+    # nothing is unpacked.
     try:
         aside.mkdir(parents=True, exist_ok=True)
         async with open_session(connect_s=_CONNECT_S, read_s=_READ_S, unpack=False, headers=headers) as session:

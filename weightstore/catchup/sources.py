@@ -1,8 +1,8 @@
 """Where an engine that is behind takes its weights from: another engine that serves them, or a snapshot that the
 learner has written.
 
-Each source has one verb, ``load``. ``tidemill.weightstore.catchup.catch_up`` calls the sources in order until the engine serves
-the wanted version.
+Each source has one verb, ``load``. ``tidemill.weightstore.catchup.catch_up`` calls the sources in order until the
+engine serves the wanted version.
 """
 
 import asyncio
@@ -52,7 +52,9 @@ class Loading:
     """Downloads a version into the engine's directory and loads it; remembers the last failure and the URLs that did
     not work."""
 
-    def __init__(self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait) -> None:
+    def __init__(
+        self, bus: Bus, engine: str, version: Callable[[], int], load: Load, directory: Path, on_wait: OnWait
+    ) -> None:
         """``version`` returns the version that the engine serves now."""
         self.engine, self.version = engine, version
         self.refused: set[str] = set()
@@ -82,7 +84,9 @@ class Loading:
         """Load a snapshot that this machine can read. Returns False when the engine refused it."""
         self.waiting(f"loading version {row.version} from {directory}")
         try:
-            with errors_as(lambda error: SnapshotNotLoaded(str(error))):  # errors of the engine, which this package does not know
+            with errors_as(
+                lambda error: SnapshotNotLoaded(str(error))
+            ):  # errors of the engine, which this package does not know
                 await self._load(directory, row.version, row.epoch)
         except SnapshotNotLoaded as error:  # reported when the deadline has passed
             return self._failed("snapshot not loaded", error)
@@ -119,7 +123,11 @@ class Peers:
         A URL that has failed is not tried again.
         """
         alive = await self._view.alive("engine")
-        peers = [row for row in alive if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version]
+        peers = [
+            row
+            for row in alive
+            if row.capabilities.peer_snapshots and row.phase == "serving" and row.version >= goal.version
+        ]
         for peer in random.sample(peers, len(peers)):  # engines that start together do not all use the same peer
             if peer.id == self._loading.engine:
                 continue

@@ -1,11 +1,14 @@
 """Checksums of the bytes of tensors, equal on CPU and CUDA, and the comparison of an engine's weights with the sent
 weights.
 
-``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its position, added up modulo
-            2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed places, are missed
+``sum64``   bytes as little-endian int32 lanes (zeros at the end), each times an odd 64-bit number drawn from its
+position, added up modulo
+            2^64, and the number of bytes times another one. One changed bit always shows; more, and lanes that changed
+places, are missed
             with probability 2^-33 at most. Whole numbers, so no device and no order of adding changes it.
-            Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions mixed as by SplitMix64.
-``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker on CPU.
+            Source: multilinear hashing (Lemire, Kaser: Strongly universal string hashing is fast, 2014); positions
+mixed as by SplitMix64. ``sha256``  first 16 hexadecimal digits of the SHA-256: the format of SGLang's /weights_checker
+on CPU.
 """
 
 import functools
@@ -52,7 +55,10 @@ class ChecksumReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the report as the map that ``parse`` reads."""
-        parts = [{"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros} for part in self.parts]
+        parts = [
+            {"names": list(part.names), "dtype": part.dtype, "sum": part.sum, "zeros": part.zeros}
+            for part in self.parts
+        ]
         return {"scheme": self.scheme, "parts": parts}
 
     @classmethod
@@ -60,7 +66,12 @@ class ChecksumReport:
         """Return the report in an engine's answer. Raises ValueError naming the wrong part."""
         try:
             parts = tuple(
-                TensorChecksum(names=tuple(map(str, part["names"])), dtype=part["dtype"], sum=part["sum"], zeros=int(part.get("zeros", 0)))
+                TensorChecksum(
+                    names=tuple(map(str, part["names"])),
+                    dtype=part["dtype"],
+                    sum=part["sum"],
+                    zeros=int(part.get("zeros", 0)),
+                )
                 for part in answer["parts"]
             )
             report = cls(scheme=answer["scheme"], parts=parts)
@@ -68,7 +79,9 @@ class ChecksumReport:
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise ValueError(f"checksums: want scheme and parts of names, dtype and sum, got {error!r}") from None
         if not is_known:
-            raise ValueError(f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}")
+            raise ValueError(
+                f"checksums: want a scheme of {', '.join(SCHEMES)}, known dtypes and zeros >= 0, got {report.scheme!r}"
+            )
         return report
 
 
@@ -110,7 +123,9 @@ def sum_of(scheme: str, part: TensorChecksum, tensors: Mapping[str, Tensor]) -> 
     dtype, sent = getattr(torch, part.dtype), [tensors[name] for name in part.names]
     first = sent[0] if sent else torch.empty(0)
     with beside(first):
-        return SCHEMES[scheme]([*(tensor.to(dtype) for tensor in sent), torch.zeros(part.zeros, dtype=dtype, device=first.device)])
+        return SCHEMES[scheme](
+            [*(tensor.to(dtype) for tensor in sent), torch.zeros(part.zeros, dtype=dtype, device=first.device)]
+        )
 
 
 def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
@@ -118,11 +133,15 @@ def report_checksums(tensors: Mapping[str, Tensor]) -> ChecksumReport:
     parts = []
     for name, tensor in tensors.items():
         with beside(tensor):
-            parts.append(TensorChecksum(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor])))
+            parts.append(
+                TensorChecksum(names=(name,), dtype=str(tensor.dtype).removeprefix("torch."), sum=sum64([tensor]))
+            )
     return ChecksumReport(scheme="sum64", parts=tuple(parts))
 
 
-def differences(report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]) -> list[str]:
+def differences(
+    report: ChecksumReport, sent: Mapping[str, Tensor], sum_of: Callable[[TensorChecksum], str]
+) -> list[str]:
     """Return a line for every sent tensor that differs or is missing in the report.
 
     ``sum_of`` gives the sum that a part must have.

@@ -86,10 +86,13 @@ class Bucket:
         """Return the bucket of ``packed``. Raises BadManifest for anything else."""
         try:
             specs = tuple(
-                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape))) for name, dtype, shape in msgpack.unpackb(packed)
+                TensorSpec(name=str(name), dtype=str(dtype), shape=tuple(map(int, shape)))
+                for name, dtype, shape in msgpack.unpackb(packed)
             )
         except (TypeError, ValueError, msgpack.UnpackException) as error:
-            raise BadManifest("specs", "msgpack of [name, dtype, shape] for each tensor", f"{packed!r:.100}: {error}") from None
+            raise BadManifest(
+                "specs", "msgpack of [name, dtype, shape] for each tensor", f"{packed!r:.100}: {error}"
+            ) from None
         return cls(specs=specs, num_bytes=sum(spec.num_bytes for spec in specs))
 
 
@@ -101,7 +104,9 @@ class Manifest:
         self.by_name = {spec.name: spec for spec in self.specs}
         if len(self.by_name) != len(self.specs):
             names = [spec.name for spec in self.specs]
-            raise BadManifest("manifest", "every name once", next(f"{name} twice" for name in names if names.count(name) > 1))
+            raise BadManifest(
+                "manifest", "every name once", next(f"{name} twice" for name in names if names.count(name) > 1)
+            )
 
     @classmethod
     def of(cls, tensors: "Iterable[tuple[str, Tensor]]") -> "Manifest":

@@ -64,7 +64,11 @@ class AcceleratorLease:
         deadline = time.monotonic() + TAKING_S
         while taking := [row.id for row in await self._view.alive("engine") if row.taking_memory]:
             if time.monotonic() >= deadline:
-                _log.error("engines have taken memory for %.0f s, the learner goes on beside them engines=%s", TAKING_S, ",".join(taking))
+                _log.error(
+                    "engines have taken memory for %.0f s, the learner goes on beside them engines=%s",
+                    TAKING_S,
+                    ",".join(taking),
+                )
                 return
             await asyncio.sleep(_POLL_S / 2)
 

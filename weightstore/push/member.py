@@ -51,7 +51,9 @@ class Member:
         self.verified = False
         """True once the engine's checksums have been compared, or if it has none to compare."""
         # Both sides must know the request: the engine by its live row, the adapter by its type.
-        self._push_receiver = receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
+        self._push_receiver = (
+            receiver if row.capabilities.single_request_push and isinstance(receiver, PushReceiver) else None
+        )
         self._joined = False
 
     @property
@@ -125,10 +127,17 @@ class Member:
             wrong = [] if report is None else await check(report)
         if wrong:
             remainder = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-            reason = f"version {version} differs from what was sent in {len(wrong)} tensors: {'; '.join(wrong[:_SHOWN])}{remainder}"
+            reason = (
+                f"version {version} differs from what was sent in {len(wrong)} tensors: "
+                f"{'; '.join(wrong[:_SHOWN])}{remainder}"
+            )
             raise ReceiverFailed(self.receiver.url, "verify", reason, answered=True)
         if report is None and not self.verified:
-            _log.warning("weights not verified, the engine has no checksums to compare engine=%s url=%s", self.id, self.receiver.url)
+            _log.warning(
+                "weights not verified, the engine has no checksums to compare engine=%s url=%s",
+                self.id,
+                self.receiver.url,
+            )
         self.verified = True
         return None if report is None else time.perf_counter() - since
 

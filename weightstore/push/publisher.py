@@ -174,7 +174,9 @@ class Publisher:
             handle.wait()
         return handle
 
-    def stage(self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing) -> StagedStep:
+    def stage(
+        self, step: int, tensors: Iterable[tuple[str, Tensor]], chosen: Callable[[int], None] = _nothing
+    ) -> StagedStep:
         """Copy the tensors now, and return the copy; ``release`` it when its push has been submitted, or it is not to
         be pushed.
 
@@ -209,7 +211,9 @@ class Publisher:
         """
         connected = self._running()
         # The push has a hold of its own, which it releases at its end, so the caller may release its copy at once.
-        self._last = PushHandle(self._submit(self._push(connected, staged.staging.hold(), staged.step, staged.prepare_s, gives_up)))
+        self._last = PushHandle(
+            self._submit(self._push(connected, staged.staging.hold(), staged.step, staged.prepare_s, gives_up))
+        )
         return self._last
 
     def release(self) -> tuple[str, ...]:
@@ -277,7 +281,9 @@ class Publisher:
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
             name = f"publisher-{self.epoch}"
-            bus = await stack.enter_async_context(connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S))
+            bus = await stack.enter_async_context(
+                connect(self._bus_url, self.run, self._bus_config, name=name, wait_s=START_S)
+            )
             connected = await self._connect(bus, stack)
             async with asyncio.TaskGroup() as group:
                 background = [
@@ -299,11 +305,21 @@ class Publisher:
         """Fence older learners, and serve snapshots. Raises Fenced, BusUnavailable."""
         config, remote_places = self.config, () if self._division is None else self._division.remote
         at = reach(config.host, config.advertise, await asyncio.to_thread(route_to, self._bus_url), name="weights.host")
-        parts = tuple(RemotePart(place, number, connect_s=config.phase_deadline_s) for number, place in enumerate(remote_places, 1))
-        rules = GroupRules(config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts)
+        parts = tuple(
+            RemotePart(place, number, connect_s=config.phase_deadline_s)
+            for number, place in enumerate(remote_places, 1)
+        )
+        rules = GroupRules(
+            config.engines_together, at, config.backend, self._deadlines, self._end, self._memory, parts=parts
+        )
         registry, view = VersionRegistry(bus), LiveView(bus)
         snapshots = SnapshotStore(
-            self._directory, registry, keep=config.keep_snapshots, model_dir=self._model_dir, at=at, keys=admin_keys(bus)
+            self._directory,
+            registry,
+            keep=config.keep_snapshots,
+            model_dir=self._model_dir,
+            at=at,
+            keys=admin_keys(bus),
         )
         connected = _Connected(
             registry=registry,
@@ -320,7 +336,9 @@ class Publisher:
         await snapshots.open()
         return connected
 
-    async def _push(self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]) -> PushReport:
+    async def _push(
+        self, connected: _Connected, staging: Staging, step: int, prepare_s: float, gives_up: Callable[[], bool]
+    ) -> PushReport:
         """Push a filled copy as the next version, and release it at the end. Raises PushFailed, Fenced.
 
         Other ranks have filled their copies of the same number.
@@ -357,7 +375,9 @@ class Publisher:
             evicted = push.evicted
             await push.send(await self._gather(connected.groups), connected.groups)
             if len(push.updated) < self.config.min_engines:
-                raise PushFailed(row.version, f"want >= {self.config.min_engines} engines, {len(push.updated)} took it", evicted)
+                raise PushFailed(
+                    row.version, f"want >= {self.config.min_engines} engines, {len(push.updated)} took it", evicted
+                )
             await connected.head.move(row, copy)
             await connected.groups.record_evicted(connected.registry)
         except (PushFailed, PartLost, BusError) as error:
@@ -394,7 +414,9 @@ class Publisher:
         await connected.lease.acquire(self.epoch)
         connected.owns_accelerator = True
         await connected.lease.wait_until_free()
-        members = [member for group in await connected.groups.reconcile() for member in group.members if member.colocated]
+        members = [
+            member for group in await connected.groups.reconcile() for member in group.members if member.colocated
+        ]
         return await connected.groups.succeeding(members, Member.release)
 
     async def _release_accelerator(self, connected: _Connected) -> None:
@@ -418,12 +440,18 @@ class Publisher:
             if head.version == 0 and head.snapshot:
                 return await connected.groups.succeeding(members, lambda member: member.load(head.snapshot, 0))
         except PartLost as error:
-            _log.error("engines wait for the next version, this one cannot be sent version=%d error=%s", head.version, error)
+            _log.error(
+                "engines wait for the next version, this one cannot be sent version=%d error=%s", head.version, error
+            )
             return ()
         finally:
             if copy is not None:
                 copy.release()
-        _log.warning("engines wait for the next version, there is no copy of version=%d here engines=%d", head.version, len(members))
+        _log.warning(
+            "engines wait for the next version, there is no copy of version=%d here engines=%d",
+            head.version,
+            len(members),
+        )
         return ()
 
 

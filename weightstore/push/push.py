@@ -117,7 +117,9 @@ class Throughput:
     def gb_per_s(self, num_bytes: int) -> Mapping[str, float]:
         """Return 10^9 bytes a second by transport, for weights of ``num_bytes``; none for a transport without
         engines."""
-        rates = ((transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items())
+        rates = (
+            (transport, count * num_bytes / 1e9, self._seconds[transport]) for transport, count in self._engines.items()
+        )
         return {transport: gigabytes / seconds for transport, gigabytes, seconds in rates if seconds > 0}
 
 
@@ -153,7 +155,10 @@ class Push:
             gb_per_s=self.throughput.gb_per_s(copy.manifest.num_bytes),
         )
         _log.info(
-            "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f seconds=%.3f max_stall_s=%.4f",
+            (
+                "pushed version=%d step=%d engines=%d verified=%d evicted=%d prepare_s=%.3f transfer_s=%.3f "
+                "seconds=%.3f max_stall_s=%.4f"
+            ),
             report.version,
             report.step,
             len(report.engines),
@@ -199,7 +204,9 @@ class Push:
         served_s: dict[Member, float | None] = {}
         while together:
             try:
-                served_s = await self._transfer(group, together, serve=len(together) == 1 and checks[together[0]] is None)
+                served_s = await self._transfer(
+                    group, together, serve=len(together) == 1 and checks[together[0]] is None
+                )
                 break
             except _GroupBroken as broken:
                 await _check_parts(group, broken)
@@ -207,7 +214,11 @@ class Push:
                 group.close()
                 failed = await _failed(together, broken)
                 _log.warning(
-                    "push broke off version=%d phase=%s engines=%d failed=%s", self._version, broken.phase, len(together), _ids(failed)
+                    "push broke off version=%d phase=%s engines=%d failed=%s",
+                    self._version,
+                    broken.phase,
+                    len(together),
+                    _ids(failed),
                 )
                 outcome |= failed
                 # Where no engine has certainly failed, the engines that reported an error are retried alone, or all of
@@ -262,7 +273,10 @@ class Push:
         A receiver that reads the buckets itself has both deadlines of its own.
         """
         # All sends are queued at once: the channel keeps them in order.
-        sends = [round_.start(phase, None, channel.send(payload, following)) for phase, payload, following in self._messages()]
+        sends = [
+            round_.start(phase, None, channel.send(payload, following))
+            for phase, payload, following in self._messages()
+        ]
         requests = {
             member: round_.start("transfer", member, member.receive(self._version, self._buckets, serve=serve))
             for member in channel.members
@@ -383,7 +397,9 @@ class _PushRound:
         """Tasks of the round that have not been waited for to their end."""
         return list(self._tasks)
 
-    def start(self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None) -> asyncio.Task[T]:
+    def start(
+        self, phase: str, member: Member | None, work: Coroutine[object, None, T], timeout_s: float | None = None
+    ) -> asyncio.Task[T]:
         """Start and return a task of ``member``; None = of the learner itself.
 
         With ``timeout_s`` a late one fails as PeerLost.

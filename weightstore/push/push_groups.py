@@ -102,9 +102,14 @@ class Channel:
             return cls([], members, 0.0)
         deadline_s, backend = rules.deadlines.of("bucket"), members[0].backend
         size = 1 + sum(member.ranks for member in members)
-        local = await Sender.open(GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart)
+        local = await Sender.open(
+            GROUP, size, backend, deadline_s, at=rules.at, memory=rules.memory, gpu=rules.end.uuid, apart=rules.apart
+        )
         start_s = deadline_s + (START_S if backend in rules.apart else 0.0)
-        hosting = [part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s) for number, part in enumerate(rules.parts, 1)]
+        hosting = [
+            part.host(f"{GROUP}-{number}", size, backend, deadline_s, start_s)
+            for number, part in enumerate(rules.parts, 1)
+        ]
         opened = await asyncio.gather(*hosting, return_exceptions=True)
         channel = cls([local, *(group for group in opened if isinstance(group, RemoteSender))], members, deadline_s)
         for error in opened:
@@ -117,7 +122,12 @@ class Channel:
         """Return where the engine joins a group; its processes take as many ranks, one engine after the other."""
         first = 1 + sum(earlier.ranks for earlier in self.members[: self.members.index(member)])
         return Rendezvous(
-            host=sender.host, port=sender.port, rank=first, world_size=sender.world_size, name=sender.name, backend=sender.backend
+            host=sender.host,
+            port=sender.port,
+            rank=first,
+            world_size=sender.world_size,
+            name=sender.name,
+            backend=sender.backend,
         )
 
     async def send(self, payload: Payload, following: Payload | None = None) -> None:
@@ -131,7 +141,9 @@ class Channel:
             return
         async with self._sending:
             if self._lost is not None:
-                raise type(self._lost)(self.senders[0].name, "sending", f"an earlier message was lost: {self._lost.reason}")
+                raise type(self._lost)(
+                    self.senders[0].name, "sending", f"an earlier message was lost: {self._lost.reason}"
+                )
             try:
                 await self._broadcast(payload, following)
             except PeerLost as error:
@@ -233,7 +245,11 @@ class PushGroups:
         for member in list(self._members.values()):
             row = rows.get(member.id)
             if row is None or identity(row) != member.identity:
-                _log.info("push group: left engine=%s reason=%s", member.id, "restarted" if row else "no longer live and taking part")
+                _log.info(
+                    "push group: left engine=%s reason=%s",
+                    member.id,
+                    "restarted" if row else "no longer live and taking part",
+                )
                 # An engine that is live and takes no part any more is asked to leave. One that died or restarted has no
                 # group left.
                 await self._drop(member, leave=row is None and member.id in alive)
@@ -248,9 +264,19 @@ class PushGroups:
         backoff = self._backoffs.setdefault(member.identity, _Backoff())
         backoff.failures += 1
         self.evicted[member.id] = reason
-        pause_s = min(self._rules.deadlines.phase_s * 2 ** (backoff.failures - 2), _MAX_PAUSE_S) if backoff.failures > 1 else 0.0
+        pause_s = (
+            min(self._rules.deadlines.phase_s * 2 ** (backoff.failures - 2), _MAX_PAUSE_S)
+            if backoff.failures > 1
+            else 0.0
+        )
         backoff.until_s = time.monotonic() + pause_s
-        _log.warning("push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s", member.id, backoff.failures, pause_s, reason)
+        _log.warning(
+            "push group: evicted engine=%s failures=%d next_try_in_s=%.0f reason=%s",
+            member.id,
+            backoff.failures,
+            pause_s,
+            reason,
+        )
         await self._drop(member, leave=True)
 
     def succeeded(self, member: Member) -> None:
@@ -258,7 +284,9 @@ class PushGroups:
         self._backoffs.pop(member.identity, None)
         self.evicted.pop(member.id, None)
 
-    async def succeeding(self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]) -> tuple[str, ...]:
+    async def succeeding(
+        self, members: Iterable[Member], work: Callable[[Member], Awaitable[object]]
+    ) -> tuple[str, ...]:
         """Run ``work`` for all members at once.
 
         Returns the ids of the members that succeeded; the other members are evicted.
@@ -377,7 +405,9 @@ async def open_groups(
 
         gpu = rules.end.uuid if config.staging == "cuda" else ""
         assert rules.memory is not None, "weights.transport: handles is staged in memory that engines can read"
-        receivers = HandleReceivers(rules.memory, open_receiver, epoch=epoch, deadlines=rules.deadlines, gpu=gpu, parts=rules.parts)
+        receivers = HandleReceivers(
+            rules.memory, open_receiver, epoch=epoch, deadlines=rules.deadlines, gpu=gpu, parts=rules.parts
+        )
         stack.callback(receivers.close)
         open_receiver = receivers.open
     groups = PushGroups(view, open_receiver, rules)

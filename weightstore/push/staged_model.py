@@ -23,7 +23,9 @@ class StagedModel:
     def __init__(self, local: Staging, parts: Sequence[RemotePart], deadlines: Deadlines) -> None:
         """``deadlines``: the one of phase ``verify`` also bounds the comparison of checksums in another rank."""
         self._local, self._parts, self._deadlines = local, tuple(parts), deadlines
-        self.manifest: Manifest = joined([local.manifest, *(part.manifest for part in self._parts)]) if parts else local.manifest
+        self.manifest: Manifest = (
+            joined([local.manifest, *(part.manifest for part in self._parts)]) if parts else local.manifest
+        )
 
     @property
     def version(self) -> int:
@@ -50,7 +52,9 @@ class StagedModel:
 
         Those of other ranks are read from there one at a time; blocking, and OSError where that fails.
         """
-        return ChainMap(dict(self._local.tensors()), *(PartTensors(part.place, staged(self._local.number)) for part in self._parts))  # type: ignore[arg-type]
+        return ChainMap(
+            dict(self._local.tensors()), *(PartTensors(part.place, staged(self._local.number)) for part in self._parts)
+        )  # type: ignore[arg-type]
 
     @property
     def differences(self) -> Callable[[ChecksumReport], Awaitable[list[str]]]:
@@ -60,7 +64,8 @@ class StagedModel:
         async def compare(report: ChecksumReport) -> list[str]:
             """Return the lines of all parts, each compared where it is."""
             line_lists = await asyncio.gather(
-                asyncio.to_thread(differences_here, report), *(part.differences(number, report, deadline_s) for part in self._parts)
+                asyncio.to_thread(differences_here, report),
+                *(part.differences(number, report, deadline_s) for part in self._parts),
             )
             return [line for lines in line_lists for line in lines] + self._not_compared(report)
 

@@ -6,9 +6,10 @@
     evicted   the live engines that were left out of the last push, and why: {"engines": {id: reason}}
     want      the oldest version of which an engine needs a snapshot (``tidemill.weightstore.catchup.sources``)
 
-A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows that were lost (the
-bucket was emptied) are restored from the other records that name them: a publisher's memory, the log PLAN, the tasks. A head that cannot
-be read counts as lost: the newest learner restores it. ``after`` of the row is the end of SAMPLES before any engine could have the
+A number is reserved by creating its row, so it is never used twice, even if the push fails or the learner dies. Rows
+that were lost (the bucket was emptied) are restored from the other records that name them: a publisher's memory, the
+log PLAN, the tasks. A head that cannot be read counts as lost: the newest learner restores it. ``after`` of the row is
+the end of SAMPLES before any engine could have the
 version: no sample up to there can be of it.
 """
 
@@ -40,12 +41,16 @@ class VersionRegistry:
         self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
-        """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored the head."""
+        """Return the newest published version; None before the first. Raises UnreadableRow until a learner has restored
+        the head.
+        """
         found = await self._rows.get(HEAD)
         return None if found is None else _parse(HEAD, found[0])
 
     async def repaired_head(self, epoch: int) -> VersionRow | None:
-        """Return the head for the learner of this epoch, which restores one that cannot be read. Raises Fenced then, if it is replaced."""
+        """Return the head for the learner of this epoch, which restores one that cannot be read. Raises Fenced then, if
+        it is replaced.
+        """
         found = await self._readable_head(epoch)
         return None if found is None else _parse(HEAD, found)
 
@@ -57,7 +62,9 @@ class VersionRegistry:
         restored: Value = {**({} if newest is None else dataclasses.asdict(newest)), "fence": epoch}
         found = await self._change_head(epoch, lambda head: restored if head is None else None)
         version = "none" if newest is None else newest.version
-        self._repeated("head of the registry could not be read and was restored", f"revision={revision} version={version}")
+        self._repeated(
+            "head of the registry could not be read and was restored", f"revision={revision} version={version}"
+        )
         return found
 
     async def row(self, version: int) -> VersionRow | None:
@@ -68,7 +75,8 @@ class VersionRegistry:
     async def row_for(self, version: int, seq: int) -> VersionRow | None:
         """Return the row of a version that the sample at ``seq`` names; None = there is none.
 
-        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns the same.
+        Where ``after`` is not set yet, nothing has been pushed, and this sets it to ``seq``: every later call returns
+        the same.
         """
         row = await self.row(version)
         # Its learner is between creating the row and setting ``after``, or died there.
@@ -111,20 +119,25 @@ class VersionRegistry:
         return head
 
     async def lost(self, known: Mapping[int, int]) -> bool:
-        """Return whether the head (or its contents) or a row is missing, although the versions of ``known`` (-> step) have been used."""
+        """Return whether the head (or its contents) or a row is missing, although the versions of ``known`` (-> step)
+        have been used.
+        """
         if not known:
             return False
         head, _ = await self._rows.read(HEAD)
         return head is None or _parse(HEAD, head) is None or not known.keys() <= set(await self._versions())
 
     async def restore(self, known: Mapping[int, int], epoch: int) -> None:
-        """Restore the missing and unreadable rows of ``known`` versions (-> step), and the head if it is older than they are.
+        """Restore the missing and unreadable rows of ``known`` versions (-> step), and the head if it is older than
+        they are.
 
         Raises Fenced.
         """
         present = await self._versions()
         missing = known.keys() - set(present)
-        restored = [version for version, step in known.items() if await self._restore_row(version, step, epoch, "published")]
+        restored = [
+            version for version, step in known.items() if await self._restore_row(version, step, epoch, "published")
+        ]
         if missing:
             # New versions are numbered after the highest row, so this row alone skips the numbers in between.
             await self._restore_row(max((*present, *known)) + UNUSED_AFTER_LOSS, known[max(known)], epoch, "failed")
@@ -139,7 +152,9 @@ class VersionRegistry:
     async def _restore_row(self, version: int, step: int, epoch: int, state: str) -> bool:
         """Write the row of a version unless it can be read. Returns whether it was written."""
         row = dataclasses.asdict(VersionRow(version=version, step=step, epoch=epoch, state=state))
-        changed = await self._rows.change(_key(version), lambda found: row if found is None else None, replace_unreadable=True)
+        changed = await self._rows.change(
+            _key(version), lambda found: row if found is None else None, replace_unreadable=True
+        )
         return changed.before is None
 
     async def _raise_head(self, newest: VersionRow, epoch: int) -> None:
@@ -154,11 +169,12 @@ class VersionRegistry:
         await self._change_head(epoch, raised)
 
     async def _change_head(self, epoch: int, fn: Callable[[Value | None], Value | None]) -> Value | None:
-        """Change the head as ``Rows.change`` does, and return it; ``fn`` gets None for one that is missing or cannot be read.
+        """Change the head as ``Rows.change`` does, and return it; ``fn`` gets None for one that is missing or cannot be
+        read.
 
-        Such a head has lost its fence, and an older learner must not write it: raises Fenced for one that the row of the epoch shows to
-        be replaced. Every learner raises that row first and fences the head afterwards, so one that raises it later than this reads it
-        changes the head later, too.
+        Such a head has lost its fence, and an older learner must not write it: raises Fenced for one that the row of
+        the epoch shows to be replaced. Every learner raises that row first and fences the head afterwards, so one that
+        raises it later than this reads it changes the head later, too.
         """
 
         async def refuse_if_replaced() -> None:
@@ -186,7 +202,9 @@ class VersionRegistry:
         return 0 if found is None else int(found[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
-        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head. Returns the head."""
+        """Publish version 0 of step 0, which every engine loads from its model directory, unless there is a head.
+        Returns the head.
+        """
         head = await self.repaired_head(epoch)
         if head is not None:
             return head
@@ -197,7 +215,9 @@ class VersionRegistry:
         return row
 
     async def reserve(self, step: int, epoch: int, *, digest: str = "") -> VersionRow:
-        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises Fenced."""
+        """Create the row of a new version, ``pushing``, with an unused number and ``after`` set. Returns it. Raises
+        Fenced.
+        """
         _check_fence(await self._readable_head(epoch), epoch)
         if not self._next:
             await self._count()
@@ -205,7 +225,9 @@ class VersionRegistry:
             row = VersionRow(version=self._next, step=step, epoch=epoch, digest=digest)
             self._next += 1
             try:
-                await self._rows.update(_key(row.version), dataclasses.asdict(row), 0)  # nor in place of a deleted one: its number was used
+                await self._rows.update(
+                    _key(row.version), dataclasses.asdict(row), 0
+                )  # nor in place of a deleted one: its number was used
                 return await self._begin_after(row, (await self._samples.info()).last_seq)
             except RowConflict:  # used by a learner that has been replaced, or that replaces this one
                 continue
@@ -225,7 +247,9 @@ class VersionRegistry:
                 return {**dataclasses.asdict(row), "fence": row.epoch}
             if (head.version, head.epoch) == (row.version, row.epoch):  # a repeated call
                 return None
-            raise Fenced(f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch)
+            raise Fenced(
+                f"weights.{HEAD}: version {row.version} is behind version {head.version}", row.epoch, head.epoch
+            )
 
         await self._change_head(row.epoch, published)
         now = dataclasses.asdict(row)
@@ -244,8 +268,8 @@ class VersionRegistry:
     async def fail(self, row: VersionRow) -> None:
         """Record that the push failed. The number stays used: an engine may have the version.
 
-        A version that has become the head is published, also where ``publish`` did not return: the answer of the bus was lost, or came
-        after a newer learner's fence.
+        A version that has become the head is published, also where ``publish`` did not return: the answer of the bus
+        was lost, or came after a newer learner's fence.
         """
         found, _ = await self._rows.read(HEAD)
         head = None if found is None else _parse(HEAD, found)
@@ -259,7 +283,9 @@ class VersionRegistry:
         await self._rows.change(_key(row.version), ended, replace_unreadable=True)
 
     async def set_snapshot(self, version: int, where: str) -> None:
-        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not exist."""
+        """Record where a snapshot of the version is ("" = it is gone). Raises NotFound for a version that does not
+        exist.
+        """
         await self._change(_key(version), version, snapshot=where)
         await self._change(HEAD, version, snapshot=where)  # only while it is the head
         row = await self.row(version)
@@ -274,7 +300,9 @@ class VersionRegistry:
         return row if row is not None and row.snapshot else None
 
     async def request_snapshot(self, version: int, by: str, nonce: str) -> None:
-        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row serves all."""
+        """Request a snapshot of a version, or of a later one, from the learner. All engines need the head, so one row
+        serves all.
+        """
         await self._rows.put(WANT, {"version": version, "by": by, "nonce": nonce})
 
     async def _begin_after(self, row: VersionRow, seq: int) -> VersionRow:
@@ -317,7 +345,11 @@ class VersionRegistry:
 
         def changed(found: Value | None) -> Value | None:
             """Return the row with the changes; None if it has them, or is that of another version."""
-            return None if found is None or found.get("version") != version or found.items() >= changes.items() else {**found, **changes}
+            return (
+                None
+                if found is None or found.get("version") != version or found.items() >= changes.items()
+                else {**found, **changes}
+            )
 
         await self._rows.change(key, changed, replace_unreadable=True)
 

@@ -1,4 +1,5 @@
-"""A version as an ordinary Hugging Face model directory, with checksums: written whole or not at all, verified before use.
+"""A version as an ordinary Hugging Face model directory, with checksums: written whole or not at all, verified before
+use.
 
 config.json, tokenizer files, ...     copied from the model directory
 model.safetensors                     or model-00001-of-0000N.safetensors with model.safetensors.index.json
@@ -31,7 +32,8 @@ ASIDE = ".part"
 """Suffix of a directory that is being written."""
 
 _WEIGHT_FILES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt"}
-"""Suffixes of weights, in the formats of Hugging Face: they are not copied, because a snapshot has weights of its own."""
+"""Suffixes of weights, in the formats of Hugging Face: they are not copied, because a snapshot has weights of its own.
+"""
 _CODES = {
     "float64": "F64",
     "float32": "F32",
@@ -63,7 +65,10 @@ class SnapshotInfo:
     def to_json(self) -> str:
         """Return the text of manifest.json, which ``parse`` reads."""
         files = {name: {"bytes": size, "sha256": digest} for name, (size, digest) in sorted(self.files.items())}
-        return json.dumps({"format": FORMAT, "version": self.version, "step": self.step, "digest": self.digest, "files": files}, indent=1)
+        return json.dumps(
+            {"format": FORMAT, "version": self.version, "step": self.step, "digest": self.digest, "files": files},
+            indent=1,
+        )
 
     @classmethod
     def parse(cls, where: str, text: str | bytes) -> "SnapshotInfo":
@@ -77,7 +82,8 @@ class SnapshotInfo:
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise SnapshotBroken(where, "a snapshot's manifest", repr(error)) from None
         for name in files:
-            # The manifest may come from another machine, and a file is written under each name: it must not lead out of the directory.
+            # The manifest may come from another machine, and a file is written under each name: it must not lead out of
+            # the directory.
             if Path(name).name != name or name in (".", "..") or "\0" in name:
                 raise SnapshotBroken(where, "plain file names", repr(name))
         return info
@@ -97,8 +103,9 @@ def write(
     """Write to a temporary directory and rename it to ``directory``, which is replaced if it exists.
 
     Each tensor is taken from ``tensors`` once, and not kept. ``manifest``: theirs; None = it is made from them first.
-    Configuration and tokenizer are copied from ``model_dir``; the dtype that its config.json names becomes that of the tensors. With
-    ``durable`` all is synced to the disk and survives a loss of power; without, such a loss may leave a directory that ``verify`` refuses.
+    Configuration and tokenizer are copied from ``model_dir``; the dtype that its config.json names becomes that of the
+    tensors. With ``durable`` all is synced to the disk and survives a loss of power; without, such a loss may leave a
+    directory that ``verify`` refuses.
     Returns the contents of the manifest.
     """
     aside = directory.with_name(directory.name + ASIDE)
@@ -129,7 +136,9 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
     for path in sorted(model_dir.iterdir()):
         if path.is_file() and path.name != MANIFEST and not path.name.startswith("."):
             try:
-                os.link(path.resolve(), aside / path.name)  # the file itself: a Hugging Face cache consists of symbolic links
+                os.link(
+                    path.resolve(), aside / path.name
+                )  # the file itself: a Hugging Face cache consists of symbolic links
             except OSError:
                 shutil.copyfile(path, aside / path.name)
     files = {path.name: _hash_file(path) for path in aside.iterdir()}
@@ -140,7 +149,9 @@ def adopt(model_dir: Path, directory: Path, *, version: int, step: int, digest: 
 
 
 def _set_dtype(file: Path, manifest: Manifest) -> None:
-    """Write the dtype of most bytes of the tensors into a config.json that names another one; a loader casts to the dtype named there."""
+    """Write the dtype of most bytes of the tensors into a config.json that names another one; a loader casts to the
+    dtype named there.
+    """
     sizes: dict[str, int] = {}
     for spec in manifest.specs:
         sizes[spec.dtype] = sizes.get(spec.dtype, 0) + spec.num_bytes
@@ -205,7 +216,9 @@ def copy_companions(model_dir: Path, directory: Path) -> None:
             shutil.copyfile(path, directory / path.name)
 
 
-def _write_shards(directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, shard_bytes: int) -> dict[str, tuple[int, str]]:
+def _write_shards(
+    directory: Path, tensors: Mapping[str, Tensor], manifest: Manifest, shard_bytes: int
+) -> dict[str, tuple[int, str]]:
     shards = _shards(manifest, shard_bytes)
     names = ["model.safetensors"]
     if len(shards) > 1:
@@ -213,7 +226,9 @@ def _write_shards(directory: Path, tensors: Mapping[str, Tensor], manifest: Mani
         weight_map = {spec.name: name for name, shard in zip(names, shards, strict=True) for spec in shard}
         index = {"metadata": {"total_size": manifest.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
-    return {name: _write_safetensors(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)}
+    return {
+        name: _write_safetensors(directory / name, shard, tensors) for name, shard in zip(names, shards, strict=True)
+    }
 
 
 def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
@@ -225,7 +240,8 @@ def _shards(manifest: Manifest, shard_bytes: int) -> list[list[TensorSpec]]:
             size = 0
         shards[-1].append(spec)
         size += spec.num_bytes
-    # As the safetensors library orders a file: tensors with larger items first, so that each begins at a multiple of its item size.
+    # As the safetensors library orders a file: tensors with larger items first, so that each begins at a multiple of
+    # its item size.
     return [sorted(shard, key=lambda spec: (-ITEM_BYTES[spec.dtype], spec.name)) for shard in shards]
 
 
@@ -234,7 +250,11 @@ def _write_safetensors(path: Path, specs: Sequence[TensorSpec], tensors: Mapping
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for spec in specs:
-        header[spec.name] = {"dtype": _CODES[spec.dtype], "shape": list(spec.shape), "data_offsets": [end, end + spec.num_bytes]}
+        header[spec.name] = {
+            "dtype": _CODES[spec.dtype],
+            "shape": list(spec.shape),
+            "data_offsets": [end, end + spec.num_bytes],
+        }
         end += spec.num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the format allows spaces here, and the data then begins at a multiple of 8

@@ -1,6 +1,7 @@
 """Snapshots of published versions on the learner's disk: written on demand, served over HTTP, the oldest removed.
 
-Snapshots serve engines that join late, so they are not synced to the disk: readers detect a partial one by its checksums.
+Snapshots serve engines that join late, so they are not synced to the disk: readers detect a partial one by its
+checksums.
 """
 
 import asyncio
@@ -44,7 +45,9 @@ class StagedVersion(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, Tensor]:
-        """Its tensors by name, to be read one at a time; raises OSError for one in another process that cannot be read."""
+        """Its tensors by name, to be read one at a time; raises OSError for one in another process that cannot be
+        read.
+        """
         ...
 
 
@@ -63,7 +66,13 @@ class SnapshotStore:
     ) -> None:
         """``keys``: those of the run, needed at an address that other machines can reach."""
         self.url = ""
-        self._directory, self._registry, self._at, self._keep, self._model_dir = directory, registry, at, keep, model_dir
+        self._directory, self._registry, self._at, self._keep, self._model_dir = (
+            directory,
+            registry,
+            at,
+            keep,
+            model_dir,
+        )
         self._keys = keys
         self._listener: Listener | None = None
         self._writing = asyncio.Lock()
@@ -71,7 +80,8 @@ class SnapshotStore:
         """Versions of this registry with a complete directory. A directory of another run may have the same name."""
 
     async def open(self) -> None:
-        """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its row is cleared.
+        """Start to serve. The newest snapshot of an earlier process is served again if it is complete; otherwise its
+        row is cleared.
 
         All other directories are removed: it is not known which run their weights belong to.
         """
@@ -101,7 +111,9 @@ class SnapshotStore:
         return f"{self.url}/v{version}" if version in self._here else ""
 
     async def put(self, staging: StagedVersion) -> str:
-        """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds the staging copy."""
+        """Write the staged version unless it exists, record it, remove the oldest. Returns its URL. The caller holds
+        the staging copy.
+        """
         async with self._writing:
             if not self.where(staging.version):
                 await asyncio.to_thread(self._write, staging)
@@ -120,14 +132,22 @@ class SnapshotStore:
         async with self._writing:
             if not self.where(0):
                 path = self._directory / "v0"
-                await asyncio.to_thread(snapshot.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest)
+                await asyncio.to_thread(
+                    snapshot.adopt, self._model_dir, path, version=0, step=row.step, digest=row.digest
+                )
                 self._here.add(0)
             await self._registry.set_snapshot(0, self.where(0))
 
     def _write(self, staging: StagedVersion) -> None:
         path, of = self._directory / f"v{staging.version}", staging.manifest
         snapshot.write(
-            path, staging.tensors, version=staging.version, step=staging.step, model_dir=self._model_dir, durable=False, manifest=of
+            path,
+            staging.tensors,
+            version=staging.version,
+            step=staging.step,
+            model_dir=self._model_dir,
+            durable=False,
+            manifest=of,
         )
         _log.info("snapshot written version=%d step=%d path=%s", staging.version, staging.step, path)
 
@@ -135,7 +155,8 @@ class SnapshotStore:
         """Remove the oldest snapshots, but not the one that has just been put."""
         others = sorted(self._here - {put})
         for version in others[: max(0, len(others) + 1 - self._keep)]:
-            # The row is cleared before the directory is removed, so that no engine is sent to files that are going away.
+            # The row is cleared before the directory is removed, so that no engine is sent to files that are going
+            # away.
             self._here.discard(version)
             await self._registry.set_snapshot(version, "")
             await asyncio.to_thread(shutil.rmtree, self._directory / f"v{version}")

@@ -160,12 +160,16 @@ class BroadcastGroup:
             within = timedelta(seconds=timeout_s)
             # The socket is bound before torch gets it, so the port is known and no other process can take it in
             # between.
-            server = dist.TCPStore(host, port, world_size, True, within, wait_for_workers=False, master_listen_fd=listener.detach())
+            server = dist.TCPStore(
+                host, port, world_size, True, within, wait_for_workers=False, master_listen_fd=listener.detach()
+            )
             store = dist.TCPStore(host, port, world_size, False, within, wait_for_workers=False)
         return cls(store, name=name, rank=0, world_size=world_size, backend=backend, timeout_s=timeout_s, server=server)
 
     @classmethod
-    def join(cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float) -> "BroadcastGroup":
+    def join(
+        cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
+    ) -> "BroadcastGroup":
         """Join the group at ``host`` and ``port`` as any rank but 0, and wait until all have. Returns the group.
 
         Raises PeerLost, and ValueError for a rank outside 1 to world_size - 1.
@@ -173,12 +177,16 @@ class BroadcastGroup:
         if not 0 < rank < world_size:
             raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
         with _translated(name, f"joining at {host}:{port}"):
-            socket.create_connection((host, port), timeout=timeout_s).close()  # torch would retry a refusal until its timeout, loudly
+            socket.create_connection(
+                (host, port), timeout=timeout_s
+            ).close()  # torch would retry a refusal until its timeout, loudly
 
         def enter() -> BroadcastGroup:
             """Connect to the store and meet; may hang, so it runs in a thread that can be abandoned."""
             with _translated(name, f"joining at {host}:{port}"):
-                store = dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False)
+                store = dist.TCPStore(
+                    host, port, world_size, False, timedelta(seconds=timeout_s), wait_for_workers=False
+                )
             group = cls(store, name=name, rank=rank, world_size=world_size, backend=backend, timeout_s=timeout_s)
             group.meet()
             return group
@@ -225,7 +233,9 @@ class BroadcastGroup:
         A transfer in another thread ends by its deadline; waits for members end at once, also at the peers.
         """
         if self._group is not None and self.backend == "nccl":
-            _in_thread(self._group.abort, f"close {self.name}")  # otherwise the last reference would wait for its threads
+            _in_thread(
+                self._group.abort, f"close {self.name}"
+            )  # otherwise the last reference would wait for its threads
         self._group = self._store = self._server = None
 
     @property
@@ -248,7 +258,9 @@ class BroadcastGroup:
                 os.environ.setdefault(name, value)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _NCCL_OWN_TIMEOUT
-        return within(self.timeout_s, lambda: dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), self.name)
+        return within(
+            self.timeout_s, lambda: dist.ProcessGroupNCCL(store, self.rank, self.world_size, options), self.name
+        )
 
     def _own_address(self) -> str:
         """Return the address of the interface that leads to the store: peers must reach this process there."""

@@ -94,7 +94,12 @@ def block_of(handle: JsonMapping) -> tuple[tuple[object, ...], int]:
 
 def _share_in(handle: JsonMapping, rank: int) -> Share:
     shares = handle.get("shares")
-    if not isinstance(shares, list) or rank >= len(shares) or not isinstance(shares[rank], list) or len(shares[rank]) != SHARE:
+    if (
+        not isinstance(shares, list)
+        or rank >= len(shares)
+        or not isinstance(shares[rank], list)
+        or len(shares[rank]) != SHARE
+    ):
         count = len(shares) if isinstance(shares, list) else "none"
         raise BadManifest("handle: shares", f"one of {SHARE} items for rank {rank}", f"{count} of them")
     return shares[rank]
@@ -104,7 +109,14 @@ def arguments(handle: JsonMapping, rank: int, device: int | str) -> tuple[object
     """Return the arguments of torch's ``rebuild_cuda_tensor`` for one reader. Raises BadManifest."""
     storage, storage_bytes, storage_offset, counter, counter_offset, event, wait = _share_in(handle, rank)
     # All in the order of the parameters of ``rebuild_cuda_tensor``; the False is ``requires_grad``.
-    kinds = (torch.Tensor, torch.Size([handle["num_bytes"]]), (1,), handle["start"], torch.storage.TypedStorage, torch.uint8)
+    kinds = (
+        torch.Tensor,
+        torch.Size([handle["num_bytes"]]),
+        (1,),
+        handle["start"],
+        torch.storage.TypedStorage,
+        torch.uint8,
+    )
     return *kinds, device, storage, storage_bytes, storage_offset, False, counter, counter_offset, event, wait
 
 

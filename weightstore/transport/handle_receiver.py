@@ -36,7 +36,8 @@ _GONE = zmq.EVENT_CONNECT_RETRIED
 
 
 class HandleReceiver:
-    """``tidemill.weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the caller.
+    """``tidemill.weightstore.transport.port.PushReceiver`` for one engine's socket. Context and memory belong to the
+    caller.
 
     Requests that are no part of a push go over ``control``, another receiver of the same engine; None = there are no
     such requests.
@@ -63,7 +64,13 @@ class HandleReceiver:
         Raises ZMQError for an invalid URL.
         """
         self.url = url
-        self._epoch, self._deadlines, self._memory, self._control, self._ranks = epoch, deadlines, memory, control, ranks
+        self._epoch, self._deadlines, self._memory, self._control, self._ranks = (
+            epoch,
+            deadlines,
+            memory,
+            control,
+            ranks,
+        )
         self._refused = refused
         self._last_id, self._version = 0, -1
         self._waiters: dict[int, _Waiter] = {}
@@ -102,7 +109,9 @@ class HandleReceiver:
         """
         self._version = version
         sent = [{"specs": bucket.packed, "handle": await self._handle(payload)} for bucket, payload in buckets]
-        await self._answered("push", {"version": version, "buckets": sent}, self._deadlines.of("bucket"), messages=len(sent))
+        await self._answered(
+            "push", {"version": version, "buckets": sent}, self._deadlines.of("bucket"), messages=len(sent)
+        )
         return None
 
     async def _handle(self, payload: Payload) -> Mapping[str, object]:
@@ -168,7 +177,9 @@ class HandleReceiver:
         """Send a request of a phase and return the answer."""
         return await self._answered(verb, fields, self._deadlines.of("verify" if verb == "checksums" else verb))
 
-    async def _answered(self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0) -> dict[str, object]:
+    async def _answered(
+        self, verb: str, fields: Mapping[str, object], deadline_s: float, *, messages: int = 0
+    ) -> dict[str, object]:
         """Send a request and return the answer. All foreign errors are translated here.
 
         The deadline begins anew with each message that the engine is at work on the request; at most ``messages`` of
@@ -282,7 +293,9 @@ class HandleReceivers:
         otherwise = self._otherwise(row)
         if why := self._why_not(row):
             if row.id not in self._logged:
-                _log.warning("no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why)
+                _log.warning(
+                    "no handles for this engine, it is pushed to by broadcast engine=%s reason=%s", row.id, why
+                )
                 self._logged.add(row.id)
             return otherwise
         try:
@@ -308,7 +321,10 @@ class HandleReceivers:
         if not row.handles:
             return "it offers none"
         if not self._place or row.place != self._place:
-            return f"it is elsewhere: {row.place or 'nowhere known'}, not {self._place or 'where this is, which is not known'}"
+            return (
+                f"it is elsewhere: {row.place or 'nowhere known'}, not "
+                f"{self._place or 'where this is, which is not known'}"
+            )
         for part in self._parts:
             if part.place.domain != row.place:
                 return f"{part} is elsewhere: {part.place.domain or 'nowhere known'}, not {row.place}"

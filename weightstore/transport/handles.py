@@ -115,7 +115,11 @@ class _Mapping(mmap.mmap):
             try:
                 pinning.pin(flat)
             except RuntimeError as error:
-                _log.warning("%d bytes for pushes are not pinned, so copies between them and the GPU are slower: %s", flat.numel(), error)
+                _log.warning(
+                    "%d bytes for pushes are not pinned, so copies between them and the GPU are slower: %s",
+                    flat.numel(),
+                    error,
+                )
                 return False
             self._pinned[flat.data_ptr()] = pinning.unpin
         return True
@@ -149,7 +153,9 @@ class HostMemory:
         size = max(num_bytes, 1)  # an empty file cannot be mapped
         fd = os.memfd_create("tidemill-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)  # or a reader could get SIGBUS
+        fcntl.fcntl(
+            fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+        )  # or a reader could get SIGBUS
         # The tensor keeps the mapping, and with it the memory, after the descriptor is closed.
         mapping = _Mapping(fd, size)
         flat = torch.frombuffer(mapping, dtype=torch.uint8)[:num_bytes]
@@ -208,7 +214,9 @@ class Mapped:
 
         Blocking.
         """
-        pid, fd, inode, size, offset, num_bytes = (_number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes"))
+        pid, fd, inode, size, offset, num_bytes = (
+            _number(handle, name) for name in ("pid", "fd", "inode", "size", "offset", "num_bytes")
+        )
         if offset + num_bytes > size:
             raise BadManifest("handle", f"a part of {size} bytes", f"{num_bytes} from {offset}")
         entry = self._blocks.get((pid, fd, inode))
@@ -272,7 +280,9 @@ def _mapped(path: str, inode: int, size: int, *, shared: bool) -> _Mapping:
     try:
         status = os.fstat(fd)
         if (status.st_ino, status.st_size) != (inode, max(size, 1)):  # another process has its number by now
-            raise BadManifest(f"handle {path}", f"inode {inode} of {size} bytes", f"inode {status.st_ino} of {status.st_size}")
+            raise BadManifest(
+                f"handle {path}", f"inode {inode} of {size} bytes", f"inode {status.st_ino} of {status.st_size}"
+            )
         # Private where possible, so that nothing here can write into the learner's memory; pages only read stay the
         # learner's own. Those of a private mapping are copied when they are pinned.
         return _Mapping(fd, status.st_size, flags=mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE)

@@ -66,7 +66,12 @@ class HttpReceiver:
         The bytes come over the process group of the rank that has them.
         """
         group = self._groups[flat.part.number if isinstance(flat, RemoteBucket) else 0]
-        body = {"group_name": group, "load_format": "flattened_bucket", "flush_cache": False, "weight_version": str(self._version)}
+        body = {
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "weight_version": str(self._version),
+        }
         await self._post("update_weights_from_distributed", body | _specs(specs), phase="bucket")
 
     async def receive(self, version: int, buckets: Buckets, *, serve: bool) -> float | None:
@@ -77,8 +82,16 @@ class HttpReceiver:
         A bucket that comes over another group than rank 0's names it.
         """
         self._version = version
-        sent = [_specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {}) for bucket, _ in buckets]
-        body = {"group_name": next(iter(self._groups), ""), "weight_version": str(version), "buckets": sent, "serve": serve}
+        sent = [
+            _specs(bucket.specs) | ({"group_name": self._groups[bucket.part]} if bucket.part else {})
+            for bucket, _ in buckets
+        ]
+        body = {
+            "group_name": next(iter(self._groups), ""),
+            "weight_version": str(version),
+            "buckets": sent,
+            "serve": serve,
+        }
         answer = await self._post("receive_push", body, phase="bucket", bounded=False)
         return stall_of(self.url, "receive_push", answer) if serve else None
 
@@ -109,7 +122,9 @@ class HttpReceiver:
 
     async def release(self) -> None:
         """POST /pause_generation, then /release_memory_occupation."""
-        await self._post("pause_generation", {"mode": "retract"})  # retract: running requests go back to the queue, and are not aborted
+        await self._post(
+            "pause_generation", {"mode": "retract"}
+        )  # retract: running requests go back to the queue, and are not aborted
         await self._post("release_memory_occupation", {"tags": ["kv_cache", "weights"]})
 
     async def resume(self, what: str) -> None:
@@ -125,7 +140,9 @@ class HttpReceiver:
         answer = await self._post("update_weights_from_disk", body, phase="load")
         return stall_of(self.url, "update_weights_from_disk", answer)
 
-    async def _post(self, path: str, body: Mapping[str, object], *, phase: str = "", bounded: bool = True) -> dict[str, object]:
+    async def _post(
+        self, path: str, body: Mapping[str, object], *, phase: str = "", bounded: bool = True
+    ) -> dict[str, object]:
         """Return the JSON map of the answer, empty for any other answer.
 
         Unless ``bounded``, wait for it without the phase's deadline.

@@ -183,9 +183,16 @@ class PartServer:
         return {}
 
     async def _host(self, request: web.Request, body: Mapping[str, Any]) -> dict[str, object]:
-        name, world_size, backend, timeout_s = str(body["name"]), int(body["world_size"]), str(body["backend"]), _seconds_in(body)
+        name, world_size, backend, timeout_s = (
+            str(body["name"]),
+            int(body["world_size"]),
+            str(body["backend"]),
+            _seconds_in(body),
+        )
         try:
-            sender = await Sender.open(name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid)
+            sender = await Sender.open(
+                name, world_size, backend, timeout_s, at=self._at, memory=self._memory, gpu=self._end.uuid
+            )
         except PeerLost as error:
             raise OSError(str(error)) from None  # no engine has part in this
         group_id = str(next(self._ids))

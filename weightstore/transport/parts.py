@@ -132,7 +132,9 @@ class RemotePart:
 
     def buckets(self, copy: int) -> list[tuple[Bucket, RemoteBucket]]:
         """Return the buckets of a copy, in the order in which they are sent."""
-        return [(bucket, RemoteBucket(self, copy, index, bucket.num_bytes)) for index, bucket in enumerate(self._buckets)]
+        return [
+            (bucket, RemoteBucket(self, copy, index, bucket.num_bytes)) for index, bucket in enumerate(self._buckets)
+        ]
 
     async def host(self, name: str, world_size: int, backend: str, timeout_s: float, start_s: float) -> "RemoteSender":
         """Have the rank listen as rank 0 of a process group, within ``start_s``.
@@ -141,7 +143,9 @@ class RemotePart:
         """
         body = {"name": name, "world_size": world_size, "backend": backend, "timeout_s": timeout_s}
         answer = await self.ask("POST", "/groups", body, start_s)
-        return RemoteSender(self, str(answer["id"]), name, str(answer["host"]), int(answer["port"]), world_size, backend, timeout_s)
+        return RemoteSender(
+            self, str(answer["id"]), name, str(answer["host"]), int(answer["port"]), world_size, backend, timeout_s
+        )
 
     async def handle(self, bucket: RemoteBucket, ranks: int) -> Mapping[str, object]:
         """Return the handle of a bucket, which the rank is asked for once: it stays the same as long as there is the
@@ -205,7 +209,15 @@ class RemoteSender:
     """A process group whose rank 0 is another rank of the learner. Calls come from one event loop."""
 
     def __init__(
-        self, part: RemotePart, group_id: str, name: str, host: str, port: int, world_size: int, backend: str, timeout_s: float
+        self,
+        part: RemotePart,
+        group_id: str,
+        name: str,
+        host: str,
+        port: int,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
     ) -> None:
         self.part, self._path, self._timeout_s = part, f"/groups/{group_id}", timeout_s
         self.name, self.host, self.port, self.world_size, self.backend = name, host, port, world_size, backend
@@ -254,7 +266,9 @@ class PartTensors(Mapping[str, Tensor]):
         spec = self._specs[name]
         raw = bytearray(_asked(self._place, "GET", f"/tensors/{self._name}?{urllib.parse.urlencode({'name': name})}"))
         if len(raw) != spec.num_bytes:
-            raise OSError(f"{name}: want {spec.num_bytes} bytes of rank {self._place.rank} of the learner, got {len(raw)}")
+            raise OSError(
+                f"{name}: want {spec.num_bytes} bytes of rank {self._place.rank} of the learner, got {len(raw)}"
+            )
         flat = torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
         return flat.view(getattr(torch, spec.dtype)).view(spec.shape)
 

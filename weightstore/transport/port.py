@@ -38,9 +38,9 @@ class WeightReceiver(Protocol):
     discards the weights received so far. After ``end`` every token it starts to compute is of the new version; no
     request is aborted.
 
-    Every verb answers within the deadline the adapter was made with, or raises: ``tidemill.weightstore.errors.ReceiverFailed``
-    when the engine refuses, fails, is gone or is too slow, ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer
-    learner.
+    Every verb answers within the deadline the adapter was made with, or raises:
+    ``tidemill.weightstore.errors.ReceiverFailed`` when the engine refuses, fails, is gone or is too slow,
+    ``tidemill.bus.errors.Fenced`` when it has seen the epoch of a newer learner.
     """
 
     url: str

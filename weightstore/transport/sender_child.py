@@ -1,5 +1,5 @@
-"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that it gets
-handles of.
+"""The process behind ``tidemill.weightstore.transport.sender_process``: one process group, which sends the memory that
+it gets handles of.
 
 python -m tidemill.weightstore.transport.sender_child DESCRIPTOR PARENT
 """

@@ -43,7 +43,9 @@ class SenderProcess:
     Calls come from one thread.
     """
 
-    def __init__(self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: StagingMemory, timeout_s: float) -> None:
+    def __init__(
+        self, pipe: Connection, process: "subprocess.Popen[bytes]", memory: StagingMemory, timeout_s: float
+    ) -> None:
         self._pipe, self._process, self._memory = pipe, process, memory
         self.timeout_s = timeout_s
         self.name, self.port, self.world_size, self.backend = "", 0, 0, ""
@@ -52,7 +54,15 @@ class SenderProcess:
 
     @classmethod
     def host(
-        cls, address: str, name: str, world_size: int, backend: str, timeout_s: float, *, memory: StagingMemory, gpu: str = ""
+        cls,
+        address: str,
+        name: str,
+        world_size: int,
+        backend: str,
+        timeout_s: float,
+        *,
+        memory: StagingMemory,
+        gpu: str = "",
     ) -> Self:
         """Start the process and let it listen, as ``BroadcastGroup.host``.
 
@@ -64,11 +74,20 @@ class SenderProcess:
         command = [sys.executable, "-P", "-m", CHILD, str(theirs.fileno()), str(os.getpid())]
         # No ``preexec_fn``, for which all page tables of this process would be copied: the child itself asks for its
         # end with the parent.
-        process = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True)
+        process = subprocess.Popen(
+            command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True
+        )
         theirs.close()
         sender = cls(ours, process, memory, timeout_s)
         sender.name, sender.world_size, sender.backend = name, world_size, backend
-        request = {"address": address, "name": name, "world_size": world_size, "backend": backend, "timeout_s": timeout_s, "gpu": gpu}
+        request = {
+            "address": address,
+            "name": name,
+            "world_size": world_size,
+            "backend": backend,
+            "timeout_s": timeout_s,
+            "gpu": gpu,
+        }
         try:
             port = sender._ask("host", "opening its store", START_S + timeout_s, request).get("port")
             if not isinstance(port, int):
@@ -117,7 +136,9 @@ class SenderProcess:
                 raise PeerLost(self.name, doing, "the group is closed")
             self._pipe.send_bytes(msgpack.packb({"verb": verb, **request}))
             if not self._pipe.poll(within_s + GRACE_S):
-                raise PeerLost(self.name, doing, f"the process of the group has no answer after {within_s:g} s, and is killed")
+                raise PeerLost(
+                    self.name, doing, f"the process of the group has no answer after {within_s:g} s, and is killed"
+                )
             answer = msgpack.unpackb(self._pipe.recv_bytes())
         except PeerLost:
             self.close()
@@ -125,7 +146,9 @@ class SenderProcess:
         except (EOFError, OSError, ValueError, msgpack.UnpackException) as error:
             closed = self._closed
             self.close()
-            reason = "the group is closed" if closed else f"the process of the group has ended: {self._status()}: {error!r}"
+            reason = (
+                "the group is closed" if closed else f"the process of the group has ended: {self._status()}: {error!r}"
+            )
             raise PeerLost(self.name, doing, reason) from None
         if not isinstance(answer, dict) or "lost" in answer:
             raise PeerLost(self.name, doing, str(answer["lost"] if isinstance(answer, dict) else answer))

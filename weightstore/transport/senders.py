@@ -20,7 +20,9 @@ T = TypeVar("T")
 
 
 class GroupEnd(Protocol):
-    """Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, during any call."""
+    """Rank 0 of a group. All calls block, and raise PeerLost; ``close`` may be called from any thread, during any
+    call.
+    """
 
     name: str
     port: int
@@ -94,7 +96,9 @@ class Sender:
         """Listen, as ``host`` does. Raises PeerLost."""
         thread = ThreadPoolExecutor(1, thread_name_prefix=f"push {name}")
         try:
-            hosting = _run(thread, lambda: host(at.bind, name, world_size, backend, timeout_s, memory=memory, gpu=gpu, apart=apart))
+            hosting = _run(
+                thread, lambda: host(at.bind, name, world_size, backend, timeout_s, memory=memory, gpu=gpu, apart=apart)
+            )
             return cls(await hosting, thread, bare(at.advertised))
         except BaseException:
             thread.shutdown(wait=False)

@@ -25,7 +25,13 @@ class Staging:
     """One copy of the weights in memory that is reused. A reader holds it while it reads."""
 
     def __init__(
-        self, manifest: Manifest, bucket_bytes: int, changed: threading.Condition, memory: StagingMemory | None, *, number: int = 0
+        self,
+        manifest: Manifest,
+        bucket_bytes: int,
+        changed: threading.Condition,
+        memory: StagingMemory | None,
+        *,
+        number: int = 0,
     ) -> None:
         self.manifest, self.number = manifest, number
         """``number``: of the copy in its pool; other ranks have copies of their parts with the same numbers."""
@@ -111,7 +117,9 @@ class _FillChecksums:
 class StagingPool:
     """A fixed number of copies, handed out and returned. Thread-safe."""
 
-    def __init__(self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: StagingMemory | None = None) -> None:
+    def __init__(
+        self, manifest: Manifest, bucket_bytes: int, *, size: int = 2, memory: StagingMemory | None = None
+    ) -> None:
         """``memory``: the memory of the copies; None = memory that only this process can read."""
         self.manifest = manifest
         self._bucket_bytes, self._size, self._memory = bucket_bytes, size, memory
@@ -163,7 +171,11 @@ def staging_memory(config: WeightsConfig, end: DeviceEnd) -> StagingMemory | Non
 def _flats(buckets: Sequence[Bucket], memory: StagingMemory | None) -> list[Tensor]:
     """Return flat uint8 for each bucket; in shared memory they are parts of one block."""
     if memory is None:
-        return [torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets]
+        return [
+            torch.zeros(bucket.num_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()) for bucket in buckets
+        ]
     ends = list(accumulate((-(-bucket.num_bytes // PAGE) * PAGE for bucket in buckets), initial=0))
     block = memory.empty(ends[-1])
-    return [block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)]  # ``ends`` has one more
+    return [
+        block[start : start + bucket.num_bytes] for start, bucket in zip(ends, buckets, strict=False)
+    ]  # ``ends`` has one more

@@ -1,4 +1,6 @@
-"""Threads of plain functions, one for each call: a call that hangs delays no other, as it would in a pool of threads."""
+"""Threads of plain functions, one for each call: a call that hangs delays no other, as it would in a pool of
+threads.
+"""
 
 import asyncio
 import contextvars
@@ -9,11 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 MAX_HUNG = 32
-"""Calls that may hang in a process where no number is set: their threads' stacks are 256 MB, of 4 GB that a child has by default."""
+"""Calls that may hang in a process where no number is set: their threads' stacks are 256 MB, of 4 GB that a child has
+by default.
+"""
 
 
 class ProcessUnusable(Exception):
-    """This process can run no more episodes. A child knows the class by its name, and its actor ends it and starts another."""
+    """This process can run no more episodes. A child knows the class by its name, and its actor ends it and starts
+    another.
+    """
 
 
 class CallThreads:
@@ -25,7 +31,9 @@ class CallThreads:
         """Calls that were given up and still run."""
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return the function's result. When this is cancelled, the call goes on in its thread, and is hung until it ends."""
+        """Return the function's result. When this is cancelled, the call goes on in its thread, and is hung until it
+        ends.
+        """
         loop = asyncio.get_running_loop()
         done: asyncio.Future[Any] = loop.create_future()
         context = contextvars.copy_context()
@@ -61,7 +69,8 @@ class CallThreads:
         report(f"tool {name!r}: no result within {seconds:g} s; calls that hang in this process: {self.hung}")
         if self.hung > self._most_hung:
             raise ProcessUnusable(
-                f"want at most {self._most_hung} calls of tools that hang in a process (options.max_hung_calls), got {self.hung}, "
+                f"want at most {self._most_hung} calls of tools that hang in a process "
+                f"(options.max_hung_calls), got {self.hung}, "
                 f"the last of tool {name!r}: no result within {seconds:g} s"
             )
 

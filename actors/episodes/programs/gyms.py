@@ -1,4 +1,6 @@
-"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in the rollout's child alone."""
+"""Environments of GEM (``gem-llm`` 0.1) and SkyRL-gym (``skyrl-gym`` 0.4) for ``multi_turn``, in the rollout's child
+alone.
+"""
 
 import importlib
 import json
@@ -12,7 +14,9 @@ from tidemill.bus.wire.chat_messages import chat_messages
 
 
 def own(data: Mapping[str, Any], id: str) -> tuple[str, dict[str, Any]]:
-    """Return the environment of a row (``metadata.env``, else ``id``) and its ``metadata.extras``. Raises RuntimeError."""
+    """Return the environment of a row (``metadata.env``, else ``id``) and its ``metadata.extras``. Raises
+    RuntimeError.
+    """
     metadata = data.get("metadata") or {}
     env, extras = metadata.get("env", id), metadata.get("extras") or {}
     if not isinstance(env, str) or not env:
@@ -60,10 +64,12 @@ class SkyRL:
         extras: Mapping[str, Any] | None = None,
         modules: Sequence[str] = (),
     ) -> None:
-        """``id``: as ``skyrl_gym.make`` takes it; a row's ``metadata.env`` is another one. ``env_config``: the environment's settings.
+        """``id``: as ``skyrl_gym.make`` takes it; a row's ``metadata.env`` is another one. ``env_config``: the
+        environment's settings.
 
-        ``extras``: as in rows of SkyRL (``max_turns``, ``reward_spec``, ...), with a row's ``metadata.extras`` on top; the row's label is
-        ``reward_spec.ground_truth`` where they have none. ``modules``: imported before, to register environments. Raises ValueError.
+        ``extras``: as in rows of SkyRL (``max_turns``, ``reward_spec``, ...), with a row's ``metadata.extras`` on top;
+        the row's label is ``reward_spec.ground_truth`` where they have none. ``modules``: imported before, to register
+        environments. Raises ValueError.
         """
         try:
             self._gym = importlib.import_module("skyrl_gym")
@@ -74,7 +80,9 @@ class SkyRL:
             importlib.import_module(module)
         if id not in self._gym.registry:
             raise ValueError(f"environment_options.id: want one of {', '.join(sorted(self._gym.registry))}, got {id!r}")
-        config = importlib.import_module("omegaconf").OmegaConf.create(dict(env_config or {}))  # its environments read attributes
+        config = importlib.import_module("omegaconf").OmegaConf.create(
+            dict(env_config or {})
+        )  # its environments read attributes
         self._id, self._config, self._extras = id, config, dict(extras or {})
         self._env: Any = None
         self._threads = CallThreads()
@@ -86,13 +94,18 @@ class SkyRL:
         if data.get("label") is not None and "reward_spec" not in extras:
             extras["reward_spec"] = {"method": "rule", "ground_truth": data["label"]}
         written_prompt = data.get("prompt")
-        prompt = [{"role": "user", "content": written_prompt}] if isinstance(written_prompt, str) else messages_in(written_prompt, "prompt")
+        prompt = (
+            [{"role": "user", "content": written_prompt}]
+            if isinstance(written_prompt, str)
+            else messages_in(written_prompt, "prompt")
+        )
         self._env = await self._threads.run(self._gym.make, id, env_config=self._config, extras=extras)
         messages, _ = await self._threads.run(self._env.init, prompt)
         return messages_in(messages, "the environment's prompt")
 
     async def step(self, text: str) -> tuple[list[dict[str, Any]], float, bool]:
-        """Play an answer; return the messages behind it, its reward, and whether the episode is over. Raises RuntimeError.
+        """Play an answer; return the messages behind it, its reward, and whether the episode is over. Raises
+        RuntimeError.
 
         An environment that has changed the answer (``postprocessed_action``) returns it as the first message.
         """
@@ -115,7 +128,8 @@ class SkyRL:
 class Gem:
     """An episode in an environment of GEM. It plays in the loop's thread: some of GEM's environments use signals.
 
-    An environment that has ended is reset for the next episode, as Gym's contract allows: making one may load a data set.
+    An environment that has ended is reset for the next episode, as Gym's contract allows: making one may load a data
+    set.
     """
 
     _idle: ClassVar[dict[str, list[Any]]] = {}
@@ -128,9 +142,9 @@ class Gem:
         modules: Sequence[str] = (),
         first: str = "{observation}",
     ) -> None:
-        """``id``: as ``gem.make`` takes it; a row's ``metadata.env`` is another one. ``options``: its arguments, with a row's
-        ``metadata.extras`` on top. ``modules``: imported before, to register environments. ``first``: the first text, of
-        ``{observation}`` and ``{prompt}``. Raises ValueError.
+        """``id``: as ``gem.make`` takes it; a row's ``metadata.env`` is another one. ``options``: its arguments, with a
+        row's ``metadata.extras`` on top. ``modules``: imported before, to register environments. ``first``: the first
+        text, of ``{observation}`` and ``{prompt}``. Raises ValueError.
         """
         if "{observation}" not in first:
             raise ValueError(f"environment_options.first: want {{observation}} in it, got {first!r}")
@@ -138,13 +152,16 @@ class Gem:
             self._gem = importlib.import_module("gem")
         except ImportError as error:
             raise ValueError(
-                f"environment: gem: want the package gem-llm in the rollout's interpreter (rollouts.NAME.python): {error}"
+                "environment: gem: want the package gem-llm in the rollout's interpreter "
+                f"(rollouts.NAME.python): {error}"
             ) from None
         for module in modules:
             importlib.import_module(module)
         known = importlib.import_module("gem.envs.registration").ENV_REGISTRY
         if id not in known:
-            raise ValueError(f"environment_options.id: want an environment of GEM ({len(known)} are registered), got {id!r}")
+            raise ValueError(
+                f"environment_options.id: want an environment of GEM ({len(known)} are registered), got {id!r}"
+            )
         self._id, self._options, self._first = id, dict(options or {}), first
         self._key = ""
         self._env: Any = None
@@ -164,7 +181,9 @@ class Gem:
             raise RuntimeError(f"metadata.seed: want a whole number >= 0, got {seed!r:.80}")
         observation, info = env.reset(seed=seed % 2**32)  # numpy takes no larger one
         self._env = env
-        return self._first.replace("{observation}", _seen(observation, info)).replace("{prompt}", str(data.get("prompt", "")))
+        return self._first.replace("{observation}", _seen(observation, info)).replace(
+            "{prompt}", str(data.get("prompt", ""))
+        )
 
     def step(self, text: str) -> tuple[str, float, bool]:
         """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""

@@ -6,7 +6,8 @@
     text    prompt --> text with a call (a regular expression) --> result --> text goes on --> ... --> a text without a call
     play    observation --> action --> observation, reward --> ... --> done
 
-Every request begins with the texts of the one before, so tokens are reused and results are context: they are never trained.
+Every request begins with the texts of the one before, so tokens are reused and results are context: they are never
+trained.
 """
 
 import inspect
@@ -31,7 +32,9 @@ ENVIRONMENTS: dict[str, Callable[..., Any]] = {"openenv": OpenEnv, "gem": Gem, "
 """Environments that ship, by name."""
 PROTOCOLS = ("chat", "text")
 CALL = r"<call>((?:[^<]|<(?!/?call>))*+)</call>"
-"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the text."""
+"""A call has no tag of a call in it: each opening tag is searched up to the next tag alone, so time is linear in the
+text.
+"""
 RESULT = "<result>{result}</result>"
 
 
@@ -45,7 +48,9 @@ class PolicyClient:
     def __init__(self, base_url: str, api_key: str) -> None:
         self._base_url = base_url
         # Without a limit of time: the gateway has one, and waits for engines on behalf of its episodes.
-        self._session = open_session(headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES)
+        self._session = open_session(
+            headers={"Authorization": f"Bearer {api_key}"}, read_buffer_bytes=READ_BUFFER_BYTES
+        )
 
     async def __aenter__(self) -> "PolicyClient":
         return self
@@ -57,7 +62,12 @@ class PolicyClient:
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **parameters: Any
     ) -> dict[str, Any]:
         """Return the answer's choice, with ``id``, the name of the turn. Raises BudgetSpent, RuntimeError."""
-        body = {"model": "policy", "messages": list(messages), **({"tools": list(tools)} if tools else {}), **parameters}
+        body = {
+            "model": "policy",
+            "messages": list(messages),
+            **({"tools": list(tools)} if tools else {}),
+            **parameters,
+        }
         return await self._choice("/chat/completions", body)
 
     async def complete(self, prompt: str, **parameters: Any) -> dict[str, Any]:
@@ -65,7 +75,9 @@ class PolicyClient:
         return await self._choice("/completions", {"model": "policy", "prompt": prompt, **parameters})
 
     async def save(self, state: object) -> None:
-        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises RuntimeError."""
+        """Store where the episode is, so that another actor goes on from there (``again: resume``). Raises
+        RuntimeError.
+        """
         await self._post("/state", {"state": state})
 
     async def truncated(self, limit: str) -> None:
@@ -75,7 +87,9 @@ class PolicyClient:
     async def _post(self, path: str, body: object) -> None:
         async with self._session.post(self._base_url.removesuffix("/v1") + path, json=body) as response:
             if response.status != 200:
-                raise RuntimeError(f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}")
+                raise RuntimeError(
+                    f"{path}: {response.status}: {(await response.read())[:1000].decode(errors='replace')}"
+                )
 
     async def _choice(self, path: str, body: object) -> dict[str, Any]:
         async with self._session.post(self._base_url + path, json=body) as response:
@@ -104,7 +118,9 @@ class Played:
     spent: bool = False
     """True if the budget ended it."""
     cut: str = ""
-    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty = none."""
+    """Option that ended it: ``max_turns`` (a call was not made, the environment had not ended) or ``max_tokens``; empty
+    = none.
+    """
     messages: list[Mapping[str, Any]] = field(default_factory=list)
     """Messages of the next request, with protocol chat."""
     text: str = ""
@@ -116,7 +132,8 @@ class Played:
 
 @dataclass(eq=False)
 class MultiTurn:
-    """Plays episodes with tools or an environment. The reward is ``actor.reward`` of the last answer, or the environment's, by turn.
+    """Plays episodes with tools or an environment. The reward is ``actor.reward`` of the last answer, or the
+    environment's, by turn.
 
     Raises ValueError for options that cannot be.
     """
@@ -131,21 +148,28 @@ class MultiTurn:
     stop: Sequence[str] = ()
     """Strings that end a turn."""
     max_tokens: int = 0
-    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a move is whole."""
+    """Tokens of one turn at most; 0 = the task's. With tools, an episode whose last answer they cut is truncated; a
+    move is whole.
+    """
     tool_seconds: float = 10.0
     """Limit of one call of a tool."""
     max_hung_calls: int = MAX_HUNG
-    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process is."""
+    """Calls of plain tools that still run after that limit. Their threads cannot be ended, so with one more the process
+    is.
+    """
     errors: str = "show"
     """A call that fails is shown to the model (show), or ends the episode (end)."""
     call: str = CALL
-    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups ``tool``, ``argument``."""
+    """With text: the regular expression of a call; group 1 is the argument of the first tool, or it has groups
+    ``tool``, ``argument``.
+    """
     result: str = RESULT
     """With text: the text put behind a call, with ``{result}``."""
     environment: str = ""
-    """Instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and ``step(text)``; its
-    observations are texts, or with chat lists of messages, too; for ``again: resume`` with ``state()`` and ``restore(state)``; its
-    ``close()`` is called at the end."""
+    """Instead of tools: ``openenv``, ``gem``, ``skyrl_gym``, or the import path of a class with ``reset(data)`` and
+    ``step(text)``; its observations are texts, or with chat lists of messages, too; for ``again: resume`` with
+    ``state()`` and ``restore(state)``; its ``close()`` is called at the end.
+    """
     environment_options: Mapping[str, Any] | None = None
     has_fixed_turns: ClassVar[bool] = False
     """True for a game that ends with its last turn, whatever the answer: ``max_turns`` cuts no episode short."""
@@ -179,16 +203,24 @@ class MultiTurn:
             **({"max_tokens": self.max_tokens} if self.max_tokens else {}),
         }
         self._environment = _environment(self.environment, self.environment_options or {}) if self.environment else None
-        if self._environment is None or all(callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")):
+        if self._environment is None or all(
+            callable(getattr(self._environment[0], name, None)) for name in ("state", "restore")
+        ):
             self.resume = self._resume  # an environment that cannot return its state has none
 
     @property
     def chat_tools(self) -> Sequence[str]:
-        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes them."""
+        """Names of the tools that the chat template writes; none with protocol text, where the prompt describes
+        them.
+        """
         return tuple(self._tools) if self.protocol == "chat" else ()
 
-    async def run(self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False) -> float | dict[str, float] | None:
-        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state behind every turn."""
+    async def run(
+        self, data: Mapping[str, Any], base_url: str, api_key: str, saves: bool = False
+    ) -> float | dict[str, float] | None:
+        """Play one episode; return its reward: None = ``actor.reward`` of the last answer. ``saves``: store a state
+        behind every turn.
+        """
         return self.reward(data, await self.play(data, base_url, api_key, saves=saves))
 
     async def _resume(
@@ -242,7 +274,10 @@ class MultiTurn:
         for schema in chat_tools(named, "tools of the data row"):
             name = schema["function"]["name"]
             if name not in self._tools:
-                raise ValueError(f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), got {name!r}")
+                raise ValueError(
+                    f"tools of the data row: want some of options.tools ({', '.join(self._tools) or 'none'}), "
+                    f"got {name!r}"
+                )
             offered[name] = replace(self._tools[name], schema=schema)
         return offered
 
@@ -279,8 +314,12 @@ class MultiTurn:
         played.text += said + self.result.replace("{result}", result)
 
     @asynccontextmanager
-    async def _turns(self, data: Mapping[str, Any], played: Played) -> AsyncIterator[Callable[[PolicyClient, Played], Awaitable[None]]]:
-        """Give the function that plays a turn, for an environment in a new episode or in the one with the stored state."""
+    async def _turns(
+        self, data: Mapping[str, Any], played: Played
+    ) -> AsyncIterator[Callable[[PolicyClient, Played], Awaitable[None]]]:
+        """Give the function that plays a turn, for an environment in a new episode or in the one with the stored
+        state.
+        """
         if self._environment is None:
             yield partial(self._text_turn if self.protocol == "text" else self._chat_turn, self._offered(data))
             return
@@ -292,7 +331,9 @@ class MultiTurn:
             if hasattr(game, "close"):
                 await to_the_end(_awaited(game.close()))  # a container of the environment would stay
 
-    async def _begun(self, game: Any, data: Mapping[str, Any], played: Played) -> Callable[[PolicyClient, Played], Awaitable[None]]:
+    async def _begun(
+        self, game: Any, data: Mapping[str, Any], played: Played
+    ) -> Callable[[PolicyClient, Played], Awaitable[None]]:
         """Begin a game, or go on with it, and return the function that plays a turn of it."""
         if played.place is not None:
             await _awaited(game.restore(played.place))
@@ -322,7 +363,9 @@ class MultiTurn:
         return turn
 
     def _cut(self, choice: Mapping[str, Any], played: Played) -> str:
-        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to the gateway."""
+        """Return ``max_tokens`` where that option has cut the last answer of a chat; the task's own limit is known to
+        the gateway.
+        """
         return "max_tokens" if self.max_tokens and played.done and choice.get("finish_reason") == "length" else ""
 
     async def _called(self, tools: Mapping[str, Tool], name: str, arguments: object, played: Played) -> str:
@@ -366,13 +409,17 @@ def _arguments(text: object) -> object:
 
 
 def _messages(value: object, where: str, system: str = "") -> list[Mapping[str, Any]]:
-    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything else."""
+    """Return a text, or messages, as messages. Raises ValueError that names the message; TypeError for anything
+    else.
+    """
     messages = chat_messages(value, where) if isinstance(value, list) else [{"role": "user", "content": _text(value)}]
     return [{"role": "system", "content": system}, *messages] if system else [*messages]
 
 
 def _behind(said: str, observation: object) -> list[Mapping[str, Any]]:
-    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as they want it."""
+    """Return an answer and the observation behind it. Messages that begin with one of the assistant have the answer as
+    they want it.
+    """
     seen = _messages(observation, "the environment's observation") if observation != [] else []
     return seen if seen and seen[0].get("role") == "assistant" else [{"role": "assistant", "content": said}, *seen]
 

@@ -1,6 +1,8 @@
-"""``multi_turn`` for an interpreter of its own (``rollouts.NAME.python``), which has aiohttp and nothing of ours installed.
+"""``multi_turn`` for an interpreter of its own (``rollouts.NAME.python``), which has aiohttp and nothing of ours
+installed.
 
-Loaded as a file. Our packages are found where this file lies, by their own paths: nothing that is installed beside them can be imported.
+Loaded as a file. Our packages are found where this file lies, by their own paths: nothing that is installed beside them
+can be imported.
 """
 
 import sys

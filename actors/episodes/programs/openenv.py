@@ -1,7 +1,8 @@
-"""Environments of OpenEnv, behind their WebSocket: ``environment: openenv`` of ``multi_turn``. Nothing of OpenEnv is imported.
+"""Environments of OpenEnv, behind their WebSocket: ``environment: openenv`` of ``multi_turn``. Nothing of OpenEnv is
+imported.
 
-The messages are those of OpenEnv 0.10, ``openenv/core/env_server/types.py`` (``WSResetMessage`` and those below it): JSON maps with
-``type`` and ``data``. A connection is a session, with an environment of its own.
+The messages are those of OpenEnv 0.10, ``openenv/core/env_server/types.py`` (``WSResetMessage`` and those below it):
+JSON maps with ``type`` and ``data``. A connection is a session, with an environment of its own.
 """
 
 import asyncio
@@ -57,7 +58,10 @@ class Options:
             if not isinstance(value or {}, Mapping):
                 raise ValueError(f"environment_options.{name}: want a map, got {value!r}")
         if not (self.seconds > 0 and self.wait_seconds >= 0):
-            raise ValueError(f"environment_options: want seconds > 0 and wait_seconds >= 0, got {self.seconds} and {self.wait_seconds}")
+            raise ValueError(
+                f"environment_options: want seconds > 0 and wait_seconds >= 0, got {self.seconds} and "
+                f"{self.wait_seconds}"
+            )
 
     @property
     def socket_url(self) -> str:
@@ -87,7 +91,10 @@ class OpenEnv:
     async def step(self, text: str) -> tuple[str, float, bool]:
         """Play an answer; return the observation, its reward, and whether the episode is over. Raises RuntimeError."""
         try:
-            action = {**(self._options.fields or {}), **(json.loads(text) if not self._options.action else {self._options.action: text})}
+            action = {
+                **(self._options.fields or {}),
+                **(json.loads(text) if not self._options.action else {self._options.action: text}),
+            }
         except (ValueError, TypeError, RecursionError) as error:
             return f"Error: want an action as a JSON map: {error}", self._options.invalid_reward, False
         answer = await self._asked({"type": "step", "data": action})
@@ -162,7 +169,8 @@ class OpenEnv:
             if not isinstance(found, Mapping) or name not in found:
                 there = ", ".join(map(str, found)) if isinstance(found, Mapping) else type(found).__name__
                 raise RuntimeError(
-                    f"environment_options.observation: want {self._options.observation!r} in the observation, got {there:.200}"
+                    f"environment_options.observation: want {self._options.observation!r} in the observation, "
+                    f"got {there:.200}"
                 )
             found = found[name]
         return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)

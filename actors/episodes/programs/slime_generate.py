@@ -1,9 +1,11 @@
-"""Generate functions of slime as rollouts: ``use: slime:MODULE:NAME``, ``async def NAME(args, sample, sampling_params)``.
+"""Generate functions of slime as rollouts: ``use: slime:MODULE:NAME``, ``async def NAME(args, sample,
+sampling_params)``.
 
-Such a function asks ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``, here the gateway of its episode, so tokens,
-masks and log-probs are recorded there; what it puts into its sample is not read. Where slime is not installed, the few names of
-it that generate functions use are provided: ``slime.utils.types.Sample``, ``slime.utils.http_utils.post`` and
-``slime.rollout.sglang_rollout.GenerateState`` (names and signatures by slime 0a79899 and its example ``search-r1`` at 624b824a8).
+Such a function asks ``http://{args.sglang_router_ip}:{args.sglang_router_port}/generate``, here the gateway of its
+episode, so tokens, masks and log-probs are recorded there; what it puts into its sample is not read. Where slime is not
+installed, the few names of it that generate functions use are provided: ``slime.utils.types.Sample``,
+``slime.utils.http_utils.post`` and ``slime.rollout.sglang_rollout.GenerateState`` (names and signatures by slime
+0a79899 and its example ``search-r1`` at 624b824a8).
 """
 
 import asyncio
@@ -70,7 +72,10 @@ class Sample:
     ) -> None:
         """Add tokens to the response: sampled ones with log-probs, others without. Raises ValueError."""
         if trainable and (log_probs is None or len(log_probs) != len(tokens)):
-            raise ValueError(f"log_probs: want {len(tokens)} for trainable tokens, got {None if log_probs is None else len(log_probs)}")
+            raise ValueError(
+                f"log_probs: want {len(tokens)} for trainable tokens, got "
+                f"{None if log_probs is None else len(log_probs)}"
+            )
         self.tokens += tokens
         self.response_length += len(tokens)
         self.response += text
@@ -84,7 +89,9 @@ class Sample:
 Sample.Status = Status  # type: ignore[attr-defined]  # as slime has it
 
 
-async def post(url: str, payload: object, max_retries: int = TRIES, headers: Mapping[str, str] | None = None, **more: object) -> Any:
+async def post(
+    url: str, payload: object, max_retries: int = TRIES, headers: Mapping[str, str] | None = None, **more: object
+) -> Any:
     """Return the JSON that a POST is answered with. Raises RuntimeError for another status than 200."""
     for left in reversed(range(max_retries)):
         try:
@@ -116,7 +123,10 @@ class GenerateState:
             made = super().__new__(cls)
             try:
                 made.tokenizer = AutoTokenizer.from_pretrained(path)
-            except (ValueError, AttributeError):  # version 5 wrote it, with a class and a list that version 4 does not know
+            except (
+                ValueError,
+                AttributeError,
+            ):  # version 5 wrote it, with a class and a list that version 4 does not know
                 made.tokenizer = PreTrainedTokenizerFast.from_pretrained(path, extra_special_tokens={})
             made.args = args
             made.semaphore = asyncio.Semaphore(int(getattr(args, "sglang_server_concurrency", 512)))
@@ -134,7 +144,9 @@ class Slime:
     """The program of ``use: slime:MODULE:NAME``."""
 
     def __init__(self, generate: str, args: Mapping[str, Any] | None = None) -> None:
-        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises the errors of its import."""
+        """``generate``: MODULE:NAME. ``args``: attributes of the function's ``args``, by slime's names. Raises the
+        errors of its import.
+        """
         if importlib.util.find_spec("slime") is None:
             _provide()
         module, _, name = generate.partition(":")
@@ -143,7 +155,10 @@ class Slime:
             raise TypeError(f"{generate}: want an async function (args, sample, sampling_params)")
         parameters = inspect.signature(self._generate).parameters
         if len(parameters) < 3:
-            raise TypeError(f"{generate}: want a function of (args, sample, sampling_params), got {inspect.signature(self._generate)}")
+            raise TypeError(
+                f"{generate}: want a function of (args, sample, sampling_params), got "
+                f"{inspect.signature(self._generate)}"
+            )
         self._evaluates = "evaluation" in parameters
         self._args = dict(args or {})
         self._sample = importlib.import_module("slime.utils.types").Sample
@@ -151,9 +166,15 @@ class Slime:
     async def run(self, data: Mapping[str, Any], base_url: str, api_key: str) -> float | dict[str, float] | None:
         """Return the reward that the function gives its samples, their sum for several; None = it gives none."""
         where = urlsplit(base_url)
-        # slime's functions put the address together from host and port alone; the key goes with it as the user of the URL.
+        # slime's functions put the address together from host and port alone; the key goes with it as the user of the
+        # URL.
         args = SimpleNamespace(
-            **{"partial_rollout": False, **self._args, "sglang_router_ip": f"{api_key}@{where.hostname}", "sglang_router_port": where.port}
+            **{
+                "partial_rollout": False,
+                **self._args,
+                "sglang_router_ip": f"{api_key}@{where.hostname}",
+                "sglang_router_port": where.port,
+            }
         )
         sample = self._sample(
             prompt=data["prompt"],

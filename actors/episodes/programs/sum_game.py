@@ -1,4 +1,5 @@
-"""A small task for two turns: ask the calculator for a sum, then say it. A model learns it from random weights on two cores.
+"""A small task for two turns: ask the calculator for a sum, then say it. A model learns it from random weights on two
+cores.
 
 ::
 
@@ -31,7 +32,12 @@ class SumGame(MultiTurn):
 
     def __init__(self) -> None:
         super().__init__(
-            tools=[f"{__name__}:display"], protocol="text", max_turns=2, errors="end", call=r"^([0-9+]+)$", result="={result}="
+            tools=[f"{__name__}:display"],
+            protocol="text",
+            max_turns=2,
+            errors="end",
+            call=r"^([0-9+]+)$",
+            result="={result}=",
         )
 
     def reward(self, data: Mapping[str, Any], played: Played) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""JSON schemas of tools, from the annotations, defaults and docstrings of functions; and arguments of calls as the annotated types.
+"""JSON schemas of tools, from the annotations, defaults and docstrings of functions; and arguments of calls as the
+annotated types.
 
 def find(city: str, unit: Literal["C", "F"] = "C") -> str:
     \"\"\"Find the weather.
@@ -28,10 +29,20 @@ PLAIN: dict[object, str] = {
     list: "array",
     dict: "object",
 }
-ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Iterable, collections.abc.Set, collections.abc.Collection)
+ARRAYS = (
+    list,
+    tuple,
+    set,
+    frozenset,
+    collections.abc.Sequence,
+    collections.abc.Iterable,
+    collections.abc.Set,
+    collections.abc.Collection,
+)
 MAPS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _HEADING = re.compile(
-    r"^(?:(?:Args|Arguments|Parameters|Params|Returns?|Raises|Yields|Examples?|Notes?|Attributes|See Also):|:\w+.*|-{3,})\s*$"
+    r"^(?:(?:Args|Arguments|Parameters|Params|Returns?|Raises|Yields|Examples?|Notes?|Attributes|See "
+    r"Also):|:\w+.*|-{3,})\s*$"
 )
 """A line behind which a docstring has a section, or the line under its title (NumPy)."""
 _ARGS = re.compile(r"^(?:Args|Arguments|Parameters|Params):\s*$")
@@ -41,7 +52,9 @@ _REST = re.compile(r"^:(?:param|parameter|arg|argument)\s+(?:[^:]*\s)?(\w+)\s*:\
 
 
 def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without the ``hidden`` ones."""
+    """Return the JSON schema of a function: its first docstring paragraph, and its parameters without the ``hidden``
+    ones.
+    """
     hints, (summary, described) = hints_of(function), documented(function.__doc__ or "")
     parameters = {
         parameter.name: parameter
@@ -55,7 +68,9 @@ def schema_of(name: str, function: Callable[..., Any], hidden: Collection[str]) 
             "description": summary,
             "parameters": {
                 "type": "object",
-                "properties": {key: _property(one, hints.get(key), described.get(key, "")) for key, one in parameters.items()},
+                "properties": {
+                    key: _property(one, hints.get(key), described.get(key, "")) for key, one in parameters.items()
+                },
                 "required": [key for key, one in parameters.items() if one.default is one.empty],
             },
         },
@@ -67,8 +82,14 @@ def hints_of(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError, SyntaxError):
-        annotated = {parameter.name: parameter.annotation for parameter in inspect.signature(function).parameters.values()}
-        return {name: hint for name, hint in annotated.items() if hint is not inspect.Parameter.empty and not isinstance(hint, str)}
+        annotated = {
+            parameter.name: parameter.annotation for parameter in inspect.signature(function).parameters.values()
+        }
+        return {
+            name: hint
+            for name, hint in annotated.items()
+            if hint is not inspect.Parameter.empty and not isinstance(hint, str)
+        }
 
 
 def _property(parameter: inspect.Parameter, hint: Any, description: str) -> dict[str, Any]:
@@ -93,7 +114,9 @@ def _is_json(value: object) -> bool:
 
 
 def schema_for(hint: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, in which it may occur again."""
+    """Return the JSON schema of a type; empty = any value. ``above``: the classes around it, in which it may occur
+    again.
+    """
     origin, args = get_origin(hint) or hint, get_args(hint)
     if origin is Annotated:
         words = [one if isinstance(one, str) else getattr(one, "description", None) for one in hint.__metadata__]
@@ -116,7 +139,11 @@ def schema_for(hint: Any, above: tuple[Any, ...] = ()) -> dict[str, Any]:
         if hint in above:
             return {"type": "object"}
         inner = {name: schema_for(one, (*above, hint)) for name, (one, _) in fields.items()}
-        return {"type": "object", "properties": inner, "required": [name for name, (_, required) in fields.items() if required]}
+        return {
+            "type": "object",
+            "properties": inner,
+            "required": [name for name, (_, required) in fields.items() if required],
+        }
     supertype = getattr(hint, "__supertype__", None)  # of NewType
     return schema_for(supertype, above) if supertype is not None else {}
 
@@ -129,7 +156,11 @@ def fields_of(hint: Any) -> dict[str, tuple[Any, bool]]:
     if typing.is_typeddict(hint):
         return {name: (one, name in hint.__required_keys__) for name, one in hints.items()}  # type: ignore[attr-defined]
     missing = dataclasses.MISSING
-    return {one.name: (hints[one.name], one.default is one.default_factory is missing) for one in dataclasses.fields(hint) if one.init}
+    return {
+        one.name: (hints[one.name], one.default is one.default_factory is missing)
+        for one in dataclasses.fields(hint)
+        if one.init
+    }
 
 
 def _choices(values: list[Any]) -> dict[str, Any]:
@@ -155,14 +186,20 @@ def _union(schemas: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _array(origin: Any, args: tuple[Any, ...], above: tuple[Any, ...]) -> dict[str, Any]:
     if origin is tuple and args and args[-1] is not Ellipsis:
-        return {"type": "array", "prefixItems": [schema_for(one, above) for one in args], "minItems": len(args), "maxItems": len(args)}
+        return {
+            "type": "array",
+            "prefixItems": [schema_for(one, above) for one in args],
+            "minItems": len(args),
+            "maxItems": len(args),
+        }
     items = schema_for(args[0], above) if args else {}
     unique = {"uniqueItems": True} if origin in (set, frozenset, collections.abc.Set) else {}
     return {"type": "array", **({"items": items} if items else {}), **unique}
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Return a value of a call as its annotated type, where that is an enum or a dataclass, or has some inside; else as it is.
+    """Return a value of a call as its annotated type, where that is an enum or a dataclass, or has some inside; else as
+    it is.
 
     Raises ValueError or TypeError for a value that is none.
     """
@@ -185,7 +222,9 @@ def typed(value: Any, hint: Any) -> Any:
 
 
 def documented(docstring: str) -> tuple[str, dict[str, str]]:
-    """Return the first paragraph of a docstring, and the text of each parameter: by Google's, NumPy's or Sphinx's style."""
+    """Return the first paragraph of a docstring, and the text of each parameter: by Google's, NumPy's or Sphinx's
+    style.
+    """
     lines = inspect.cleandoc(docstring).splitlines()
     sections = [place for place, line in enumerate(lines) if _HEADING.match(line)]
     first = min([place - lines[place].startswith("---") for place in sections], default=len(lines))
@@ -207,10 +246,14 @@ def _sphinx(lines: list[str]) -> dict[str, str]:
 
 
 def _sections(lines: list[str]) -> dict[str, str]:
-    """Return the texts in a section of parameters: entries with text behind a colon, or below names that are not indented."""
+    """Return the texts in a section of parameters: entries with text behind a colon, or below names that are not
+    indented.
+    """
     sections: dict[str, str] = {}
     for place, line in enumerate(lines):
-        underlined = place > 0 and line.startswith("---") and lines[place - 1].strip() in ("Parameters", "Other Parameters")
+        underlined = (
+            place > 0 and line.startswith("---") and lines[place - 1].strip() in ("Parameters", "Other Parameters")
+        )
         if underlined or _ARGS.match(line):
             sections |= _entries(_section(lines[place + 1 :], underlined=underlined), _NUMPY if underlined else _GOOGLE)
     return sections

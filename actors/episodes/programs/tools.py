@@ -76,7 +76,9 @@ class Tool:
 
 
 def shortened(text: str, most: int = MAX_RESULT) -> str:
-    """Return a text of about ``most`` characters: beginning and end of a longer one, with the number of characters between them."""
+    """Return a text of about ``most`` characters: beginning and end of a longer one, with the number of characters
+    between them.
+    """
     if len(text) <= most:
         return text
     return f"{text[: most // 2]}\n... [{len(text) - most // 2 * 2} characters left out] ...\n{text[-(most // 2) :]}"
@@ -97,7 +99,9 @@ def _plain(value: Any) -> Any:
         case enum.Enum():
             return _plain(value.value)
         case Mapping():
-            return {name if isinstance(name, str) else str(_plain(name)): _plain(inner) for name, inner in value.items()}
+            return {
+                name if isinstance(name, str) else str(_plain(name)): _plain(inner) for name, inner in value.items()
+            }
         case list() | tuple() | set() | frozenset():
             return [_plain(inner) for inner in value]
         case bytes():
@@ -113,10 +117,11 @@ def _plain(value: Any) -> Any:
 
 
 def tools_of(entries: Sequence[object]) -> dict[str, Tool]:
-    """Return the tools by name. Each is a name, ``module:function``, or a map with ``use``, ``options`` and, if needed, ``name``.
+    """Return the tools by name. Each is a name, ``module:function``, or a map with ``use``, ``options`` and, if needed,
+    ``name``.
 
-    Raises ValueError naming the entry. A class is made with the options, and its instance is called; a function gets them besides its
-    arguments.
+    Raises ValueError naming the entry. A class is made with the options, and its instance is called; a function gets
+    them besides its arguments.
     """
     tools = [_tool(item, f"tools[{place}]") for place, item in enumerate(entries)]
     if twice := [name for name, count in Counter(item.name for item in tools).items() if count > 1]:
@@ -175,7 +180,10 @@ _BINARY: dict[type, Callable[[Any, Any], Any]] = {
 }
 _UNARY: dict[type, Callable[[Any], Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: getattr(math, name) for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")},
+    **{
+        name: getattr(math, name)
+        for name in ("sqrt", "exp", "log", "log2", "log10", "sin", "cos", "tan", "floor", "ceil", "gcd")
+    },
     "abs": abs,
     "min": min,
     "max": max,
@@ -246,7 +254,9 @@ class Python:
 
 
 class TextSearch:
-    """Searches a file of texts, JSONL with ``text`` and perhaps ``title``, for texts that share the rarest words with the query."""
+    """Searches a file of texts, JSONL with ``text`` and perhaps ``title``, for texts that share the rarest words with
+    the query.
+    """
 
     def __init__(self, path: str, results: int = 3) -> None:
         rows = [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]

@@ -1,12 +1,14 @@
-"""Tasksets of verifiers (0.4) as rollouts: ``use: verifiers:TASKSET``. It runs where verifiers is installed, and imports nothing of ours.
+"""Tasksets of verifiers (0.4) as rollouts: ``use: verifiers:TASKSET``. It runs where verifiers is installed, and
+imports nothing of ours.
 
 ::
 
     episode --> environment of verifiers --> harness (``ChatLoop``, or one of verifiers) --> interception --> Door --> gateway
             <-- rewards of its trace
 
-verifiers keeps an HTTP client for each address of a model, so all episodes of a process share the address of ``Door``, which forwards
-each call to the gateway of its episode. The gateway records tokens and log-probs; those in verifiers' traces are not read.
+verifiers keeps an HTTP client for each address of a model, so all episodes of a process share the address of ``Door``,
+which forwards each call to the gateway of its episode. The gateway records tokens and log-probs; those in verifiers'
+traces are not read.
 
 ``PYTHON verifiers_taskset.py TASKSET OPTIONS COUNT`` prints the taskset's tasks as rows of a prompt file.
 Output of the taskset itself goes to stderr.
@@ -63,7 +65,9 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Mapping[str, str], data: Any
     ) -> ProgramResult:
-        """Chat until an answer calls no tool or the budget is spent. Any other refusal of a model call is the result's error."""
+        """Chat until an answer calls no tool or the budget is spent. Any other refusal of a model call is the result's
+        error.
+        """
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -71,11 +75,16 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
         else:
             messages += [message_to_wire(message) for message in prompt or []]
         headers = {"Authorization": f"Bearer {secret}"}
-        async with _tools(mcp_urls, self.config.tool_timeout) as tools, aiohttp.ClientSession(headers=headers) as session:
+        async with (
+            _tools(mcp_urls, self.config.tool_timeout) as tools,
+            aiohttp.ClientSession(headers=headers) as session,
+        ):
             more = {"tools": tools.schemas} if tools.schemas else {}
             while True:
                 body = {"model": ctx.model, "messages": messages, **more}
-                async with session.post(f"{endpoint}/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=None)) as answer:
+                async with session.post(
+                    f"{endpoint}/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=None)
+                ) as answer:
                     text = await answer.text()
                 if answer.status != 200:
                     return ProgramResult(exit_code=0 if SPENT in text else 1, stdout="", stderr=text)
@@ -88,7 +97,9 @@ class ChatLoop(vf.Harness):  # type: ignore[misc]  # verifiers is not installed 
 class _Tools:
     """The tools of a task, which verifiers serves over MCP."""
 
-    def __init__(self, schemas: Sequence[Mapping[str, Any]], places: Mapping[str, Any], servers: Mapping[str, Any]) -> None:
+    def __init__(
+        self, schemas: Sequence[Mapping[str, Any]], places: Mapping[str, Any], servers: Mapping[str, Any]
+    ) -> None:
         self.schemas, self._places, self._servers = list(schemas), places, servers
 
     async def result(self, call: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,13 +152,19 @@ class Door:
 
     async def _forward(self, given: web.Request) -> web.Response:
         found = self.episodes.get(given.headers.get(SESSION, ""))
-        if found is None and (given.method, given.path) == _MODELS and self.episodes:  # every episode has the same models
+        if (
+            found is None and (given.method, given.path) == _MODELS and self.episodes
+        ):  # every episode has the same models
             found = next(iter(self.episodes.values()))
         if found is None:
-            return web.json_response({"error": {"message": "no episode has this trace", "code": "episode_over"}}, status=410)
+            return web.json_response(
+                {"error": {"message": "no episode has this trace", "code": "episode_over"}}, status=410
+            )
         encoding = given.headers.get("Content-Encoding", "identity")
         if encoding != "identity":
-            return web.json_response({"error": {"message": f"Content-Encoding: want identity, got {encoding[:80]}"}}, status=415)
+            return web.json_response(
+                {"error": {"message": f"Content-Encoding: want identity, got {encoding[:80]}"}}, status=415
+            )
         base_url, trace = found
         headers = {SESSION: trace.agent.name, TRAIN: "1" if trace.agent.trainable else "0"}
         address = base_url.removesuffix("/v1") + given.path
@@ -168,10 +185,12 @@ class Taskset:
         env: Mapping[str, Any] | None = None,
         renderer: str | Mapping[str, Any] | None = None,
     ) -> None:
-        """``id``: of the taskset. ``taskset``, ``agent``, ``env``: fields of verifiers' configs of them; ``agent`` is for every role.
+        """``id``: of the taskset. ``taskset``, ``agent``, ``env``: fields of verifiers' configs of them; ``agent`` is
+        for every role.
 
-        ``renderer``: name or config of one of verifiers' renderers, which then make the token ids, with the tokenizer in ``model``;
-        None = the gateway does, with the model's chat template. Raises ValueError, TypeError, and whatever verifiers raises.
+        ``renderer``: name or config of one of verifiers' renderers, which then make the token ids, with the tokenizer
+        in ``model``; None = the gateway does, with the model's chat template. Raises ValueError, TypeError, and
+        whatever verifiers raises.
         """
         self._id, self._model = id, model
         self._renderer = {"name": renderer} if isinstance(renderer, str) else renderer
@@ -192,7 +211,10 @@ class Taskset:
         row = data["metadata"].get(KEY)
         if not isinstance(row, Mapping) or row.get("taskset") != self._id:
             got = row.get("taskset") if isinstance(row, Mapping) else row
-            raise ValueError(f"metadata.{KEY}: want a task of {self._id}, got {got!r}; tidemill data verifiers {self._id} FILE writes rows")
+            raise ValueError(
+                f"metadata.{KEY}: want a task of {self._id}, got {got!r}; tidemill data verifiers {self._id} "
+                "FILE writes rows"
+            )
         task = self._task(self._task.data_type().model_validate(row["task"]), self._env.config.taskset.task)
         context = await self._context()
         begun: list[Any] = []
@@ -226,7 +248,9 @@ class Taskset:
         return vf.ModelContext(model=MODEL, client=client)
 
 
-def _env_config(id: str, taskset: Mapping[str, Any], agent: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, Any]:
+def _env_config(
+    id: str, taskset: Mapping[str, Any], agent: Mapping[str, Any], env: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the config of the environment: on this machine, and with ``ChatLoop`` where no harness is chosen."""
     own_harness = default_harness_id(id)
     config: dict[str, Any] = {**env, "taskset": {**taskset, "id": id}}
@@ -257,7 +281,9 @@ def _rewards(episode: Any) -> dict[str, float] | None:
     """Return the rewards of an episode's one trained trace. Raises RuntimeError."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
-        raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed, without an error")
+        raise RuntimeError(
+            f"{errors[-1].type}: {errors[-1].message}" if errors else "the episode failed, without an error"
+        )
     trained = [trace for trace in episode.traces if trace.agent.trainable]
     if len(trained) != 1:
         names = ", ".join(trace.agent.name for trace in trained) or "none"
@@ -272,8 +298,12 @@ def _rewards(episode: Any) -> dict[str, float] | None:
 
 
 def rows(id: str, options: Mapping[str, Any], count: int) -> Iterator[dict[str, Any]]:
-    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError for all of an infinite one."""
-    config = resolve_env_config(_env_config(id, options.get("taskset") or {}, options.get("agent") or {}, options.get("env") or {}))
+    """Yield the first ``count`` tasks of a taskset as rows of a prompt file; 0 = all. Raises ValueError for all of an
+    infinite one.
+    """
+    config = resolve_env_config(
+        _env_config(id, options.get("taskset") or {}, options.get("agent") or {}, options.get("env") or {})
+    )
     taskset = load_taskset(config.taskset)
     if not count and not taskset.bounded:
         raise ValueError(f"--count: {id} has tasks without end; want a number > 0, got 0")

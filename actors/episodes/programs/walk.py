@@ -1,4 +1,5 @@
-"""A small text game of up to nine turns: walk along the digits to a goal. A model learns it from random weights on two cores.
+"""A small text game of up to nine turns: walk along the digits to a goal. A model learns it from random weights on two
+cores.
 
 ::
 
@@ -14,7 +15,9 @@ MOVES = {"+": 1, "-": -1}
 
 
 class Walk:
-    """An environment of ``multi_turn``. Each move's reward is the share of the way by which it comes nearer; the way there gives 1."""
+    """An environment of ``multi_turn``. Each move's reward is the share of the way by which it comes nearer; the way
+    there gives 1.
+    """
 
     def __init__(self) -> None:
         self._at = self._goal = self._way = 0

@@ -1,4 +1,5 @@
-"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for its peers.
+"""Requests as the built-in engine answers them: /generate, aborts, its state, pushes in one request, and snapshots for
+its peers.
 
 The responses of a request are followed in the loop's thread (``Progress``), and written in SGLang's JSON
 (``response_json``).
@@ -22,7 +23,14 @@ from tidemill.actors.http_api import body_of, done, error_of
 from tidemill.actors.serving.builtin.input_scores import Scoring, scores_json
 from tidemill.actors.serving.builtin.peer_snapshots import PeerSnapshotServer
 from tidemill.actors.serving.builtin.scheduler import Scheduler
-from tidemill.actors.serving.builtin.sequence import ABORTED_BY_ID, CLIENT_GONE, CapturedExperts, Model, ResponseRequest, Sequence
+from tidemill.actors.serving.builtin.sequence import (
+    ABORTED_BY_ID,
+    CLIENT_GONE,
+    CapturedExperts,
+    Model,
+    ResponseRequest,
+    Sequence,
+)
 from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weight_updates import BuiltinUpdates
 from tidemill.actors.serving.command_bodies import PushBody
@@ -73,7 +81,9 @@ class Progress:
         return self.sequences
 
     async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
-        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until all have ended."""
+        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until
+        all have ended.
+        """
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -99,7 +109,13 @@ class BuiltinBackend:
         model: Model,
         peer_snapshots: Callable[[], PeerSnapshotServer],
     ) -> None:
-        self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = host, scheduler, shape, model, peer_snapshots
+        self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = (
+            host,
+            scheduler,
+            shape,
+            model,
+            peer_snapshots,
+        )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /generate, as a stream if requested.
@@ -159,7 +175,9 @@ class BuiltinBackend:
 
     @asynccontextmanager
     async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
-        """Check a body of /generate and submit its responses; responses that have not ended when this context is left are aborted."""
+        """Check a body of /generate and submit its responses; responses that have not ended when this context is left
+        are aborted.
+        """
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
@@ -179,10 +197,16 @@ class BuiltinBackend:
         """
         self._host.accept(len(generate.prompts))
         progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
-        for prompt, params, rid, seed in zip(generate.prompts, generate.params, generate.rids, seeds(generate), strict=True):
-            request = ResponseRequest(rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.body.continued_tokens)
+        for prompt, params, rid, seed in zip(
+            generate.prompts, generate.params, generate.rids, seeds(generate), strict=True
+        ):
+            request = ResponseRequest(
+                rid=rid, prompt=prompt, params=params, seed=seed, continued_tokens=generate.body.continued_tokens
+            )
             experts = None if routed is None else CapturedExperts(routed)
-            progress.add(Sequence(request, model=self._model, sink=progress.update, stream=generate.body.stream, experts=experts))
+            progress.add(
+                Sequence(request, model=self._model, sink=progress.update, stream=generate.body.stream, experts=experts)
+            )
         self._scheduler.submit(list(progress.sequences))
         return progress
 
@@ -205,7 +229,9 @@ class BuiltinBackend:
         if partial is None and sequence.error is not None:
             state = error_of(sequence.error, 500)
         else:
-            state = response_json(sequence, host.text, host.version, logprobs=generate.body.return_logprob, partial=partial)
+            state = response_json(
+                sequence, host.text, host.version, logprobs=generate.body.return_logprob, partial=partial
+            )
         return {**state, "index": place} if generate.many and generate.body.stream else state
 
     async def probe(self, timeout_s: float) -> None:
@@ -228,7 +254,9 @@ class BuiltinBackend:
         if rid is None:
             await _shielded(self._scheduler.abort(lambda each: True))
         else:
-            await _shielded(self._scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID))
+            await _shielded(
+                self._scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID)
+            )
         return web.Response()
 
     async def flush_cache(self, request: web.Request) -> web.Response:
@@ -286,7 +314,9 @@ class BuiltinBackend:
             "utilization": stats["running"] / limit,
         }
         accelerator = "cpu" if self._scheduler.device.type == "cpu" else "gpu"
-        return web.json_response({"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]})
+        return web.json_response(
+            {"timestamp": time.time(), "accelerator": accelerator, "num_accelerators": 1, "loads": [load]}
+        )
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
         """Return the routes of pushes in one request, and of snapshots for peers."""
@@ -295,7 +325,10 @@ class BuiltinBackend:
             """Check the epoch of a push in one request, and receive it."""
             return await self._receive_push(await command(request))
 
-        return {"POST /receive_push": Route.command(receive_push), "GET /snapshots/{name}/{file}": Route.request(self._snapshot)}
+        return {
+            "POST /receive_push": Route.command(receive_push),
+            "GET /snapshots/{name}/{file}": Route.request(self._snapshot),
+        }
 
     async def _receive_push(self, body: Body) -> web.Response:
         updates, push = self._host.updates, decode(body, PushBody)
@@ -331,7 +364,9 @@ async def _shielded(call: "Future[Result]") -> Result:
     return await asyncio.shield(asyncio.wrap_future(call))
 
 
-def response_json(sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None) -> JsonObject:
+def response_json(
+    sequence: Sequence, text: Text | None, version: int, *, logprobs: bool, partial: int | None = None
+) -> JsonObject:
     """Return a sequence in SGLang's JSON; with ``partial``, only its first ``partial`` tokens, as unfinished.
 
     ``version``: of the served weights, for a response without tokens.

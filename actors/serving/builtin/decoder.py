@@ -1,4 +1,5 @@
-"""The forward pass of Qwen3, Qwen2, Llama, Mistral, GLM-4 and Qwen3-MoE over one set of weights; pure, without cache, sampling or versions.
+"""The forward pass of Qwen3, Qwen2, Llama, Mistral, GLM-4 and Qwen3-MoE over one set of weights; pure, without cache,
+sampling or versions.
 
 It replaces transformers' forward, because a decoding step of a small model is all overhead (2 layers, 32 rows, one
 core: 0.3 ms here, 0.6 ms there; ``tests/bench/engine.py`` prints the ratio over whole responses), and because weights
@@ -24,8 +25,9 @@ from tidemill.actors.serving.builtin.shape import HALVES, ExpertSizes, Rope
 from tidemill.actors.serving.builtin.weights import LayerWeights, Weights
 
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Kernels of attention on CUDA: not cuDNN's, which torch prefers in half precision. They are planned anew for each length, and every
-decoding step has another one; that took 30 ms a token on an H200."""
+"""Kernels of attention on CUDA: not cuDNN's, which torch prefers in half precision. They are planned anew for each
+length, and every decoding step has another one; that took 30 ms a token on an H200.
+"""
 
 
 class Attention(Protocol):
@@ -37,7 +39,9 @@ class Attention(Protocol):
 
 
 class RopeTable:
-    """Cosines and signed sines for positions below ``length``; 1 and 0 for elements of a head that have no positions."""
+    """Cosines and signed sines for positions below ``length``; 1 and 0 for elements of a head that have no
+    positions.
+    """
 
     def __init__(self, rope: Rope, length: int, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope.size(head_dim))
@@ -59,7 +63,8 @@ def _paired(rope: Rope, first: Tensor, second: Tensor) -> Tensor:
 
 
 def inverse_frequencies(rope: Rope, rotated: int) -> Tensor:
-    """Return radians per position of the elements of a head that have positions, fp32 as trainers compute them, [rotated / 2].
+    """Return radians per position of the elements of a head that have positions, fp32 as trainers compute them,
+    [rotated / 2].
 
     llama3: wavelengths beyond the original context are slowed down by ``factor``, short ones kept, those between
     interpolated. Source: Llama 3.1 release, `apply_scaling`.
@@ -75,7 +80,11 @@ def inverse_frequencies(rope: Rope, rotated: int) -> Tensor:
 
 
 def forward(
-    weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: Attention, chosen: list[Tensor] | None = None
+    weights: Weights,
+    tokens_BT: Tensor,
+    rope: tuple[Tensor, Tensor],
+    attention: Attention,
+    chosen: list[Tensor] | None = None,
 ) -> Tensor:
     """Return the hidden state before the last norm, [B, T, E].
 
@@ -84,7 +93,9 @@ def forward(
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     with _kernels(x_BTE.device):
         for index, layer in enumerate(weights.layers):
-            x_BTE = x_BTE + _after(weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention))
+            x_BTE = x_BTE + _after(
+                weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention)
+            )
             x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
     return x_BTE
 
@@ -104,7 +115,9 @@ def _after(weights: Weights, norm: Tensor | None, x_BTE: Tensor) -> Tensor:
     return x_BTE if norm is None else functional.rms_norm(x_BTE, (weights.shape.hidden,), norm, weights.shape.norm_eps)
 
 
-def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
+def _attend(
+    weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, rope: tuple[Tensor, Tensor], attention: Attention
+) -> Tensor:
     shape = weights.shape
     normed_BTE = functional.rms_norm(x_BTE, (shape.hidden,), layer.input_norm, shape.norm_eps)
     heads_BTAD = functional.linear(normed_BTE, layer.qkv_QE, layer.qkv_bias).unflatten(-1, (-1, shape.head_dim))
@@ -118,7 +131,9 @@ def _attend(weights: Weights, layer: LayerWeights, index: int, x_BTE: Tensor, ro
 
 
 def _exchanged(heads_BTAD: Tensor, rope: Rope) -> Tensor:
-    """Return the heads with the two elements of each pair exchanged; elements without positions have any value, as their sine is 0."""
+    """Return the heads with the two elements of each pair exchanged; elements without positions have any value, as
+    their sine is 0.
+    """
     if rope.pairs == HALVES:
         assert rope.share == 1, "only neighbours in a part of each head"
         return heads_BTAD.roll(heads_BTAD.shape[-1] // 2, -1)
@@ -137,9 +152,13 @@ def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tens
 
 
 def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has tokens."""
+    """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has
+    tokens.
+    """
     assert sizes is not None and layer.router_XE is not None
-    scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(-1)  # in float32, as the learner has them
+    scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(
+        -1
+    )  # in float32, as the learner has them
     shares_NJ, chosen_NJ = scores_NX.topk(sizes.per_token, -1)
     if sizes.normalised:
         shares_NJ = shares_NJ / shares_NJ.sum(-1, keepdim=True)

@@ -58,7 +58,9 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         text, context = self.text, self.limits.max_context
         if config.device == "cuda" and not torch.cuda.is_available():
             raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
-        device = torch.device(config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(
+            config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        )
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._to_gpu = device.type == "cuda"
         weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
@@ -79,7 +81,12 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
         log.info(
-            "engine loaded model=%s bytes=%d context=%d device=%s dtype=%s", self.model_dir, weights.size_bytes, context, device, dtype
+            "engine loaded model=%s bytes=%d context=%d device=%s dtype=%s",
+            self.model_dir,
+            weights.size_bytes,
+            context,
+            device,
+            dtype,
         )
 
     async def _open(self) -> BuiltinBackend:
@@ -94,7 +101,9 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         raise EngineFailed(self.url, "its decoding thread has ended")
 
     async def close(self) -> None:
-        """Abort the requests that are left (each is answered with its tokens so far), stop listening, end the thread."""
+        """Abort the requests that are left (each is answered with its tokens so far), stop listening, end the
+        thread.
+        """
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         await super().close()
         await self.peer_snapshots.close()
@@ -113,7 +122,8 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         """Pushes in one request always; snapshots for peers while there are weights to serve."""
         return Capabilities(
             single_request_push=True,
-            peer_snapshots=self.whole and not self.config.colocated,  # one that is being written would keep the memory that it releases
+            peer_snapshots=self.whole
+            and not self.config.colocated,  # one that is being written would keep the memory that it releases
             colocated=self.config.colocated,
         )
 
@@ -122,7 +132,9 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         return self.scheduler.alive
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, and gauges: running, waiting, waiting_share (of the last seconds), version."""
+        """Return counters since the start, and gauges: running, waiting, waiting_share (of the last seconds),
+        version.
+        """
         running = len(self.scheduler.running)
         now, idle_s = time.monotonic(), self.scheduler.idle_s
         while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:

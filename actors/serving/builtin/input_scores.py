@@ -50,7 +50,8 @@ class Scoring:
 
 
 def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
-    """Take sequences of similar length from the head of the queue: at most ``PREFILL_TOKENS`` padded tokens, unless the first is longer.
+    """Take sequences of similar length from the head of the queue: at most ``PREFILL_TOKENS`` padded tokens, unless the
+    first is longer.
 
     Those that were cancelled are dropped.
     """
@@ -68,7 +69,9 @@ def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
     return taken
 
 
-def scores(weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int) -> list[InputScores]:
+def scores(
+    weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int
+) -> list[InputScores]:
     """Return the scores of every sequence.
 
     ``angles``: for the longest one. Raises ValueError for scores that are NaN.
@@ -84,7 +87,11 @@ def scores(weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Ten
 def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
     """Attend causally, keeping no keys and values."""
     attended_BHTD = functional.scaled_dot_product_attention(
-        query_BTHD.transpose(1, 2), key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
+        query_BTHD.transpose(1, 2),
+        key_BTKD.transpose(1, 2),
+        value_BTKD.transpose(1, 2),
+        is_causal=True,
+        enable_gqa=True,
     )
     return attended_BHTD.transpose(1, 2).flatten(2)
 
@@ -142,5 +149,8 @@ def scores_json(scoring: Scoring, rid: str, found: InputScores) -> JsonObject:
     }
     if scoring.top_k:
         listed = zip(found.top_log_probs_PK.tolist(), found.top_ids_PK.tolist(), strict=True)
-        meta["input_top_logprobs"] = [None, *([(value, id, None) for value, id in zip(*pair, strict=True)] for pair in listed)]
+        meta["input_top_logprobs"] = [
+            None,
+            *([(value, id, None) for value, id in zip(*pair, strict=True)] for pair in listed),
+        ]
     return {"text": "", "output_ids": [], "meta_info": meta}

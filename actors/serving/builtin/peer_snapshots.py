@@ -1,4 +1,5 @@
-"""Peer snapshots: the served weights, written as a snapshot when an engine that catches up requests them, and kept while it is read.
+"""Peer snapshots: the served weights, written as a snapshot when an engine that catches up requests them, and kept
+while it is read.
 
 Pushes go on meanwhile, and are not delayed: they fill the standby copy, and only a second one would write into weights
 that are being read. That is detected, and the snapshot is discarded. Knows no HTTP and no bus.
@@ -36,7 +37,11 @@ class PeerSnapshotServer:
     """
 
     def __init__(
-        self, served: Callable[[], Awaitable[tuple[int, Weights]]], model_dir: Path, *, write: Callable[..., object] = snapshot.write
+        self,
+        served: Callable[[], Awaitable[tuple[int, Weights]]],
+        model_dir: Path,
+        *,
+        write: Callable[..., object] = snapshot.write,
     ) -> None:
         """``served`` returns a version and its weights."""
         self._served, self._model_dir, self._write_snapshot = served, model_dir, write
@@ -88,7 +93,9 @@ class PeerSnapshotServer:
             task = asyncio.create_task(self._write(name), name=f"snapshot {name[:20]}")
             self._writing[name] = task
             task.add_done_callback(lambda done: self._written(name, done))
-        return await asyncio.shield(self._writing[name])  # a peer that hangs up does not stop it: the next request finds it written
+        return await asyncio.shield(
+            self._writing[name]
+        )  # a peer that hangs up does not stop it: the next request finds it written
 
     def _written(self, name: str, task: "asyncio.Task[Path]") -> None:
         del self._writing[name]
@@ -111,7 +118,9 @@ class PeerSnapshotServer:
             if self._scratch is None:
                 self._scratch = await asyncio.to_thread(Scratch, "peer-snapshots")
         path, writes = self._scratch.path / name, weights.writes
-        await asyncio.to_thread(self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False)
+        await asyncio.to_thread(
+            self._write_snapshot, path, tensors, version=version, step=-1, model_dir=self._model_dir, durable=False
+        )
         if weights.writes != writes:
             await asyncio.to_thread(shutil.rmtree, path)
             raise PeerTransferRefused(f"{name}: two pushes were received meanwhile")
@@ -122,7 +131,9 @@ class PeerSnapshotServer:
     def _prune(self) -> None:
         """Remove snapshots that are not read any more; a file that is open stays readable."""
         now = time.monotonic()
-        for name in [name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]]:
+        for name in [
+            name for name, used_s in self._used_s.items() if now - used_s > KEEP_S and not self._readers[name]
+        ]:
             del self._used_s[name], self._readers[name]
             assert self._scratch is not None
             with suppress(OSError):

@@ -56,7 +56,9 @@ class Incoming:
 
 
 class JoinedGroup:
-    """A group, and memory for its messages: one is received, in the order requested, while the one before is written."""
+    """A group, and memory for its messages: one is received, in the order requested, while the one before is
+    written.
+    """
 
     def __init__(self, group: MessageGroup) -> None:
         self.group = group
@@ -147,7 +149,9 @@ class Update:
     """True when the tensors are sent in messages, not read from a directory."""
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was announced before."""
+        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was
+        announced before.
+        """
         require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
             if spec.shape != sizes[spec.name]:

@@ -30,7 +30,15 @@ class KVSlots:
     """
 
     def __init__(
-        self, *, num_layers: int, slots: int, num_kv_heads: int, head_dim: int, max_length: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        num_layers: int,
+        slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._sizes = (num_layers, 2, slots, num_kv_heads, head_dim)
         self._dtype, self._device = dtype, device
@@ -76,13 +84,17 @@ class KVSlots:
         return DecodeAttention(self, positions_N, length)
 
     def prefilling(self, first_row: int, prompt_R: Tensor) -> "PrefillAttention":
-        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of prompt ``prompt_R[r]``."""
+        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of prompt
+        ``prompt_R[r]``.
+        """
         return PrefillAttention(self, first_row, prompt_R)
 
     def _allocate(self, length: int) -> None:
         layers, pair, slots, heads, head_dim = self._sizes
         self.length = length
-        self._store = torch.zeros((layers, pair, slots, length, heads, head_dim), dtype=self._dtype, device=self._device)
+        self._store = torch.zeros(
+            (layers, pair, slots, length, heads, head_dim), dtype=self._dtype, device=self._device
+        )
         self.layers = [(layer[0], layer[1]) for layer in self._store]
 
 
@@ -114,7 +126,9 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention within prompts that start at position 0, padded on the right: no real token attends to padding."""
+    """Causal attention within prompts that start at position 0, padded on the right: no real token attends to
+    padding.
+    """
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_R: Tensor) -> None:
         self._slots, self._prompt_R = slots, prompt_R
@@ -126,7 +140,11 @@ class PrefillAttention:
         keys_SLKD[self._rows, :num_tokens] = key_BTKD[self._prompt_R]
         values_SLKD[self._rows, :num_tokens] = value_BTKD[self._prompt_R]
         attended_BHTD = functional.scaled_dot_product_attention(
-            query_BTHD.transpose(1, 2), key_BTKD.transpose(1, 2), value_BTKD.transpose(1, 2), is_causal=True, enable_gqa=True
+            query_BTHD.transpose(1, 2),
+            key_BTKD.transpose(1, 2),
+            value_BTKD.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=True,
         )
         return attended_BHTD.transpose(1, 2).flatten(2)
 
@@ -155,7 +173,9 @@ class ModelRunner:
         """Experts of the tokens of the last pass: those of a prefill by its contexts, padding included; of a decoding
         step by its rows."""
 
-    def prefill(self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int) -> tuple[Tensor, int]:
+    def prefill(
+        self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int
+    ) -> tuple[Tensor, int]:
         """Compute different contexts for the rows from ``first_row`` on, row r with context ``prompt_of_R[r]``.
 
         Returns the scores of the next token of each row, [R, V], and the number of padded tokens.
@@ -197,7 +217,9 @@ class ModelRunner:
         angles = self._angles(torch.arange(longest, device=self.device)[None], length=longest)
         return scores(self.weights, batch, angles, version)
 
-    def _forward(self, weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: decoder.Attention) -> Tensor:
+    def _forward(
+        self, weights: Weights, tokens_BT: Tensor, rope: tuple[Tensor, Tensor], attention: decoder.Attention
+    ) -> Tensor:
         if not self.captures:
             self.experts_BTGJ = None
             return decoder.forward(weights, tokens_BT, rope, attention)
@@ -210,7 +232,9 @@ class ModelRunner:
         needed = max(self.slots.length, length)
         if self._rope is None or self._rope.length < needed:
             shape = self._shape
-            self._rope = decoder.RopeTable(shape.rope, needed, head_dim=shape.head_dim, dtype=self._dtype, device=self.device)
+            self._rope = decoder.RopeTable(
+                shape.rope, needed, head_dim=shape.head_dim, dtype=self._dtype, device=self.device
+            )
         return self._rope.at(positions_BT)
 
     def clear(self, *, free: bool) -> None:

@@ -1,9 +1,9 @@
 """Sampling tokens from scores: temperature, top-k and top-p, seeded, a whole batch at once.
 
 A draw depends on nothing but its own row: (seed, position) -> uniform number by a counter-based hash -> inverse of the cumulative
-distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product: in fp32 that turns a
-draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is that of the distribution that was sampled from, fp32;
-of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
+distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product: in fp32
+that turns a draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is that of the distribution that
+was sampled from, fp32; of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
 
 Shape letters: N = rows, V = vocabulary, F = rows with top-k or top-p.
 """
@@ -48,12 +48,16 @@ class Sampler:
         greedy_N = np.array([sampling.temperature == 0 for sampling in params])
         temperatures_N = np.array([sampling.temperature or 1.0 for sampling in params], np.float32)
         top_p_N = np.array([sampling.top_p if sampling.top_p < 1 else NO_TOP_P for sampling in params])
-        top_k_N = np.array([min(sampling.top_k, NO_TOP_K) if sampling.top_k > 0 else NO_TOP_K for sampling in params], np.int64)
+        top_k_N = np.array(
+            [min(sampling.top_k, NO_TOP_K) if sampling.top_k > 0 else NO_TOP_K for sampling in params], np.int64
+        )
         filtered_N = ((top_p_N < 1) | (top_k_N != NO_TOP_K)) & ~greedy_N
         self._seeds_N = np.array(seeds, np.uint64)
         self._all_greedy, self._any_greedy = bool(greedy_N.all()), bool(greedy_N.any())
         self._greedy_N = torch.from_numpy(greedy_N).to(device)
-        self._temperatures_N1 = torch.from_numpy(temperatures_N).to(device)[:, None] if (temperatures_N != 1).any() else None
+        self._temperatures_N1 = (
+            torch.from_numpy(temperatures_N).to(device)[:, None] if (temperatures_N != 1).any() else None
+        )
         self._filtered_F = torch.from_numpy(filtered_N.nonzero()[0]).to(device) if filtered_N.any() else None
         self._top_p_F1 = torch.from_numpy(top_p_N[filtered_N]).to(device)[:, None]
         self._top_k_F1 = torch.from_numpy(top_k_N[filtered_N]).to(device)[:, None]
@@ -83,7 +87,8 @@ class Sampler:
         return torch.searchsorted(cumulative_NV, target_N1, right=True)[:, 0].clamp_max(log_probs_NV.shape[-1] - 1)
 
     def _filter(self, log_probs_FV: Tensor) -> Tensor:
-        """Keep the ``top_k`` most probable tokens, and of all tokens the fewest that together reach ``top_p``; renormalise.
+        """Keep the ``top_k`` most probable tokens, and of all tokens the fewest that together reach ``top_p``;
+        renormalise.
 
         Both limits look at the unfiltered distribution (as SGLang's "joint" order); ties go to the lower token id.
         """

@@ -50,13 +50,17 @@ Event = tuple[Sequence, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A running sequence, from which others with the same prompt copy keys, values and the scores of the first token."""
+    """A running sequence, from which others with the same prompt copy keys, values and the scores of the first
+    token.
+    """
 
     sequence: Sequence
     scores_V: Tensor
 
 
-def between_steps(method: Callable[Concatenate["Scheduler", Args], Result]) -> Callable[Concatenate["Scheduler", Args], "Future[Result]"]:
+def between_steps(
+    method: Callable[Concatenate["Scheduler", Args], Result],
+) -> Callable[Concatenate["Scheduler", Args], "Future[Result]"]:
     """Make a method one that any thread may call: the decoding thread runs it between two of its steps."""
 
     @wraps(method)
@@ -224,7 +228,11 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step."""
-        started, budget, shared = time.perf_counter(), PREFILL_TOKENS, self._donors.keys() if self._share_prefix else None
+        started, budget, shared = (
+            time.perf_counter(),
+            PREFILL_TOKENS,
+            self._donors.keys() if self._share_prefix else None,
+        )
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             if self._can_copy(self.waiting[0]):
                 self._copy_prompt(self.waiting.popleft())
@@ -257,7 +265,9 @@ class Scheduler:
             self._enter(same[1:], cached=True)
         prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
         self._runner.captures = any(sequence.experts is not None for sequence in admitted)
-        scores_RV, num_padded = self._runner.prefill([same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row)
+        scores_RV, num_padded = self._runner.prefill(
+            [same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row
+        )
         for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
             if sequence.experts is not None:
                 assert self._runner.experts_BTGJ is not None, "they are captured where a sequence needs them"
@@ -293,13 +303,17 @@ class Scheduler:
 
     def _compose(self) -> None:
         """Build the sampler and the arrays of last tokens and positions for the next steps."""
-        self._sampler = Sampler([sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device)
+        self._sampler = Sampler(
+            [sequence.params for sequence in self.running], [sequence.seed for sequence in self.running], self.device
+        )
         self._runner.captures = any(sequence.experts is not None for sequence in self.running)
         self._last_N = np.array([sequence.tokens[-1] for sequence in self.running], np.int64)
         self._positions_N = np.array([sequence.length - 1 for sequence in self.running], np.int64)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
-        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave the batch."""
+        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave
+        the batch.
+        """
         for row, sequence in enumerate(sequences):
             if sequence.suppressed and len(sequence.tokens) < sequence.params.min_new_tokens:
                 scores_NV[row, sequence.suppressed] = float("-inf")
@@ -313,7 +327,9 @@ class Scheduler:
         if not np.isfinite(log_probs_N).all():
             self._fail_broken(sequences, log_probs_N)
         finished = []
-        for row, (sequence, token, log_prob) in enumerate(zip(sequences, tokens_N.tolist(), log_probs_N.tolist(), strict=True)):
+        for row, (sequence, token, log_prob) in enumerate(
+            zip(sequences, tokens_N.tolist(), log_probs_N.tolist(), strict=True)
+        ):
             if sequence.finish is not None or self._append(sequence, token, log_prob):
                 finished.append(first_row + row)
             elif sequence.stream:
@@ -323,7 +339,9 @@ class Scheduler:
             self._leave(row)
 
     def _append(self, sequence: Sequence, token: int, log_prob: float) -> bool:
-        """Append a token. Returns True when the sequence ends, also by an error of its own (its text cannot be decoded, for example)."""
+        """Append a token. Returns True when the sequence ends, also by an error of its own (its text cannot be decoded,
+        for example).
+        """
         try:
             return sequence.append(token, log_prob)
         except Exception as error:
@@ -367,11 +385,18 @@ class Scheduler:
 
     @between_steps
     def pause(self, mode: str) -> None:
-        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every sequence."""
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every
+        sequence.
+        """
         self.paused = True
         if mode == "abort":
-            before, aborted = self.counters.requests_aborted_by_pushes, self._abort(lambda sequence: True, "All aborted")
-            self.counters.requests_aborted_by_pushes = before + aborted  # set, as some were counted already while an update is open
+            before, aborted = (
+                self.counters.requests_aborted_by_pushes,
+                self._abort(lambda sequence: True, "All aborted"),
+            )
+            self.counters.requests_aborted_by_pushes = (
+                before + aborted
+            )  # set, as some were counted already while an update is open
         elif mode == "retract":
             self._retract()
 
@@ -394,7 +419,9 @@ class Scheduler:
         """
         if self.running and not self.held:
             what = ", ".join(sorted(tags))
-            raise UpdateRefused(f"release of {what}: {len(self.running)} requests are being decoded; pause generation first")
+            raise UpdateRefused(
+                f"release of {what}: {len(self.running)} requests are being decoded; pause generation first"
+            )
         self.released |= tags
         if KV_CACHE in tags:
             self._retract()
@@ -404,7 +431,8 @@ class Scheduler:
 
     @between_steps
     def restore(self, tags: frozenset[str]) -> int:
-        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights before a ``flip``.
+        """Take released memory again, and end a pause where it is the memory of keys and values; there are no weights
+        before a ``flip``.
 
         Returns the number of tokens generated so far.
         """
@@ -453,7 +481,9 @@ class Scheduler:
 
 @contextmanager
 def _surviving(doing: str, fail: Callable[[str], None]) -> Iterator[None]:
-    """Log an error in the block, and fail the sequences that it concerns with the reason; the decoding thread goes on."""
+    """Log an error in the block, and fail the sequences that it concerns with the reason; the decoding thread goes
+    on.
+    """
     try:
         yield
     except Exception as error:

@@ -1,6 +1,8 @@
-"""Outputs of the modules of the built-in engine's decoder for single prompts, under names that other implementations share.
+"""Outputs of the modules of the built-in engine's decoder for single prompts, under names that other implementations
+share.
 
-    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) | norm | log_probs
+    embedding | layers.<i>.attention.qkv, .attention.core, .attention, .mlp.experts, .mlp, layers.<i> (its output) |
+norm | log_probs
 
 Of a mixture of experts ``.mlp.experts`` is 1 where a token is sent to an expert, else 0, and ``.mlp`` the sum over a
 token's experts. The decoder itself is not changed: its calls with a weight, the routers' choices and the additions to
@@ -26,8 +28,11 @@ from tidemill.actors.serving.builtin.shape import ModelShape
 from tidemill.actors.serving.builtin.weights import Weights, load_from_directory
 
 
-def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*") -> dict[str, NDArray[np.float32]]:
-    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T, size].
+def module_outputs(
+    weights: Weights, prompts: Sequence[Sequence[int]], names: str = "*"
+) -> dict[str, NDArray[np.float32]]:
+    """Return the outputs of the modules with matching names, in the order of computation: ``<prompt>.<module>`` -> [T,
+    size].
 
     One prompt at a time, without padding. ``log_probs`` has one value for each token but the first, at temperature 1.
     Raises UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
@@ -37,7 +42,9 @@ def module_outputs(weights: Weights, prompts: Sequence[Sequence[int]], names: st
     for number, tokens in enumerate(prompts):
         if len(tokens) > shape.max_positions or max(tokens) >= shape.vocab_size:
             limits = f"at most {shape.max_positions} tokens, each below {shape.vocab_size}"
-            raise UnsupportedModel(f"prompt {number}", f"want {limits}, got {len(tokens)} tokens, the largest {max(tokens)}")
+            raise UnsupportedModel(
+                f"prompt {number}", f"want {limits}, got {len(tokens)} tokens, the largest {max(tokens)}"
+            )
         for name, value in _outputs(weights, tokens).items():
             if fnmatchcase(name, names):
                 found[f"{number}.{name}"] = value.float().cpu().numpy()
@@ -70,7 +77,9 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
     angles = table.at(torch.arange(length, device=weights.device)[None])
     tokens_1T = torch.tensor([list(tokens)], device=weights.device)
     with _Taking(weights) as taking:
-        x_1TE = decoder.forward(weights, tokens_1T, angles, slots.prefilling(0, torch.zeros(1, dtype=torch.int64, device=weights.device)))
+        x_1TE = decoder.forward(
+            weights, tokens_1T, angles, slots.prefilling(0, torch.zeros(1, dtype=torch.int64, device=weights.device))
+        )
         logits_TV = decoder.logits(weights, x_1TE[0])
     log_probs_TV = logits_TV[:-1].log_softmax(-1)
     taking.found["log_probs"] = log_probs_TV.gather(-1, tokens_1T[0, 1:, None])
@@ -78,7 +87,9 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 class _Taking(TorchFunctionMode):
-    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual stream."""
+    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual
+    stream.
+    """
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()

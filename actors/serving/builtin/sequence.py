@@ -50,10 +50,14 @@ class CapturedExperts:
         self._ids += other._ids[len(self) * size : num_positions * size]
 
     def encoded(self) -> str:
-        """Return all positions in every layer of the model as SGLang sends them: int32, base64; 0 in layers without experts."""
+        """Return all positions in every layer of the model as SGLang sends them: int32, base64; 0 in layers without
+        experts.
+        """
         shape = self._shape
         whole = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
-        whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(len(self), len(shape.layers), shape.top_k)
+        whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
+            len(self), len(shape.layers), shape.top_k
+        )
         return base64.b64encode(whole.tobytes()).decode()
 
 
@@ -116,7 +120,14 @@ class Sequence:
         experts: CapturedExperts | None = None,
     ) -> None:
         prompt, params = request.prompt, request.params
-        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = request.rid, prompt, params, request.seed, sink, stream
+        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = (
+            request.rid,
+            prompt,
+            params,
+            request.seed,
+            sink,
+            stream,
+        )
         self.key = prompt.tobytes()
         """Key of the context to prefill: equal keys = equal contexts."""
         self.begun: list[int] = prompt[len(prompt) - request.continued_tokens :].tolist()
@@ -183,7 +194,9 @@ class Sequence:
     def weight_versions(self, num_tokens: int) -> list[JsonObject]:
         """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""
         edges = [*(start for _, start in self.spans[1:]), num_tokens]
-        spans = ((version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False))
+        spans = (
+            (version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False)
+        )
         return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]
 
     def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
@@ -239,7 +252,9 @@ MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 
 
-def take_prompts(waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None) -> dict[bytes, list[Sequence]]:
+def take_prompts(
+    waiting: deque[Sequence], *, free: int, budget: int, shared: Container[bytes] | None
+) -> dict[bytes, list[Sequence]]:
     """Take prompts of similar length from the head of the queue, each with all neighbours that have the same one.
 
     Returns the sequences by the key of their prompt; without sharing, by a key of their own.

@@ -1,4 +1,6 @@
-"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no torch."""
+"""The shape of a model, read from its directory: sizes, rotary embedding, names and shapes of its tensors. Loads no
+torch.
+"""
 
 import json
 from collections.abc import Mapping
@@ -121,10 +123,14 @@ class ModelShape:
         experts = self.experts
         if experts is None or not experts.layers:
             return None
-        return RoutedShape(num_layers=self.num_layers, layers=experts.layers, top_k=experts.per_token, num_experts=experts.count)
+        return RoutedShape(
+            num_layers=self.num_layers, layers=experts.layers, top_k=experts.per_token, num_experts=experts.count
+        )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among them."""
+        """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among
+        them.
+        """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):
@@ -150,11 +156,16 @@ class ModelShape:
         return shapes
 
     def _mlp(self, at: str, experts: ExpertSizes | None) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
+        shapes: dict[str, tuple[int, ...]] = (
+            {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
+        )
         inner = self.intermediate if experts is None else experts.intermediate
         for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
             halves = (("gate_up", 2 * inner),) if self.joint_gate_up else (("gate", inner), ("up", inner))
-            for part, rows, columns in (*((half, rows, self.hidden) for half, rows in halves), ("down", self.hidden, inner)):
+            for part, rows, columns in (
+                *((half, rows, self.hidden) for half, rows in halves),
+                ("down", self.hidden, inner),
+            ):
                 shapes[f"{prefix}{part}_proj.weight"] = (rows, columns)
                 if self.mlp_bias:
                     shapes[f"{prefix}{part}_proj.bias"] = (rows,)
@@ -164,21 +175,29 @@ class ModelShape:
 def _check_supported(config: JsonMapping, where: str) -> None:
     family = config.get("model_type")
     if family not in FAMILIES:
-        raise UnsupportedModel(f"{where}: model_type", f"the built-in engine decodes {', '.join(FAMILIES)}; got {family!r}")
+        raise UnsupportedModel(
+            f"{where}: model_type", f"the built-in engine decodes {', '.join(FAMILIES)}; got {family!r}"
+        )
     if config.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(f"{where}: hidden_act", f"want silu, got {config['hidden_act']!r}")
     if config.get("use_sliding_window") or set(config.get("layer_types") or ["full_attention"]) != {"full_attention"}:
         raise UnsupportedModel(f"{where}: use_sliding_window", "want full attention in every layer")
     window = config.get("sliding_window")
     if config["model_type"] == "mistral" and window is not None and window < config.get("max_position_embeddings", 0):
-        raise UnsupportedModel(f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}")
+        raise UnsupportedModel(
+            f"{where}: sliding_window", f"want null, or at least max_position_embeddings, got {window}"
+        )
     if config.get("quantization_config"):
         raise UnsupportedModel(f"{where}: quantization_config", "want unquantised weights")
 
 
 def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
     try:
-        family, heads, hidden = str(config["model_type"]), int(config["num_attention_heads"]), int(config["hidden_size"])
+        family, heads, hidden = (
+            str(config["model_type"]),
+            int(config["num_attention_heads"]),
+            int(config["hidden_size"]),
+        )
         head_dim = int(config.get("head_dim") or hidden // heads)
         bias = bool(config.get("attention_bias", False))
         return ModelShape(

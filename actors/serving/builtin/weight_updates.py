@@ -3,9 +3,10 @@
     begin -> bucket, bucket, ... -> end = flip between two decoding steps
                                     (refused unless every tensor was received exactly once)
 
-Any failure before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and leaves
-the served weights as they are. Where the memory of the weights has been released there are none to serve: the first complete update after
-its resume brings them, and until then nothing is generated. Used in the loop's thread; blocking work runs in other threads.
+Any failure before the flip (a lost peer, a deadline, a wrong tensor, another begin) discards the standby copy and
+leaves the served weights as they are. Where the memory of the weights has been released there are none to serve: the
+first complete update after its resume brings them, and until then nothing is generated. Used in the loop's thread;
+blocking work runs in other threads.
 """
 
 import asyncio
@@ -65,7 +66,8 @@ class BuiltinUpdates(FencedUpdates):
         self._order: tuple[str, ...] = ()
         """Names in the order of the last push: the next standby copy has this order in memory."""
         self._straight: set[asyncio.Future[Tensor]] = set()
-        """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late."""
+        """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late.
+        """
         self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """Stream of the copies to a GPU."""
         self._writing = asyncio.Lock()
@@ -74,14 +76,18 @@ class BuiltinUpdates(FencedUpdates):
     # -- groups ---------------------------------------------------------------------------------------------------------
 
     async def join(self, body: Body) -> None:
-        """Join the process group that the body names; one of the same name is left first. Raises BadRequest, UpdateRefused."""
+        """Join the process group that the body names; one of the same name is left first. Raises BadRequest,
+        UpdateRefused.
+        """
         name = decode(body, UpdateBody).group_name
         if name in self._groups:
             await self.leave(name)
         self._groups[name] = await JoinedGroup.join(name, body)
 
     async def leave(self, group_name: str) -> None:
-        """Leave a process group, and discard an open update that is sent in messages. Raises UpdateRefused for an unknown group."""
+        """Leave a process group, and discard an open update that is sent in messages. Raises UpdateRefused for an
+        unknown group.
+        """
         joined = self._group(group_name)
         del self._groups[group_name]
         await self.sender_left()
@@ -133,7 +139,9 @@ class BuiltinUpdates(FencedUpdates):
         await asyncio.wrap_future(self._scheduler.resume())
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with ``weights`` both copies are dropped. Raises UpdateRefused while sequences run and there is no pause."""
+        """Release memory; with ``weights`` both copies are dropped. Raises UpdateRefused while sequences run and there
+        is no pause.
+        """
         async with self._writing:
             tokens = await asyncio.wrap_future(self._scheduler.release(tags))
             if WEIGHTS in tags:
@@ -141,7 +149,12 @@ class BuiltinUpdates(FencedUpdates):
                     self._discard("the memory of the weights is released")
                 self._served = self._standby = None
             await asyncio.to_thread(empty_cache, self._device)
-        log.info("memory released tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
+        log.info(
+            "memory released tags=%s version=%d tokens_generated=%d",
+            ",".join(sorted(tags)),
+            self._scheduler.version,
+            tokens,
+        )
 
     async def resume(self, tags: frozenset[str]) -> None:
         """Take released memory again; with the memory of keys and values, end a pause."""
@@ -150,7 +163,12 @@ class BuiltinUpdates(FencedUpdates):
 
     async def _restore(self, tags: frozenset[str]) -> None:
         tokens = await asyncio.wrap_future(self._scheduler.restore(tags))
-        log.info("memory resumed tags=%s version=%d tokens_generated=%d", ",".join(sorted(tags)), self._scheduler.version, tokens)
+        log.info(
+            "memory resumed tags=%s version=%d tokens_generated=%d",
+            ",".join(sorted(tags)),
+            self._scheduler.version,
+            tokens,
+        )
 
     async def between_updates(self, timeout_s: float) -> None:
         """Wait while an update is open, for ``timeout_s`` at most, and for the end of a flip."""
@@ -159,7 +177,8 @@ class BuiltinUpdates(FencedUpdates):
             pass
 
     async def serve_directory(self, directory: Path, version: int | None, *, begun: int) -> float | None:
-        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises UpdateRefused.
+        """Take released memory again, and serve the weights of a directory. Returns seconds as ``end``. Raises
+        UpdateRefused.
 
         Returns None when a push has begun since ``begun`` was read.
         """
@@ -177,7 +196,8 @@ class BuiltinUpdates(FencedUpdates):
     # -- an update ------------------------------------------------------------------------------------------------------
 
     async def begin(self, version: int | None, timeout_s: float = COMMAND_S) -> None:
-        """Open an update, with a standby copy to write. Raises UpdateRefused while the memory of the weights is released.
+        """Open an update, with a standby copy to write. Raises UpdateRefused while the memory of the weights is
+        released.
 
         An unfinished update is discarded. ``timeout_s`` is not used: each bucket has a time limit of its own.
         """
@@ -194,9 +214,11 @@ class BuiltinUpdates(FencedUpdates):
     async def receive(
         self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """Begin an update, receive every bucket as one flat message, each within the time-out, and with ``serve`` end the update.
+        """Begin an update, receive every bucket as one flat message, each within the time-out, and with ``serve`` end
+        the update.
 
-        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None without ``serve``.
+        ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None
+        without ``serve``.
         """
         await self.begin(version)
         update = self._current()
@@ -205,15 +227,21 @@ class BuiltinUpdates(FencedUpdates):
         return await self._end(update) if serve else None
 
     async def receive_bucket(self, body: Body, version: int | None) -> None:
-        """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest, UpdateRefused."""
+        """Receive tensors into the standby copy, flattened into one message or one by one. Raises BadRequest,
+        UpdateRefused.
+        """
         announced = decode(body, BucketBody)
         specs, update = announced.specs(), self._current(version)
         # One by one is the same as buckets of one tensor each.
         messages = [[spec] for spec in specs] if announced.load_format is None else [specs]
-        await self._receive_all(update, announced.group_name, [bucket_of(each) for each in messages], announced.timeout_s)
+        await self._receive_all(
+            update, announced.group_name, [bucket_of(each) for each in messages], announced.timeout_s
+        )
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Receive buckets, each while the one before is written. Any failure discards the update and raises UpdateRefused."""
+        """Receive buckets, each while the one before is written. Any failure discards the update and raises
+        UpdateRefused.
+        """
         specs = [spec for bucket in buckets for spec in bucket.specs]
         doing = f"receiving {sum(bucket.num_bytes for bucket in buckets)} bytes over group {group_name!r}"
         with self._discarding(update, doing, at_timeout="it is in use"):
@@ -239,13 +267,17 @@ class BuiltinUpdates(FencedUpdates):
                         joined.drop_buffers()
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and raises UpdateRefused."""
+        """Copy one flat bucket of the learner's memory into the standby copy. Any failure discards the update and
+        raises UpdateRefused.
+        """
         update = self._current(version)
         with self._discarding(update, f"reading {bucket.num_bytes} bytes", at_timeout="not done in time"):
             update.check_new(bucket.specs, self._sizes)
             update.announced.update(spec.name for spec in bucket.specs)
             if offered.num_bytes != bucket.num_bytes:
-                raise UpdateRefused(f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}")
+                raise UpdateRefused(
+                    f"bucket: want {bucket.num_bytes} bytes, which these tensors have, got {offered.num_bytes}"
+                )
             async with asyncio.timeout(timeout_s), self._writing:
                 self._check_current(update)
                 standby = self._standby
@@ -255,7 +287,9 @@ class BuiltinUpdates(FencedUpdates):
                 update.received.update(dict.fromkeys(spec.name for spec in bucket.specs))
 
     async def end(self, version: int | None) -> float:
-        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a tensor is missing."""
+        """Serve the received weights. Returns the seconds for which generation was held up. Raises UpdateRefused if a
+        tensor is missing.
+        """
         return await self._end(self._current(version))
 
     async def _end(self, update: Update) -> float:
@@ -266,7 +300,9 @@ class BuiltinUpdates(FencedUpdates):
                 return await self._flip(update)
 
     async def load_directory(self, directory: Path, version: int | None) -> float:
-        """Load and serve the weights of a directory, in place of an open update. Returns seconds as ``end``. Raises UpdateRefused."""
+        """Load and serve the weights of a directory, in place of an open update. Returns seconds as ``end``. Raises
+        UpdateRefused.
+        """
         update = self._open_from_directory(version)
         async with self._writing:
             return await self._load(update, directory)
@@ -282,7 +318,9 @@ class BuiltinUpdates(FencedUpdates):
 
     async def _load(self, update: Update, directory: Path) -> float:
         try:
-            with errors_as(lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,)):  # safetensors raises its own errors
+            with errors_as(
+                lambda error: UpdateRefused(f"{directory}: {error}"), but=(UpdateRefused,)
+            ):  # safetensors raises its own errors
                 standby = await self._ensure_standby()
                 await self._write_standby(lambda: load_from_directory(standby, directory))
                 self._check_current(update)
@@ -301,14 +339,18 @@ class BuiltinUpdates(FencedUpdates):
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
     async def served(self) -> tuple[int, Weights]:
-        """Return the served version and its weights, into which the next push but one writes. Raises PeerTransferRefused."""
+        """Return the served version and its weights, into which the next push but one writes. Raises
+        PeerTransferRefused.
+        """
         async with self._writing:
             if self._served is None:
                 raise PeerTransferRefused("the memory of the weights is released")
             return self._scheduler.version, self._served
 
     async def checksum_report(self, *, of_update: bool) -> tuple[int | None, ChecksumReport]:
-        """Return (version, checksums) of the served weights, or of the open update, which must be complete. Raises UpdateRefused."""
+        """Return (version, checksums) of the served weights, or of the open update, which must be complete. Raises
+        UpdateRefused.
+        """
         async with self._writing:
             if not of_update:
                 return self._scheduler.version, await asyncio.to_thread(checksum_report_of, self._served_weights())
@@ -322,7 +364,9 @@ class BuiltinUpdates(FencedUpdates):
 
     def _served_weights(self) -> Weights:
         if self._served is None:
-            raise UpdateRefused("there are no weights: their memory was released, and no complete update has been received since")
+            raise UpdateRefused(
+                "there are no weights: their memory was released, and no complete update has been received since"
+            )
         return self._served
 
     def _current(self, version: int | None = None) -> Update:
@@ -353,7 +397,12 @@ class BuiltinUpdates(FencedUpdates):
         """Discard the update if this context fails, and raise UpdateRefused."""
         try:
             yield
-        except (UpdateRefused, WeightstoreError, TimeoutError, RuntimeError) as error:  # torch's errors of a device are RuntimeErrors
+        except (
+            UpdateRefused,
+            WeightstoreError,
+            TimeoutError,
+            RuntimeError,
+        ) as error:  # torch's errors of a device are RuntimeErrors
             if update is self._open:
                 self._discard(str(error))
             if isinstance(error, UpdateRefused):
@@ -361,16 +410,21 @@ class BuiltinUpdates(FencedUpdates):
             raise UpdateRefused(f"{doing}: {str(error) or at_timeout}") from error
 
     async def _ensure_standby(self) -> Weights:
-        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed, or when a push that
-        broke off may still write the old one."""
+        """Return a copy that can be written: a new one when there is none, when the order of the tensors has changed,
+        or when a push that broke off may still write the old one.
+        """
         if self._standby is None or self._straight or self._standby.order != self._order:
             self._standby, self._straight = None, set()
             shape, order = self._shape, self._order
-            self._standby = await asyncio.to_thread(lambda: Weights(shape, dtype=self._dtype, device=self._device, order=order))
+            self._standby = await asyncio.to_thread(
+                lambda: Weights(shape, dtype=self._dtype, device=self._device, order=order)
+            )
         return self._standby
 
     async def _receive(self, joined: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
-        """Request the next message: into the standby copy if its tensors have the same layout there, else into memory of the group."""
+        """Request the next message: into the standby copy if its tensors have the same layout there, else into memory
+        of the group.
+        """
         assert self._standby is not None
         place = self._standby.place(bucket)
         if place is not None:
@@ -398,7 +452,9 @@ class BuiltinUpdates(FencedUpdates):
                 incoming.joined.return_buffer(message)
 
     async def _write_standby(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread. If this is cancelled before the thread is done, the copy is abandoned: it may still be written."""
+        """Run ``work`` in a thread. If this is cancelled before the thread is done, the copy is abandoned: it may still
+        be written.
+        """
         try:
             await asyncio.to_thread(work)
         except asyncio.CancelledError:
@@ -406,7 +462,9 @@ class BuiltinUpdates(FencedUpdates):
             raise
 
     def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
-        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout. After the last one finalize."""
+        """Copy a bucket of the learner's memory: all of it at once, if the standby copy has its layout. After the last
+        one finalize.
+        """
         place = standby.place(bucket)
         if place is None:
             self._copy(update, standby, bucket, flat)
@@ -434,7 +492,9 @@ class BuiltinUpdates(FencedUpdates):
         if not new.final:
             await self._write_standby(lambda: finalize(new))
         self._check_current(update)
-        self._open = None  # not by _set_open: requests that end before the flip still count as ended while an update was open
+        self._open = (
+            None  # not by _set_open: requests that end before the flip still count as ended while an update was open
+        )
         self.settled.set()
         old, stall_s = await asyncio.wrap_future(self._scheduler.flip(new, update.version))
         self._scheduler.updating = self._open is not None  # another update may have begun during the flip

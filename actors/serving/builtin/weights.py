@@ -54,9 +54,12 @@ class LayerWeights:
 class Weights:
     """A set of tensors for one model; undefined until every name in ``named`` is filled and ``finalize`` was called."""
 
-    def __init__(self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()) -> None:
-        """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be received directly
-        (``place``)."""
+    def __init__(
+        self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()
+    ) -> None:
+        """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be
+        received directly (``place``).
+        """
         self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
@@ -83,14 +86,18 @@ class Weights:
         return self._finalized == self.writes
 
     def finalize(self) -> None:
-        """Compute the tensors derived from the named ones; call it when those are complete, before decoding with them."""
+        """Compute the tensors derived from the named ones; call it when those are complete, before decoding with
+        them.
+        """
         self._finalized = self.writes
         if self._head_norm_LHD is None:
             return
         # A few operations for all layers: a GPU starts each of them more slowly than it computes it.
         heads = slice(0, self.shape.num_heads), slice(self.shape.num_heads, None)
         for part, norm in zip(heads, ("q_norm", "k_norm"), strict=True):
-            of_layers = [self.named[f"model.layers.{layer}.self_attn.{norm}.weight"] for layer in range(self.shape.num_layers)]
+            of_layers = [
+                self.named[f"model.layers.{layer}.self_attn.{norm}.weight"] for layer in range(self.shape.num_layers)
+            ]
             self._head_norm_LHD[:, part] = torch.stack(of_layers)[:, None]
 
     @property
@@ -137,7 +144,10 @@ class Weights:
     def _fused(self) -> Iterator[list[str]]:
         for layer in range(self.shape.num_layers):
             experts = self.shape.experts_of(layer)
-            blocks = [_projections(layer, "self_attn", "qkv"), *self._mlp_blocks(layer, 0 if experts is None else experts.count)]
+            blocks = [
+                _projections(layer, "self_attn", "qkv"),
+                *self._mlp_blocks(layer, 0 if experts is None else experts.count),
+            ]
             for kind in ("weight", "bias"):
                 for names in blocks:
                     if f"{names[0]}{kind}" in self._sizes:
@@ -241,7 +251,8 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
             continue
         if target is None or name in filled:
             raise UpdateRefused(
-                f"{directory}: {name}: " + ("stored twice" if target is not None else "the model has no tensor of this name")
+                f"{directory}: {name}: "
+                + ("stored twice" if target is not None else "the model has no tensor of this name")
             )
         if target.shape != tensor.shape:
             raise UpdateRefused(f"{directory}: {name}: want shape {tuple(target.shape)}, got {tuple(tensor.shape)}")
@@ -249,11 +260,15 @@ def load_from_directory(weights: Weights, directory: Path) -> None:
         filled.add(name)
     missing = weights.named.keys() - filled
     if missing:
-        raise UpdateRefused(f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}")
+        raise UpdateRefused(
+            f"{directory}: {len(missing)} of {len(weights.named)} tensors are missing, among them {min(missing)}"
+        )
     finalize(weights)
 
 
-def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None) -> Tensor | None:
+def load_from_bucket(
+    weights: Weights, bucket: Bucket, message: Tensor, stream: "torch.cuda.Stream | None" = None
+) -> Tensor | None:
     """Copy the tensors of a flat bucket into ``weights``, which are not finalized. ``stream``: as for ``copy_all``.
 
     Returns an output projection that is tied to the embedding: ``weights`` have no tensor for it.
@@ -276,7 +291,8 @@ def load_from_bucket(weights: Weights, bucket: Bucket, message: Tensor, stream: 
 
 
 def copy_all(copies: Sequence[tuple[Tensor, Tensor]], stream: "torch.cuda.Stream | None" = None) -> None:
-    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones again.
+    """Copy from the second tensor of each pair into the first. Afterwards the sender may write into the second ones
+    again.
 
     ``stream``: one for copies to a GPU alone, so that this does not wait for the tokens that are decoded meanwhile.
     None = on the CPU.

@@ -1,4 +1,5 @@
-"""Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an update; counted.
+"""Aborts of responses: requested by clients, at any time, and repeated until they take effect; never caused by an
+update; counted.
 
 SGLang (0.5.21 to 0.5.23) ends every request with an id that begins with the id of an abort, and aborts a stream's id
 once more 2 s after the stream has ended. So the server gets ids of one length, new ones each time a request is sent
@@ -110,9 +111,15 @@ class Aborts:
         try:
             yield watch
             if watch.aborted:
-                updated = self._updates.under_way or self._updates.completed != watch.since or self._updates.pauses.mode == "abort"
+                updated = (
+                    self._updates.under_way
+                    or self._updates.completed != watch.since
+                    or self._updates.pauses.mode == "abort"
+                )
                 self._counters["requests_aborted"] += watch.aborted
-                self._counters["requests_aborted_by_pushes"] += watch.aborted * (updated and not watch.aborted_by_client)
+                self._counters["requests_aborted_by_pushes"] += watch.aborted * (
+                    updated and not watch.aborted_by_client
+                )
         finally:
             self._watches.discard(watch)
             watch.close()
@@ -148,7 +155,9 @@ class Watch:
         self._sent_s = time.monotonic()
 
     def send_aborts(self, api: Api, after_s: float = 0.0) -> None:
-        """Send aborts of ``aborted_by_client`` to the server, from the time when it can process them until the answer is complete."""
+        """Send aborts of ``aborted_by_client`` to the server, from the time when it can process them until the answer
+        is complete.
+        """
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_aborts(api, after_s))
 
@@ -160,14 +169,18 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]:
+            for name in [
+                own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client
+            ]:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)
             again_s = min(2 * again_s, AGAIN_MAX_S)
 
     def _scheduled_s(self) -> float:
-        """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have come first."""
+        """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have
+        come first.
+        """
         paused_s, (before_s, resumed_s) = self._updates.pauses.since_s, self._updates.pauses.last_s
         late_s = self._sent_s + BEFORE_PAUSE_S
         going_s = (max(self._sent_s, resumed_s) if late_s > before_s else self._sent_s) + SETTLE_S

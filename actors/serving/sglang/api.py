@@ -1,4 +1,6 @@
-"""Calls to an SGLang server, with its failures as errors of ``tidemill.actors.errors``; and the pauses of its generation."""
+"""Calls to an SGLang server, with its failures as errors of ``tidemill.actors.errors``; and the pauses of its
+generation.
+"""
 
 import time
 from collections.abc import Mapping

@@ -1,4 +1,6 @@
-"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not. Pure."""
+"""Arguments of SGLang servers by name (``engine.sglang.arguments``): which are passed on, and why others are not.
+Pure.
+"""
 
 from collections.abc import Mapping
 from difflib import get_close_matches
@@ -45,17 +47,28 @@ ELSEWHERE = ("model_path", "host", "port", "weight_version", "base_gpu_id", "gpu
 """Arguments that the engine sets, and refuses with reasons of their own."""
 
 _QUANTISED = "a push sends the learner's tensors, in their names and data type, which a quantised server does not have"
-_SPECULATIVE = "a push does not reach the draft model, and the log-probs of its tokens have not been compared with the learner's"
+_SPECULATIVE = (
+    "a push does not reach the draft model, and the log-probs of its tokens have not been compared with the learner's"
+)
 _ADAPTERS = "a push sends merged weights: adapters of the server's would be added to them"
-_RANKS = "servers of several pipeline stages or replicas have not been tried with pushes; start more engines (up.engines)"
+_RANKS = (
+    "servers of several pipeline stages or replicas have not been tried with pushes; start more engines (up.engines)"
+)
 _CHATS = "it has no effect: the engine renders and parses chats itself, and asks the server for tokens alone"
 _FILE = "the arguments in it would not be checked; give them by name"
 UNTRIED: Mapping[str, str] = {
-    **dict.fromkeys(("quantization", "quantization_param_path", "torchao_config", "kv_cache_dtype", "load_format"), _QUANTISED),
+    **dict.fromkeys(
+        ("quantization", "quantization_param_path", "torchao_config", "kv_cache_dtype", "load_format"), _QUANTISED
+    ),
     **dict.fromkeys(("modelopt_quant", "fp8_gemm_runner_backend", "enable_fp32_lm_head"), _QUANTISED),
     **dict.fromkeys(("enable_lora", "lora_paths", "max_loras_per_batch", "lora_backend", "max_lora_rank"), _ADAPTERS),
-    **dict.fromkeys(("dp_size", "data_parallel_size", "dp", "pp_size", "pipeline_parallel_size", "pp", "enable_dp_attention"), _RANKS),
-    **dict.fromkeys(("reasoning_parser", "tool_call_parser", "chat_template", "completion_template", "served_model_name"), _CHATS),
+    **dict.fromkeys(
+        ("dp_size", "data_parallel_size", "dp", "pp_size", "pipeline_parallel_size", "pp", "enable_dp_attention"),
+        _RANKS,
+    ),
+    **dict.fromkeys(
+        ("reasoning_parser", "tool_call_parser", "chat_template", "completion_template", "served_model_name"), _CHATS
+    ),
     "config": _FILE,
 }
 """Reasons against some of the others."""

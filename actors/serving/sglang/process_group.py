@@ -1,9 +1,9 @@
 """Runs a command in a process group of its own and kills the whole group when the starter has ended, in whatever way.
 
-``python -m tidemill.actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter holds open.
-SGLang's scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no signal reaches
-them when the starter dies. The server in turn outlives them for a minute and more without answering, so the end of one
-process is the end of all. Standard library only.
+``python -m tidemill.actors.serving.sglang.process_group COMMAND...`` with a pipe as standard input that the starter
+holds open. SGLang's scheduler and detokenizer outlive a killed server and would keep the GPU's memory, because no
+signal reaches them when the starter dies. The server in turn outlives them for a minute and more without answering, so
+the end of one process is the end of all. Standard library only.
 """
 
 import contextlib
@@ -26,8 +26,12 @@ SIGTERM_S = 1.0
 def main(command: list[str]) -> int:
     """Run the command. Returns its exit code (128 + signal, as a shell does)."""
     ending = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: ending.set())  # outlived: the server ends by it, and this process after the server
-    server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    signal.signal(
+        signal.SIGTERM, lambda *_: ending.set()
+    )  # outlived: the server ends by it, and this process after the server
+    server = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    )
     threading.Thread(target=_kill_at_eof, daemon=True).start()
     threading.Thread(target=_kill_without_part, args=(server, ending), daemon=True).start()
     code = server.wait()

@@ -1,4 +1,5 @@
-"""Requests as an SGLang engine answers them: /generate validated, held during updates, and answered in one response across updates.
+"""Requests as an SGLang engine answers them: /generate validated, held during updates, and answered in one response
+across updates.
 
 Aborts are repeated until they take effect; all other answers are the server's own.
 """
@@ -59,7 +60,9 @@ class Proxy:
         self._aborts = Aborts(host.updates, counters)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate: validated, held while an update is under way, and with the client's own request ids."""
+        """Answer POST /generate: validated, held while an update is under way, and with the client's own request
+        ids.
+        """
         async with self._accepted(body_of(request)) as (accepted, watch):
             if accepted.get("stream"):
                 return await self._relay(request, accepted, watch)
@@ -88,7 +91,9 @@ class Proxy:
             host.require_servable()
         try:
             size = size_of(body.get("text"))
-            count, fields = await beside_loop(size, lambda: responses_in(body, host.limits, most=host.config.max_waiting))
+            count, fields = await beside_loop(
+                size, lambda: responses_in(body, host.limits, most=host.config.max_waiting)
+            )
         except BadRequest:
             self._counters["refused"] += 1
             raise
@@ -100,7 +105,10 @@ class Proxy:
             host.accept(count)
             self._counters["requests"] += count
             try:
-                yield {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.ids.given}, watch
+                yield (
+                    {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.ids.given},
+                    watch,
+                )
             finally:
                 host.ended(count)
 
@@ -126,20 +134,30 @@ class Proxy:
     async def _sent(
         self, body: Body, watch: Watch, read: Callable[[aiohttp.StreamReader], Awaitable[bytes]]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in chunks.
+        """Send the request and ``read`` the answer, or its part up to the first state. Yields all of the answer, in
+        chunks.
 
         The request is sent again if weights changed before the response began and its prompt was in the cache of the
         previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
         the others may have been seen.)
         """
-        weights, can_again = self._host.updates, not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
+        weights, can_again = (
+            self._host.updates,
+            not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced),
+        )
         for attempt in range(1, ATTEMPTS + 1):
             keyed_body, completed = await self._keyed(body, watch, again=attempt > 1), weights.completed
             version = str(self._host.version)
             async with self._translated(), self._api.open("POST", "/generate", keyed_body) as answer:
                 raw = await read(answer.content)
                 changed = (weights.completed != completed or weights.under_way) and weights.keeps_cache
-                if not (can_again and changed and attempt < ATTEMPTS and not watch.is_aborted and _cached_before(raw, version)):
+                if not (
+                    can_again
+                    and changed
+                    and attempt < ATTEMPTS
+                    and not watch.is_aborted
+                    and _cached_before(raw, version)
+                ):
                     yield _chunks(raw, answer.content, watch.ids)
                     return
                 self._counters["asked_again"] += 1
@@ -182,7 +200,9 @@ class Proxy:
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable stays a 503."""
+        """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable
+        stays a 503.
+        """
         try:
             yield
         except EngineUnavailable as error:
@@ -231,7 +251,9 @@ class Proxy:
             "context_length": host.limits.max_context,
             "phase": host.phase,
             "epoch": host.epoch,
-            "routed_experts": self._routed.described() if self._routed is not None and info.get(RETURNS_EXPERTS) else None,
+            "routed_experts": self._routed.described()
+            if self._routed is not None and info.get(RETURNS_EXPERTS)
+            else None,
         }
         return {**_without_keys(info), **ours}
 
@@ -261,7 +283,12 @@ async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> 
 def keyed(body: JsonMapping, key: str) -> JsonObject:
     """Return the request with ``key`` before its own keys in SGLang's cache."""
     keys = body.get("extra_key")
-    return {**body, "extra_key": [f"{key} {own_key or ''}" for own_key in keys] if isinstance(keys, list) else f"{key} {keys or ''}"}
+    return {
+        **body,
+        "extra_key": [f"{key} {own_key or ''}" for own_key in keys]
+        if isinstance(keys, list)
+        else f"{key} {keys or ''}",
+    }
 
 
 def _require_not_aborted(watch: Watch) -> None:
@@ -270,8 +297,8 @@ def _require_not_aborted(watch: Watch) -> None:
 
 
 def _cached_before(raw: bytes, version: str) -> bool:
-    """Return whether a response took part of its prompt from the cache of ``version`` and was begun by another one. In a stream the first
-    state decides.
+    """Return whether a response took part of its prompt from the cache of ``version`` and was begun by another one. In
+    a stream the first state decides.
     """
     state = raw.lstrip()
     if state.startswith(DATA):
@@ -281,7 +308,11 @@ def _cached_before(raw: bytes, version: str) -> bool:
     answer = json.loads(state)
     for one in answer if isinstance(answer, list) else [answer]:
         meta = one.get("meta_info") or {}
-        begun = meta["weight_versions"][0]["version"] if meta.get("weight_versions") else meta.get("weight_version", version)
+        begun = (
+            meta["weight_versions"][0]["version"]
+            if meta.get("weight_versions")
+            else meta.get("weight_version", version)
+        )
         if begun != version and meta.get("cached_tokens") and (meta.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False

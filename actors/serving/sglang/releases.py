@@ -1,4 +1,6 @@
-"""SGLang's releases: which are supported, and how they differ. The only module that knows their numbers (``docs/sglang.md``)."""
+"""SGLang's releases: which are supported, and how they differ. The only module that knows their numbers
+(``docs/sglang.md``).
+"""
 
 import re
 from dataclasses import dataclass
@@ -33,7 +35,9 @@ def release_of(engine: str, said: object) -> Release:
     """
     match = re.match(r"v?(\d+)\.(\d+)\.(\d+)", str(said))
     if match is None:
-        raise EngineFailed(engine, f"version in /server_info: want a release of SGLang, like {written(NEWEST)}, got {said!r}")
+        raise EngineFailed(
+            engine, f"version in /server_info: want a release of SGLang, like {written(NEWEST)}, got {said!r}"
+        )
     version = (int(match[1]), int(match[2]), int(match[3]))
     if version < OLDEST:
         raise EngineFailed(

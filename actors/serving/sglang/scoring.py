@@ -1,4 +1,5 @@
-"""Outputs of the modules of SGLang's model for single prompts, under names that other implementations of the model share.
+"""Outputs of the modules of SGLang's model for single prompts, under names that other implementations of the model
+share.
 
     prompt --/generate--> a server with one rank, started here --forward hooks (``inside.tidemill_module_outputs``)--> a file for each pass
 
@@ -53,8 +54,11 @@ ANSWER_S = 600.0
 """Seconds for a prompt."""
 
 
-def score_directory(directory: Path, prompts: Sequence[Sequence[int]], names: str, config: EngineConfig) -> tuple[Outputs, str]:
-    """Return the outputs of the modules with matching names, ``<prompt>.<module>`` -> [T, size], and the dtype in which they were computed.
+def score_directory(
+    directory: Path, prompts: Sequence[Sequence[int]], names: str, config: EngineConfig
+) -> tuple[Outputs, str]:
+    """Return the outputs of the modules with matching names, ``<prompt>.<module>`` -> [T, size], and the dtype in which
+    they were computed.
 
     ``config``: how the server is started. ``log_probs`` has one value for each token but the first, at temperature 1.
     Raises EngineFailed and EngineUnavailable for a server that does not start or answer, UnsupportedModel for a prompt
@@ -70,7 +74,9 @@ def score_directory(directory: Path, prompts: Sequence[Sequence[int]], names: st
 def _refuse_settings(config: EngineConfig) -> None:
     settings = config.sglang
     if settings.url:
-        raise ValueError(f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one")
+        raise ValueError(
+            f"engine.sglang.url: want none, a server is started; got {settings.url}; --engine asks a running one"
+        )
     for argument in OF_RANKS:
         if (ranks := settings.argument(*argument)) not in (None, 1):
             raise ValueError(f"engine.sglang.arguments.{argument[0]}: want 1, got {ranks!r}: {ONE_RANK}; {WITHOUT}")
@@ -113,15 +119,21 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
         "hook_factory": f"{file.stem}:{hooks.hook.__name__}",
         "config": {"directory": str(passes)},
     }
-    path = os.pathsep.join(filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", "")))))
+    path = os.pathsep.join(
+        filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))))
+    )
     given = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
     arguments = {name: value for name, value in given.items() if not name.startswith(GRAPHS)}
     arguments |= {**ONE_PASS, "forward_hooks": json.dumps([hook])}
-    return replace(config, sglang=replace(settings, arguments=arguments, environment=settings.environment | {"PYTHONPATH": path}))
+    return replace(
+        config, sglang=replace(settings, arguments=arguments, environment=settings.environment | {"PYTHONPATH": path})
+    )
 
 
 def _refuse_server(url: str, info: JsonMapping) -> None:
-    """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are refused."""
+    """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are
+    refused.
+    """
     release_of(url, info["version"])
     for name in (argument[0] for argument in OF_RANKS):
         if info.get(name, 1) != 1:
@@ -137,7 +149,11 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
     Raises as ``score_directory``.
     """
     _taken(passes)  # those of health checks
-    body = {"input_ids": list(tokens), "sampling_params": {"max_new_tokens": 0, "temperature": 1.0}, "return_logprob": True}
+    body = {
+        "input_ids": list(tokens),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+        "return_logprob": True,
+    }
     try:
         answer = await server.api.call("POST", "/generate", body | {"logprob_start_len": 0}, timeout_s=ANSWER_S)
         log_probs = [float(pair[0]) for pair in answer["meta_info"]["input_token_logprobs"][1:]]
@@ -151,7 +167,9 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
     whole = [outputs for outputs in passed if all(len(value) == len(tokens) for value in outputs.values())]
     if len(whole) != 1 or not whole[0]:
         got = f"{len(passed)} passes, {len(whole)} of them with {len(tokens)} tokens"
-        raise UnsupportedModel(name, f"want one pass of the modules {', '.join(hooks.PATTERNS[:3])}, ... in SGLang, got {got}")
+        raise UnsupportedModel(
+            name, f"want one pass of the modules {', '.join(hooks.PATTERNS[:3])}, ... in SGLang, got {got}"
+        )
     values = {place.split(".", 1)[1]: np.asarray(value, np.float32) for place, value in sorted(whole[0].items())}
     return values | {"log_probs": np.array(log_probs, np.float32)[:, None]}
 

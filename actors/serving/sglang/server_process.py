@@ -1,4 +1,6 @@
-"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it ends."""
+"""A SGLang server that answers: started here as a child with its own interpreter, or found at a URL; watched until it
+ends.
+"""
 
 import asyncio
 import contextlib
@@ -77,14 +79,18 @@ class ServerProcess:
         raise _failure(self.api, self._child, f"SGLang has not answered for {self._silent_s:g} s")
 
     async def cause_of(self, error: EngineError) -> EngineError:
-        """Return the error that the server has ended, with its last lines, if it ends within ``ENDED_S``; else ``error``."""
+        """Return the error that the server has ended, with its last lines, if it ends within ``ENDED_S``; else
+        ``error``.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(ENDED_S):
                 await until_ended(self._child)
                 return _failure(self.api, self._child, "")
         return error
 
-    async def watch(self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]) -> None:
+    async def watch(
+        self, operation: Callable[[], "asyncio.Task[object] | None"], between: Callable[[], Awaitable[None]]
+    ) -> None:
         """Poll the server until it has ended or no longer answers. ``between`` is called between two polls.
 
         ``operation``: update operation under way, during which the server may answer nothing else.
@@ -100,7 +106,9 @@ class ServerProcess:
         self.lost.set()
 
     async def _answers(self, ended: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
-        """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the server has ended."""
+        """Return whether its scheduler answers within ``silent_s`` after the update operation under way; not once the
+        server has ended.
+        """
         answered = asyncio.create_task(self._until_answered())
         try:
             if busy is not None:
@@ -128,10 +136,14 @@ def _failure(api: Api, child: Child | None, silent: str) -> EngineFailed:
     """Return the error that the server has ended, with its last lines, or that it is ``silent``."""
     if child is None or child.running:
         return EngineFailed(api.url, silent)
-    return EngineFailed(api.url, f"the SGLang server ended with code {child.returncode}; its last lines:\n{child.last_lines()}")
+    return EngineFailed(
+        api.url, f"the SGLang server ended with code {child.returncode}; its last lines:\n{child.last_lines()}"
+    )
 
 
-async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Path, config: EngineConfig) -> tuple[Api, Child]:
+async def _started(
+    stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Path, config: EngineConfig
+) -> tuple[Api, Child]:
     """Start the server with a key, so that other users of this machine cannot bypass the proxy.
 
     ``secret`` removes the file of the key, which the server reads at its start.
@@ -148,7 +160,9 @@ async def _started(stack: AsyncExitStack, secret: AsyncExitStack, model_dir: Pat
     api = Api(f"http://127.0.0.1:{port.number}", key)
     stack.push_async_callback(api.close)
     words = command_line(settings.python, model_dir, port.number, arguments)
-    log_file = Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{port.number}.log"
+    log_file = (
+        Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{port.number}.log"
+    )
     child = server_child(words, settings.environment, log_file)
     stack.push_async_callback(child.end, STOP_S, group=True)
     await child.start()
@@ -185,12 +199,22 @@ def end_of_turn(model_dir: Path) -> dict[str, object]:
 
 
 def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str, object]) -> list[str]:
-    """Return ``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare flag, false none,
-    a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
+    """Return ``python -m sglang.launch_server`` with arguments by name: ``tp_size: 2`` is ``--tp-size 2``, true a bare
+    flag, false none, a list several words, a map JSON. (A list that SGLang wants as JSON is given as a string.)
 
     Raises ValueError for one of ``OWN``.
     """
-    words = [python, "-m", "sglang.launch_server", "--model-path", str(model_dir), "--host", "127.0.0.1", "--port", str(port)]
+    words = [
+        python,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        str(model_dir),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+    ]
     words += ["--weight-version", "0"]
     for name, value in arguments.items():
         flag = name.replace("_", "-")

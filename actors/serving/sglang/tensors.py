@@ -1,4 +1,5 @@
-"""A server's tensors: their layout and checksums, and buckets of weights as SGLang's /update_weights_from_tensor reads them.
+"""A server's tensors: their layout and checksums, and buckets of weights as SGLang's /update_weights_from_tensor reads
+them.
 
 On CPU SGLang returns the SHA-256 of a parameter, which is made of one or several Hugging Face tensors; on GPUs, and for
 each of several ranks, a number of its own that is not compared here.
@@ -46,7 +47,9 @@ class ServerLayout:
 
 
 def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> ServerLayout:
-    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on CPU."""
+    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on
+    CPU.
+    """
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
         reason = f"on {info.get('device')} SGLang computes them in a way of its own"
@@ -101,7 +104,9 @@ class SharedBucket:
         """Return one payload for each process of the server. Raises BadManifest. Blocking."""
         metadata = _metadata(specs)
         if offered.shares is not None:
-            return [_pickled({"flattened_tensor": _Share(offered, rank), "metadata": metadata}) for rank in range(ranks)]
+            return [
+                _pickled({"flattened_tensor": _Share(offered, rank), "metadata": metadata}) for rank in range(ranks)
+            ]
         message = offered.tensor()
         if self._flat.numel() < message.numel():
             self._grow(message.numel())

@@ -1,4 +1,5 @@
-"""Rejects requests that would end or corrupt an SGLang server. Other invalid requests are left to SGLang, which refuses them itself.
+"""Rejects requests that would end or corrupt an SGLang server. Other invalid requests are left to SGLang, which refuses
+them itself.
 
 The rejected ones were found by sending SGLang every field with invalid values, one by one
 (``tests/sglang/test_sglang_proxy.py``).
@@ -31,7 +32,9 @@ from tidemill.bus.wire.json_object import JsonMapping
 _TINY, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 Float32 = Annotated[float, Meta(ge=-_LARGEST, le=_LARGEST)]
 FLOATS = ("top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-FOR_EACH_PROMPT = (*("stream", "return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "extra_key", "lora_path"),)
+FOR_EACH_PROMPT = (
+    *("stream", "return_logprob", "logprob_start_len", "top_logprobs_num", "priority", "extra_key", "lora_path"),
+)
 """Fields with one value for a whole batch, or with one for each prompt."""
 
 
@@ -121,7 +124,9 @@ def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tupl
     if not all((top or 0) <= limits.vocab_size for top in (tops if isinstance(tops, list) else [tops])):
         raise BadRequest(f"top_logprobs_num: want 0 .. {limits.vocab_size}, got {tops}")
     listed = fields.token_ids_logprob
-    for ids in decode(listed if listed and isinstance(listed[0], list) else [listed], list[list[int]], "token_ids_logprob"):
+    for ids in decode(
+        listed if listed and isinstance(listed[0], list) else [listed], list[list[int]], "token_ids_logprob"
+    ):
         _check_ids("token_ids_logprob", ids, limits)
     samplings = fields.sampling_params if isinstance(fields.sampling_params, list) else [fields.sampling_params] * count
     for sampling in samplings:
@@ -129,7 +134,9 @@ def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tupl
         _check_ids("sampling_params.logit_bias", [*sampling.logit_bias], limits)
     total = sum(sampling.n for sampling in samplings)
     if total > most:
-        raise BadRequest(f"sampling_params.n: want at most {most} responses to a request (engine.max_waiting), got {total}")
+        raise BadRequest(
+            f"sampling_params.n: want at most {most} responses to a request (engine.max_waiting), got {total}"
+        )
     return total, fields
 
 

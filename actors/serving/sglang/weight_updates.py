@@ -148,7 +148,9 @@ class SglangUpdates(FencedUpdates):
         Raises UpdateRefused while weights are not complete, memory is released, or an update is open.
         """
         if self.version < 0 or self.released:
-            raise UpdateRefused("continue_generation: " + ("memory is released" if self.released else "the weights are not complete"))
+            raise UpdateRefused(
+                "continue_generation: " + ("memory is released" if self.released else "the weights are not complete")
+            )
         if self._open is not None:
             raise UpdateRefused(f"continue_generation: the update to version {self._open} is open")
         await self._api.command("/continue_generation", _without_ours(body))
@@ -182,7 +184,9 @@ class SglangUpdates(FencedUpdates):
         return self._receiving and self.version >= 0 and not self.released and idle and silent
 
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory, after a pause with ``retract``. Raises UpdateRefused for unfinished requests without a pause."""
+        """Release memory, after a pause with ``retract``. Raises UpdateRefused for unfinished requests without a
+        pause.
+        """
         if (unfinished := self._unfinished()) and self.pauses.mode is None:
             names = ", ".join(sorted(tags))
             raise UpdateRefused(f"release of {names}: {unfinished} requests are unfinished; pause generation first")
@@ -206,7 +210,9 @@ class SglangUpdates(FencedUpdates):
             await self._api.command("/resume_memory_occupation", {"tags": sorted(back)})
             self.released -= back
             log.info("memory resumed tags=%s version=%d", ",".join(sorted(back)), self.version)
-        paused = bool(back) or (self.pauses.mode is not None and KV_CACHE in tags)  # a release may have failed after its pause
+        paused = bool(back) or (
+            self.pauses.mode is not None and KV_CACHE in tags
+        )  # a release may have failed after its pause
         if paused and not self.released and self.version >= 0 and self._open is None:
             await self.pauses.resume()
 
@@ -246,10 +252,14 @@ class SglangUpdates(FencedUpdates):
         """
         names = [str(name) for name in body["names"]]
         self._check_bucket(names, version)
-        await self._write("/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S)))
+        await self._write(
+            "/update_weights_from_distributed", names, _without_ours(body), float(body.get("timeout_s", COMMAND_S))
+        )
 
     async def read_bucket(self, bucket: Bucket, offered: Offered, *, version: int | None, timeout_s: float) -> None:
-        """Make the server read one flat bucket from shared memory of this host into the weights. Raises UpdateRefused."""
+        """Make the server read one flat bucket from shared memory of this host into the weights. Raises
+        UpdateRefused.
+        """
         names = [spec.name for spec in bucket.specs]
         self._check_bucket(names, version)
         try:
@@ -269,7 +279,9 @@ class SglangUpdates(FencedUpdates):
 
     async def _write(self, path: str, names: Sequence[str], body: JsonMapping, timeout_s: float) -> None:
         self.version = -1  # from here on the weights are of two versions, until the end
-        await self._api.command(path, {**body, "flush_cache": self._flush, "weight_version": str(self._open)}, timeout_s=timeout_s)
+        await self._api.command(
+            path, {**body, "flush_cache": self._flush, "weight_version": str(self._open)}, timeout_s=timeout_s
+        )
         self._received.update(names)
 
     async def end(self, version: int | None) -> float:
@@ -319,7 +331,10 @@ class SglangUpdates(FencedUpdates):
             self._check_whole("checksums")
         report = report_of(await self.checksums(), self._layout)
         if unknown := self._names - {name for part in report.parts for name in part.names}:
-            raise CannotTell(self._api.url, f"SGLang keeps {len(unknown)} tensors under names unknown here, among them {min(unknown)}")
+            raise CannotTell(
+                self._api.url,
+                f"SGLang keeps {len(unknown)} tensors under names unknown here, among them {min(unknown)}",
+            )
         return version, report
 
     def _check_whole(self, what: str) -> None:
@@ -349,7 +364,9 @@ class SglangUpdates(FencedUpdates):
     async def _open_bracket(self) -> None:
         try:
             await self._api.command("/begin_weight_update", {})
-        except UpdateRefused:  # the server may have one open that is not known here: another proxy's, or one with a lost answer
+        except (
+            UpdateRefused
+        ):  # the server may have one open that is not known here: another proxy's, or one with a lost answer
             self._bracket = True
             await self._close_bracket()
             await self._api.command("/begin_weight_update", {})
@@ -386,7 +403,9 @@ async def _require_listener(host: str, port: int) -> None:
             async with asyncio.timeout(LISTENING_S):
                 _, writer = await asyncio.open_connection(host, port)
         except ConnectionRefusedError:
-            raise UpdateRefused(f"joining at {host}:{port}: the connection is refused: no process listens there") from None
+            raise UpdateRefused(
+                f"joining at {host}:{port}: the connection is refused: no process listens there"
+            ) from None
         except ValueError as error:
             raise UpdateRefused(f"joining at {host!r}: not a valid host name: {error}") from None
         writer.close()

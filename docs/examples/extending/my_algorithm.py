@@ -31,7 +31,9 @@ def median_baseline(rewards_N: Tensor, groups_N: Tensor, *, lengths_N: Tensor) -
     return advantages_N
 
 
-def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metadata: Sequence[Mapping[str, Any]]) -> Tensor:
+def by_level(
+    rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metadata: Sequence[Mapping[str, Any]]
+) -> Tensor:
     """Reward less the mean of the group's whole responses, twice as much for prompts of the level "hard"."""
     advantages_N = torch.zeros_like(rewards_N)
     for group in groups_N.unique():
@@ -39,7 +41,9 @@ def by_level(rewards_N: Tensor, groups_N: Tensor, *, truncated_N: Tensor, metada
         whole_N = here_N & ~truncated_N
         baseline = rewards_N[whole_N if whole_N.any() else here_N].mean()
         advantages_N = torch.where(here_N, rewards_N - baseline, advantages_N)
-    return advantages_N * torch.tensor([2.0 if one.get("level") == "hard" else 1.0 for one in metadata], dtype=rewards_N.dtype)
+    return advantages_N * torch.tensor(
+        [2.0 if one.get("level") == "hard" else 1.0 for one in metadata], dtype=rewards_N.dtype
+    )
 
 
 def over_the_step(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
@@ -54,7 +58,9 @@ def squared(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: 
 
 
 def drifting(delta_T: Tensor, mask_T: Tensor, sequence_T: Tensor, num_sequences: int) -> Tensor:
-    """Reject the sequences of which more than a tenth of the tokens are less than half, or more than twice, as likely as when sampled."""
+    """Reject the sequences of which more than a tenth of the tokens are less than half, or more than twice, as likely
+    as when sampled.
+    """
     far_T = (delta_T.abs() > math.log(2)).to(delta_T.dtype)
     return spread(sequence_means(far_T, mask_T, sequence_T, num_sequences) > 0.1, sequence_T)
 

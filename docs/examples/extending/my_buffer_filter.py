@@ -6,7 +6,9 @@ from tidemill.learner import Decision, FilterBuffer
 
 
 def balanced(buffer: FilterBuffer, *, max_lag: int = 4) -> list[Decision]:
-    """Drop groups with a lag above ``max_lag``; take the first group of each level, then the second of each, and so on."""
+    """Drop groups with a lag above ``max_lag``; take the first group of each level, then the second of each, and so
+    on.
+    """
     seen: Counter[str] = Counter()
     decisions = []
     for group in buffer.groups:

@@ -5,7 +5,9 @@ from typing import Any
 
 
 class Guess:
-    """The row's label is the number. The right guess gives 1 and ends the game, as does the last of ``tries`` guesses."""
+    """The row's label is the number. The right guess gives 1 and ends the game, as does the last of ``tries``
+    guesses.
+    """
 
     def __init__(self, tries: int = 5) -> None:
         self._tries, self._left, self._number = tries, tries, 0

@@ -1,4 +1,6 @@
-"""A filter: groups that are solved already are dropped, responses without a word are not trained, hard prompts come first."""
+"""A filter: groups that are solved already are dropped, responses without a word are not trained, hard prompts come
+first.
+"""
 
 from tidemill.learner import Decision, FilterGroup
 

@@ -9,4 +9,8 @@ def sums() -> Iterator[dict[str, object]]:
     numbers = random.Random(7)
     for _ in range(100):
         first, second = numbers.randint(1, 99), numbers.randint(1, 99)
-        yield {"prompt": f"{first} + {second} =", "label": first + second, "metadata": {"level": "hard" if first + second > 99 else "easy"}}
+        yield {
+            "prompt": f"{first} + {second} =",
+            "label": first + second,
+            "metadata": {"level": "hard" if first + second > 99 else "easy"},
+        }

@@ -12,7 +12,9 @@ from tidemill.weightstore.store import snapshot
 
 
 class SharedDirectory:
-    """Implements ``WeightReceiver``: collects the buckets of a push, writes them at ``end`` and has ``engine`` load them."""
+    """Implements ``WeightReceiver``: collects the buckets of a push, writes them at ``end`` and has ``engine`` load
+    them.
+    """
 
     carries = True
     """No process group: ``bucket`` delivers the bytes itself."""

@@ -1,4 +1,6 @@
-"""The smallest engine: it samples every token uniformly. It serves any version, and catches up by snapshots instead of pushes."""
+"""The smallest engine: it samples every token uniformly. It serves any version, and catches up by snapshots instead of
+pushes.
+"""
 
 import asyncio
 import json
@@ -15,7 +17,9 @@ from tidemill.bus import Capabilities, nonce
 
 
 class UniformEngine:
-    """Implements ``ServedEngine`` (``actors/serving/port.py``) and answers ``POST /generate`` as ``docs/wire.md`` describes."""
+    """Implements ``ServedEngine`` (``actors/serving/port.py``) and answers ``POST /generate`` as ``docs/wire.md``
+    describes.
+    """
 
     handles = ""
     capabilities = Capabilities()
@@ -41,7 +45,9 @@ class UniformEngine:
     async def start(self) -> str:
         app = web.Application()
         app.add_routes([web.post("/generate", self._generate), web.post("/abort_request", self._nothing)])
-        app.add_routes([web.get("/health", self._health), web.get("/model_info", self._info), web.get("/server_info", self._info)])
+        app.add_routes(
+            [web.get("/health", self._health), web.get("/model_info", self._info), web.get("/server_info", self._info)]
+        )
         self._runner = web.AppRunner(app)
         await self._runner.setup()
         host = "127.0.0.1" if self._config.host == "auto" else self._config.host
@@ -89,7 +95,11 @@ class UniformEngine:
         return web.json_response({"text": "", "output_ids": ids, "meta_info": meta})
 
     async def _info(self, request: web.Request) -> web.Response:
-        about = {"model_path": str(self._model_dir), "weight_version": str(self.version), "vocab_size": self._vocabulary}
+        about = {
+            "model_path": str(self._model_dir),
+            "weight_version": str(self.version),
+            "vocab_size": self._vocabulary,
+        }
         return web.json_response(about)
 
     async def _health(self, request: web.Request) -> web.Response:

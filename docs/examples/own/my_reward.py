@@ -15,6 +15,8 @@ def contains(request: RewardRequest, *, brevity: float = 0.1) -> dict[str, float
 async def judged(request: RewardRequest, *, url: str) -> float:
     """The number that a judge at ``url`` answers with."""
     async with aiohttp.ClientSession() as session:
-        async with session.post(url, json={"question": request.prompt, "answer": request.response, "gold": request.label}) as answer:
+        async with session.post(
+            url, json={"question": request.prompt, "answer": request.response, "gold": request.label}
+        ) as answer:
             answer.raise_for_status()
             return float((await answer.json())["score"])

@@ -1,9 +1,9 @@
 """Common part of the families with a mixture of experts.
 
-Experts are Megatron's ``SequentialMLP``, one product per expert of the rank, or ``GroupedExperts``, one for all of them. They are spread
-over the expert-parallel ranks and never split by tensor parallelism. At every layout their gradients are reduced in buffers of their own,
-over the ranks that have the same experts: with experts in the dense buffers, tensor-parallel ranks would each keep the gradient of their
-own tokens.
+Experts are Megatron's ``SequentialMLP``, one product per expert of the rank, or ``GroupedExperts``, one for all of
+them. They are spread over the expert-parallel ranks and never split by tensor parallelism. At every layout their
+gradients are reduced in buffers of their own, over the ranks that have the same experts: with experts in the dense
+buffers, tensor-parallel ranks would each keep the gradient of their own tokens.
 """
 
 import re
@@ -36,7 +36,8 @@ class Experts(LocalLayers):
     _DENSE: ClassVar[Mapping[str, tuple[str, ...]]] = {"1": ("gate", "up"), "2": ("down",)}
 
     def _arguments(self) -> Arguments:
-        # The balancing loss is off and the bias fixed unless settings change that: both move the policy beside its objective.
+        # The balancing loss is off and the bias fixed unless settings change that: both move the policy beside its
+        # objective.
         mixture = self.mixture
         return super()._arguments() | {
             "moe_grouped_gemm": False,
@@ -51,7 +52,8 @@ class Experts(LocalLayers):
         }
 
     def _possible(self, wanted: Wanted) -> Wanted:
-        # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew again and again.
+        # For the experts of a rank, each with another number of tokens, the fused activation would be compiled anew
+        # again and again.
         if wanted.fused_activation == "always":
             raise ConfigRefused("learner.fused_activation", "auto or never for a model with experts", "always")
         return replace(super()._possible(wanted), fused_activation="never")
@@ -61,7 +63,9 @@ class Experts(LocalLayers):
         return int(self.config.hidden_size), int(self.config.moe_ffn_hidden_size)
 
     def _kernel_arguments(self) -> Arguments:
-        """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its part."""
+        """Return the fields that the choice of kernels sets. With experts, ``selective`` has another name for its
+        part.
+        """
         found = super()._kernel_arguments()
         if self.kernels.recompute == "selective":
             found["recompute_modules"] = [*found["recompute_modules"], "moe"]
@@ -90,9 +94,13 @@ class Experts(LocalLayers):
         return ScoreRouter if by_score else Router
 
     def _whole_name(self, chunk: GPTModel, name: str) -> str:
-        """Return the name with numbers of the whole model; an expert's is the one that mbridge has for grouped experts."""
+        """Return the name with numbers of the whole model; an expert's is the one that mbridge has for grouped
+        experts.
+        """
         first = self._experts_per_rank * self.mpu.ep_rank
-        return _LOCAL_EXPERT.sub(lambda found: f"experts.{found[2]}.weight{int(found[1]) + first}", super()._whole_name(chunk, name))
+        return _LOCAL_EXPERT.sub(
+            lambda found: f"experts.{found[2]}.weight{int(found[1]) + first}", super()._whole_name(chunk, name)
+        )
 
     @property
     def _experts_per_rank(self) -> int:
@@ -113,7 +121,8 @@ class Experts(LocalLayers):
         if self.mpu.ep_size == 1:
             yield name, weight.detach()
             return
-        # The same expert of each rank, one round at a time: no rank has more than one such round beside its own weights.
+        # The same expert of each rank, one round at a time: no rank has more than one such round beside its own
+        # weights.
         parts = [torch.empty_like(weight) for _ in range(self.mpu.ep_size)]
         dist.all_gather(parts, weight.detach().contiguous(), group=self.mpu.ep_group)
         found = _NUMBERED.search(name)

@@ -1,7 +1,7 @@
 """The bridges of the model families, each with mbridge's layout of the family.
 
-Dense: Llama, Mistral (Llama's layout where its window is off, ``sizes.refusals``), Qwen2, Qwen3, GLM-4. With experts: Mixtral, Qwen2-MoE,
-Qwen3-MoE, GLM-4.5 and 4.6, DeepSeek-V3.
+Dense: Llama, Mistral (Llama's layout where its window is off, ``sizes.refusals``), Qwen2, Qwen3, GLM-4. With experts:
+Mixtral, Qwen2-MoE, Qwen3-MoE, GLM-4.5 and 4.6, DeepSeek-V3.
 """
 
 import re
@@ -47,7 +47,9 @@ class WholeLinear(torch.nn.Linear):
 class LatentRotary(PackedRotary):
     """Rotary positions for latent attention, which drops the batch dimension of packed rows."""
 
-    def forward(self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None) -> Tensor:
+    def forward(
+        self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
+    ) -> Tensor:
         """Return the angles [T, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         angles = super().forward(max_seq_len, offset, packed_seq, cp_group)
         return angles[:, 0] if isinstance(max_seq_len, PackedRow) else angles
@@ -57,7 +59,9 @@ class LatentYarn(YarnRotaryEmbedding):  # type: ignore[misc]
     """Rotary positions of YaRN for latent attention: stretched angles, with a scale for their cosines and sines."""
 
     def get_rotary_seq_len(self, *arguments: Any, **more: Any) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""
+        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
+        length.
+        """
         if arguments and isinstance(arguments[-1], PackedRow):
             return arguments[-1]
         return super().get_rotary_seq_len(*arguments, **more)
@@ -81,13 +85,17 @@ class LatentAttention(MLASelfAttention):  # type: ignore[misc]
             super().__init__(config, *arguments, **more)
         if config.q_lora_rank is not None:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
-        self.linear_kv_down_proj = WholeLinear(config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config)
+        self.linear_kv_down_proj = WholeLinear(
+            config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, config
+        )
         self.rotary_pos_emb.__class__ = LatentYarn if config.rope_type == "yarn" else LatentRotary
 
 
 @contextmanager
 def _without_transformer_engine() -> Iterator[None]:
-    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with no class then."""
+    """Let Megatron skip the linears of Transformer Engine inside the context where that is absent: 0.16.1 compares with
+    no class then.
+    """
     had = multi_latent_attention.HAVE_TE
     multi_latent_attention.HAVE_TE = had and isinstance(multi_latent_attention.TELinear, type)
     try:
@@ -97,14 +105,18 @@ def _without_transformer_engine() -> Iterator[None]:
 
 
 def grouped_choice(hf_config: Any) -> Arguments:
-    """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which mbridge ignores."""
+    """Return Megatron's arguments for a choice of experts within the best groups (``n_group``, ``topk_group``), which
+    mbridge ignores.
+    """
     if hf_config.n_group == 1:
         return {}
     return {"moe_router_num_groups": hf_config.n_group, "moe_router_group_topk": hf_config.topk_group}
 
 
 class Glm4MoE(Experts, GLM4MoEBridge):
-    """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are there or not."""
+    """Bridge of ``model_type: glm4_moe``. mbridge takes one shared expert for any number, and biases whether they are
+    there or not.
+    """
 
     def _arguments(self) -> Arguments:
         config = self.hf_config
@@ -122,7 +134,9 @@ _LAYER = "model.layers.{layer_number}."
 
 
 class Glm4(LocalLayers, Qwen2Bridge):
-    """Bridge of ``model_type: glm4``, which mbridge does not have; gate and up projection are one tensor in the files already."""
+    """Bridge of ``model_type: glm4``, which mbridge does not have; gate and up projection are one tensor in the files
+    already.
+    """
 
     _ATTENTION_MAPPING: ClassVar[dict[str, list[str]]] = {
         **Qwen2Bridge._ATTENTION_MAPPING,
@@ -135,7 +149,9 @@ class Glm4(LocalLayers, Qwen2Bridge):
     }
 
     def _build_config(self) -> Any:
-        return self._build_base_config(add_qkv_bias=self.hf_config.attention_bias, qk_layernorm=False, rotary_interleaved=True)
+        return self._build_base_config(
+            add_qkv_bias=self.hf_config.attention_bias, qk_layernorm=False, rotary_interleaved=True
+        )
 
     def _spec(self, vp_stage: int | None) -> Any:
         spec = super()._spec(vp_stage)
@@ -160,7 +176,9 @@ class Qwen3(LocalLayers, Qwen3Bridge):
 
 
 class Qwen2MoE(Experts, Qwen2MoEBridge):
-    """Bridge of ``model_type: qwen2_moe``. mbridge leaves out the gate of the shared expert, and always normalises as Qwen1.5-MoE does."""
+    """Bridge of ``model_type: qwen2_moe``. mbridge leaves out the gate of the shared expert, and always normalises as
+    Qwen1.5-MoE does.
+    """
 
     def _arguments(self) -> Arguments:
         return super()._arguments() | {
@@ -193,7 +211,9 @@ _LATENT_NORM = re.compile(r"decoder\.layers\.(\d+)\.self_attention\.(q|kv)_layer
 
 
 class DeepSeekV3(Experts, DeepseekV3Bridge):
-    """Bridge of ``model_type: deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and bfloat16."""
+    """Bridge of ``model_type: deepseek_v3``. mbridge ignores groups of experts, and needs Transformer Engine and
+    bfloat16.
+    """
 
     _FLASH_HEADS = False
     _SHARED_STATE_DICT_MAPPING: ClassVar[Mapping[str, list[str]]] = {}

@@ -19,18 +19,26 @@ from torch import Tensor
 class Norm(torch.nn.RMSNorm):
     """RMSNorm for Megatron's layer specs.
 
-    With sequence parallelism each rank normalises its own tokens, so that it has a part of the weight's gradient. Megatron adds the parts
-    up for the weights that are marked ``sequence_parallel``.
+    With sequence parallelism each rank normalises its own tokens, so that it has a part of the weight's gradient.
+    Megatron adds the parts up for the weights that are marked ``sequence_parallel``.
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
-        assert config.normalization == "RMSNorm" and not config.layernorm_zero_centered_gamma and not config.persist_layer_norm
+        assert (
+            config.normalization == "RMSNorm"
+            and not config.layernorm_zero_centered_gamma
+            and not config.persist_layer_norm
+        )
         super().__init__(hidden_size, eps=eps)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Return the entries of a checkpoint, for Megatron's MLP, which asks each of its parts for them."""
-        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
+        entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True), prefix, {}, sharded_offsets
+        )
         return entries
 
 
@@ -52,7 +60,12 @@ class PartialReplay(RouterReplay):  # type: ignore[misc]
     """
 
     def get_replay_topk(
-        self, scores: Tensor, topk: int, num_groups: Any = None, group_topk: Any = None, default_compute_topk: Any = None
+        self,
+        scores: Tensor,
+        topk: int,
+        num_groups: Any = None,
+        group_topk: Any = None,
+        default_compute_topk: Any = None,
     ) -> tuple[Tensor, Tensor]:
         """Return scores and ids of each token's experts, [T, K]."""
         if self.router_replay_action == RouterReplayAction.REPLAY_FORWARD:
@@ -60,7 +73,9 @@ class PartialReplay(RouterReplay):  # type: ignore[misc]
         elif self.router_replay_action == RouterReplayAction.REPLAY_BACKWARD:
             given = self.replay_backward_list.pop(0)
         else:
-            found: tuple[Tensor, Tensor] = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+            found: tuple[Tensor, Tensor] = super().get_replay_topk(
+                scores, topk, num_groups, group_topk, default_compute_topk
+            )
             return found
         assert given is not None and len(given) == len(scores), "as many targets as tokens"
         _, own_TK = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
@@ -80,25 +95,38 @@ class Router(TopKRouter):  # type: ignore[misc]
         logits: Tensor = torch.nn.functional.linear(input.float(), self.weight.float())
         return logits
 
-    def _apply_aux_loss(self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False) -> Tensor:
-        """Attach this rank's part of the row's balancing loss to ``probs``, multiplied by the tokens of the whole row (``balance``).
+    def _apply_aux_loss(
+        self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
+    ) -> Tensor:
+        """Attach this rank's part of the row's balancing loss to ``probs``, multiplied by the tokens of the whole row
+        (``balance``).
 
-        Scores and map are 0 for padding, so a row of nothing else has a loss of 0. Megatron's own multiplies by the tokens of this rank,
-        which are fewer where the padding is, and keeps a global table of losses.
+        Scores and map are 0 for padding, so a row of nothing else has a loss of 0. Megatron's own multiplies by the
+        tokens of this rank, which are fewer where the padding is, and keeps a global table of losses.
         """
         coefficient = self.get_aux_loss_coeff("aux_loss")
         if coefficient == 0:
             return probs
         # All ranks of a row must count alike, so tokens are counted by the map also where no mask is given.
-        sent_E, _, tokens = get_tokens_per_expert_and_token_count(routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True)
+        sent_E, _, tokens = get_tokens_per_expert_and_token_count(
+            routing_map, self.tp_cp_group, topk=self.topk, with_padding_mask=True
+        )
         loss = switch_load_balancing_loss_func(
-            scores_for_aux_loss, sent_E, tokens.clamp(min=1), self.topk, self.num_experts, coefficient, fused=self.config.moe_router_fusion
+            scores_for_aux_loss,
+            sent_E,
+            tokens.clamp(min=1),
+            self.topk,
+            self.num_experts,
+            coefficient,
+            fused=self.config.moe_router_fusion,
         )
         attached: Tensor = MoEAuxLossAutoScaler.apply(probs, loss * tokens)
         return attached
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """Count the tokens of each expert, once for every row that is trained. Megatron's own cannot apply a mask to several experts."""
+        """Count the tokens of each expert, once for every row that is trained. Megatron's own cannot apply a mask to
+        several experts.
+        """
         if self.enable_expert_bias and torch.is_grad_enabled():
             counted_TE = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
             self.local_tokens_per_expert += counted_TE.sum(dim=0)
@@ -107,8 +135,8 @@ class Router(TopKRouter):  # type: ignore[misc]
 class ScoreRouter(Router):
     """Router that weighs a token's experts by their sigmoid scores, as ``norm_topk_prob: false`` has it.
 
-    Megatron divides the scores by their sum, unless there is one. Its result is multiplied by that sum again, so that a balancing loss
-    stays attached to it.
+    Megatron divides the scores by their sum, unless there is one. Its result is multiplied by that sum again, so that a
+    balancing loss stays attached to it.
     """
 
     def routing(self, logits: Tensor, *arguments: Any, **more: Any) -> tuple[Tensor, Tensor]:

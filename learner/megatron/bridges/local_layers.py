@@ -1,8 +1,8 @@
 """Common part of all families: configuration, layers, weights from Hugging Face files and back to Hugging Face names.
 
-``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers with attention and
-norms of our own, and maps the two norms of a layer that Transformer Engine would fuse into the linears. Every rank reads its own part from
-the files; an export is that of one pipeline stage.
+``mbridge`` maps names and layouts. Its layer spec needs Transformer Engine, so this mixin uses Megatron's own layers
+with attention and norms of our own, and maps the two norms of a layer that Transformer Engine would fuse into the
+linears. Every rank reads its own part from the files; an export is that of one pipeline stage.
 """
 
 import json
@@ -48,7 +48,9 @@ class ModelFiles:
         try:
             found: Tensor = self._open(self._file_of[name]).get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise ConfigRefused(str(self._directory / self._file_of[name]), f"a safetensors file with {name}", str(error)) from error
+            raise ConfigRefused(
+                str(self._directory / self._file_of[name]), f"a safetensors file with {name}", str(error)
+            ) from error
         return found
 
     def _index(self) -> dict[str, str]:
@@ -115,9 +117,10 @@ class LocalLayers:
 
     def _arguments(self) -> Arguments:
         """Return the fields of Megatron's TransformerConfig that are set for every model of the class."""
-        # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already (``aggregation``).
-        # masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the embedding's backward pass is a kernel that
-        # is deterministic on CUDA; the rank has set torch's switch from ``learner.deterministic`` before.
+        # calculate_per_token_loss: the schedule then divides the loss by nothing; it has its denominators already
+        # (``aggregation``). masked_softmax_fusion and batch_p2p_sync are for CUDA. deterministic_mode: with it the
+        # embedding's backward pass is a kernel that is deterministic on CUDA; the rank has set torch's switch from
+        # ``learner.deterministic`` before.
         return {
             "use_cpu_initialization": not torch.cuda.is_available(),
             "masked_softmax_fusion": False,
@@ -129,11 +132,16 @@ class LocalLayers:
         }
 
     def _possible(self, wanted: Wanted) -> Wanted:
-        """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where one is demanded."""
+        """Return the settings about kernels without those that the family has no use for. Raises ConfigRefused where
+        one is demanded.
+        """
         if self._FLASH_HEADS:
             return wanted
         if wanted.attention in (VARLEN, CUDNN):
-            want, got = "sdpa or auto", f"{wanted.attention}: keys and values of {self.hf_config.model_type} have heads of different sizes"
+            want, got = (
+                "sdpa or auto",
+                f"{wanted.attention}: keys and values of {self.hf_config.model_type} have heads of different sizes",
+            )
             raise ConfigRefused("learner.attention", want, got)
         if wanted.fused_rotary == "always":
             got = f"always: the attention of {self.hf_config.model_type} turns a part of its queries and keys itself"
@@ -153,8 +161,9 @@ class LocalLayers:
     def build(self, pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None) -> GPTModel:
         """Return the layers of this rank's pipeline stage, with random weights.
 
-        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer. ``vp_stage``: number of the chunk,
-        of a rank with several. The weights are initialised because Megatron marks the split ones while it does that.
+        ``pre_process``: with the embedding; ``post_process``: with the last norm and the output layer. ``vp_stage``:
+        number of the chunk, of a rank with several. The weights are initialised because Megatron marks the split ones
+        while it does that.
         """
         model = GPTModel(
             config=self.config,
@@ -167,13 +176,17 @@ class LocalLayers:
         )
         # The same data, with other behaviour: support for packed rows, and hidden states instead of logits.
         if hasattr(model, "rotary_pos_emb"):
-            model.rotary_pos_emb.__class__ = FusedRotary if self.kernels.fused_rotary and self._turns(model) else PackedRotary
+            model.rotary_pos_emb.__class__ = (
+                FusedRotary if self.kernels.fused_rotary and self._turns(model) else PackedRotary
+            )
         if post_process:
             model.output_layer.__class__ = OutputLayer
         return model
 
     def _turns(self, model: GPTModel) -> bool:
-        """Return whether core attention turns queries and keys in every layer, given their positions; not so in some users' bridges."""
+        """Return whether core attention turns queries and keys in every layer, given their positions; not so in some
+        users' bridges.
+        """
         cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
         turns = not self.config.no_rope_freq and all(isinstance(core, SDPACoreAttention) for core in cores)
         if not turns:
@@ -183,7 +196,9 @@ class LocalLayers:
 
     def _spec(self, vp_stage: int | None) -> Any:
         """Return Megatron's description of the stage's layers."""
-        spec = get_gpt_decoder_block_spec(self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage)
+        spec = get_gpt_decoder_block_spec(
+            self.config, use_transformer_engine=False, normalization="RMSNorm", vp_stage=vp_stage
+        )
         spec.layer_norm = Norm
         for layer in spec.layer_specs:  # several layers share one object, so a change must bear repetition
             parts, attention = layer.submodules, layer.submodules.self_attention.submodules
@@ -243,7 +258,9 @@ class LocalLayers:
                 size, rank = self._split(name)
                 part = self._weight_split_across_tp(name, whole, state[local], size)[rank]  # type: ignore[attr-defined]
                 if part.shape != state[local].shape:
-                    raise ConfigRefused(f"{directory}: {', '.join(names)}", f"the shape {tuple(state[local].shape)}", tuple(part.shape))
+                    raise ConfigRefused(
+                        f"{directory}: {', '.join(names)}", f"the shape {tuple(state[local].shape)}", tuple(part.shape)
+                    )
                 state[local].copy_(part)
 
     def _split(self, name: str) -> tuple[int, int]:
@@ -256,8 +273,8 @@ class LocalLayers:
     def export(self, chunks: Sequence[GPTModel]) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole weights of this pipeline stage under their Hugging Face names, in a fixed order.
 
-        Collective over the tensor-parallel ranks, and with experts over the expert-parallel ones. Where nothing is split the tensors are
-        views on the live weights: copy those that must outlive the next step.
+        Collective over the tensor-parallel ranks, and with experts over the expert-parallel ones. Where nothing is
+        split the tensors are views on the live weights: copy those that must outlive the next step.
         """
         for chunk in chunks:
             parameters = dict(chunk.named_parameters())

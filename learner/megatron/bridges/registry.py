@@ -14,7 +14,18 @@ from tidemill.bus.wire.model_values import in_older_keys
 from tidemill.learner.errors import ConfigRefused
 from tidemill.learner.layout.parallel import Parallel
 from tidemill.learner.layout.sizes import FAMILIES, refusals
-from tidemill.learner.megatron.bridges.families import DeepSeekV3, Glm4, Glm4MoE, Llama, Mistral, Mixtral, Qwen2, Qwen2MoE, Qwen3, Qwen3MoE
+from tidemill.learner.megatron.bridges.families import (
+    DeepSeekV3,
+    Glm4,
+    Glm4MoE,
+    Llama,
+    Mistral,
+    Mixtral,
+    Qwen2,
+    Qwen2MoE,
+    Qwen3,
+    Qwen3MoE,
+)
 from tidemill.learner.megatron.bridges.local_layers import LocalLayers
 from tidemill.learner.megatron.layers.kernels import Wanted
 from tidemill.learner.megatron.layers.mixture import Mixture
@@ -45,14 +56,17 @@ def open_bridge(
 ) -> Any:
     """Return the bridge for a Hugging Face model directory.
 
-    It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and ``export(chunks)``.
-    ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. ``own``: import path of the bridge's class; empty =
-    that of the model type. Raises ConfigRefused for a model type without a bridge, a value that Megatron would compute differently, sizes
-    that the parallel layout cannot split, or a kernel that cannot work here; ValueError for an import path that leads to no bridge.
+    It has ``build(pre_process, post_process, vp_stage) -> GPTModel``, ``load(chunks, directory)`` and
+    ``export(chunks)``. ``wanted``, ``mixture``: settings about kernels and experts; None = the defaults. ``own``:
+    import path of the bridge's class; empty = that of the model type. Raises ConfigRefused for a model type without a
+    bridge, a value that Megatron would compute differently, sizes that the parallel layout cannot split, or a kernel
+    that cannot work here; ValueError for an import path that leads to no bridge.
     """
     found = None if not own else _own(own)  # its module may tell transformers about the model type
     hf_config = _config(model_dir)
-    for refused in refusals(hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=found is not None, **parallel.sizes):
+    for refused in refusals(
+        hf_config.to_dict(), where=f"{model_dir}/config.json", own_bridge=found is not None, **parallel.sizes
+    ):
         raise refused
     bridge = (found or _BRIDGES[hf_config.model_type])(
         hf_config,
@@ -70,13 +84,20 @@ def _own(path: str) -> type[LocalLayers]:
     """Return the class at an import path. Raises ValueError for one that is no bridge."""
     found = find_function(path, "learner.bridge", want="module:Class")
     if not (isinstance(found, type) and issubclass(found, LocalLayers) and issubclass(found, LLMBridge)):
-        want = "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's bridges, in this order"
-        raise ValueError(f"learner.bridge: want {want}, got {path!r}: {getattr(found, '__mro__', type(found).__name__)}")
+        want = (
+            "a class with the bases LocalLayers (learner/megatron/bridges/local_layers.py) and one of mbridge's "
+            "bridges, in this order"
+        )
+        raise ValueError(
+            f"learner.bridge: want {want}, got {path!r}: {getattr(found, '__mro__', type(found).__name__)}"
+        )
     return found
 
 
 def _config(model_dir: Path) -> Any:
-    """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not know."""
+    """Return the configuration of a model directory. Raises ConfigRefused for a model type that transformers does not
+    know.
+    """
     try:
         given = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         config = AutoConfig.from_pretrained(model_dir)
@@ -84,5 +105,8 @@ def _config(model_dir: Path) -> Any:
             setattr(config, name, value)
         return config
     except ValueError as error:
-        want = "a model that transformers knows; the module of learner.bridge may register its configuration (AutoConfig.register)"
+        want = (
+            "a model that transformers knows; the module of learner.bridge may register its configuration "
+            "(AutoConfig.register)"
+        )
         raise ConfigRefused(f"{model_dir}/config.json", want, str(error).splitlines()[0]) from error

@@ -1,7 +1,8 @@
 """Attention and rotary positions of packed rows, which concatenate many sequences of any length.
 
-``PackedRow`` is computed once per micro-batch and passes through Megatron as its ``packed_seq_params``. Sequences of similar length
-are scattered into a right-padded batch, so that a row costs one attention call per length bucket and not one per sequence. That is
+``PackedRow`` is computed once per micro-batch and passes through Megatron as its ``packed_seq_params``. Sequences of
+similar length are scattered into a right-padded batch, so that a row costs one attention call per length bucket and not
+one per sequence. That is
 exact: padding comes after every real query, and attention is causal.
 Shape letters: T = tokens of the row, P = padded positions of all buckets, n = heads, d = head size.
 """
@@ -56,36 +57,49 @@ class Piece(NamedTuple):
 class PackedRow(PackedSeqParams):
     """Positions of the sequences in a row, and their layout for attention.
 
-    ``qkv_format`` stays "sbhd": Megatron's own "thd" code for rotary positions loops over the sequences in Python, for q and k in every
-    layer. With one row the two layouts are the same tensor, and ``PackedRotary`` supplies the angle of every token.
+    ``qkv_format`` stays "sbhd": Megatron's own "thd" code for rotary positions loops over the sequences in Python, for
+    q and k in every layer. With one row the two layouts are the same tensor, and ``PackedRotary`` supplies the angle of
+    every token.
     """
 
     position_ids_T: Tensor | None = None
-    """Positions of this rank's tokens. Fields without such a note are those of the whole row, which context parallelism cuts into parts."""
+    """Positions of this rank's tokens. Fields without such a note are those of the whole row, which context parallelism
+    cuts into parts.
+    """
     padding_T: Tensor | None = None
     """True for padding in this rank's tokens; None = the whole row has none. Routers do not count it."""
     bounds_S: Tensor | None = None
-    """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty."""
+    """Boundaries of the sequences, [S + 1], int32 on the device, for flash attention. Megatron's own fields stay empty.
+    """
     pieces: tuple[Piece, ...] = ()
     """The row cut before and after each long sequence; empty = it has none."""
     buckets: tuple[tuple[int, int], ...] = ()
     """(sequences, padded length) of each bucket."""
     take_P: Tensor | None = None
-    """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is the batch."""
+    """Index of the row's token at each padded position (padding repeats its sequence's last token); None = the row is
+    the batch.
+    """
     give_T: Tensor | None = None
     """Padded position of each token."""
     rotation: Rotation | None = None
-    """Positions of this rank's tokens where core attention turns queries and keys, during a pass; None = Megatron does."""
+    """Positions of this rank's tokens where core attention turns queries and keys, during a pass; None = Megatron does.
+    """
     experts: tuple[Tensor, ...] = ()
-    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given (``routing``);
-    -1 = not known."""
+    """Experts of this rank's tokens in each of its layers that has any, [T, K] int16, where they are recorded or given
+    (``routing``);
+    -1 = not known.
+    """
     routed: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
-    """Layer of this stage -> (experts of all tokens, in ascending order, [T, K] int32; their weights, [T, K]; affinities to all experts,
-    [T, E]) of the last pass, where routers are observed. In host memory; those of a device are complete after a synchronization."""
+    """Layer of this stage -> (experts of all tokens, in ascending order, [T, K] int32; their weights, [T, K];
+    affinities to all experts, [T, E]) of the last pass, where routers are observed. In host memory; those of a device
+    are complete after a synchronization.
+    """
 
 
 def packed_row(cu_seqlens: NDArray[np.int32], position_ids_T: Tensor, padding_T: Tensor | None = None) -> PackedRow:
-    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in ``PackedRow``."""
+    """Return the layout of a row with sequence boundaries ``cu_seqlens`` ([S + 1], from 0 to T). ``padding_T``: as in
+    ``PackedRow``.
+    """
     device = position_ids_T.device
     starts, lengths = cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens).astype(np.int64)
     starts, lengths = starts[lengths > 0], lengths[lengths > 0]
@@ -115,7 +129,9 @@ def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
     long = lengths >= LONG_SEQUENCE
     if not long.any():
         return ()
-    starts = np.flatnonzero(long | np.append(True, long[:-1]))  # each long sequence begins a piece, and so does the one behind it
+    starts = np.flatnonzero(
+        long | np.append(True, long[:-1])
+    )  # each long sequence begins a piece, and so does the one behind it
     pieces = []
     for first, after in itertools.pairwise([*starts.tolist(), len(lengths)]):
         part = lengths[first:after]
@@ -126,7 +142,8 @@ def _cut(lengths: NDArray[np.int64], device: torch.device) -> tuple[Piece, ...]:
 def _bucketed(
     starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> tuple[tuple[tuple[int, int], ...], NDArray[np.int64], NDArray[np.int64]]:
-    """Assign sequences of (2^k, 2^(k+1)] tokens to one bucket, padded to its longest sequence: less than half of it is padding.
+    """Assign sequences of (2^k, 2^(k+1)] tokens to one bucket, padded to its longest sequence: less than half of it is
+    padding.
 
     Returns (buckets, ``take_P``, ``give_T``) of ``PackedRow``.
     """
@@ -155,14 +172,20 @@ class PackedRotary(RotaryEmbedding):
     inv_freq: Tensor
     seq_len_interpolation_factor: float | None
 
-    def get_rotary_seq_len(self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its length."""
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, transformer_input: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Return the argument that Megatron passes to ``forward``: for a packed row the row itself instead of its
+        length.
+        """
         packed = args[-1] if args else None
         if isinstance(packed, PackedRow):
             return packed
         return super().get_rotary_seq_len(inference_context, transformer, transformer_input, *args, **kwargs)
 
-    def forward(self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None) -> Tensor:
+    def forward(
+        self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
+    ) -> Tensor:
         """Return the angles [T, 1, 1, d] of a PackedRow, or those of positions 0 .. max_seq_len - 1."""
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
@@ -180,7 +203,9 @@ class PackedRotary(RotaryEmbedding):
         if self.inv_freq.device != positions_T.device:
             self.inv_freq = self.inv_freq.to(positions_T.device)
         positions_T = positions_T.to(self.inv_freq.dtype)
-        if self.seq_len_interpolation_factor is not None:  # linear scaling, for which Megatron divides the positions as well
+        if (
+            self.seq_len_interpolation_factor is not None
+        ):  # linear scaling, for which Megatron divides the positions as well
             positions_T = positions_T * (1 / self.seq_len_interpolation_factor)
         return torch.outer(positions_T, self.inv_freq)
 
@@ -191,7 +216,9 @@ class FusedRotary(PackedRotary):
     def forward(  # type: ignore[override]
         self, max_seq_len: PackedRow | int, offset: int = 0, packed_seq: bool = False, cp_group: Group | None = None
     ) -> Tensor | None:
-        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as before."""
+        """Give a PackedRow its ``rotation``, and return None, with which Megatron turns nothing; other angles as
+        before.
+        """
         if not isinstance(max_seq_len, PackedRow):
             return super().forward(max_seq_len, offset, packed_seq, cp_group)
         angles_TF = self.angles(max_seq_len)
@@ -200,10 +227,18 @@ class FusedRotary(PackedRotary):
 
 
 class SDPACoreAttention(MegatronModule):
-    """Core attention of Megatron's layers by torch's scaled_dot_product_attention; causal, for packed rows and plain batches."""
+    """Core attention of Megatron's layers by torch's scaled_dot_product_attention; causal, for packed rows and plain
+    batches.
+    """
 
     def __init__(
-        self, config: Any, layer_number: int, attn_mask_type: Any, attention_type: str, softmax_scale: float | None = None, **unused: Any
+        self,
+        config: Any,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        softmax_scale: float | None = None,
+        **unused: Any,
     ) -> None:
         super().__init__(config=config)
         if config.attention_dropout:
@@ -212,12 +247,19 @@ class SDPACoreAttention(MegatronModule):
         self._context = parallel_state.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, packed_seq_params: Any = None, **unused: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Any,
+        packed_seq_params: Any = None,
+        **unused: Any,
     ) -> Tensor:
-        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b may be left out.
+        """Attend: q [s, b, n, d], k and v [s, b, groups, d] -> [s, b, n * d]; with a PackedRow s = T and b = 1, and b
+        may be left out.
 
-        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always causal. With context
-        parallelism, which wants a PackedRow, s is this rank's part of the row.
+        Returns the output of all heads before the projection. ``attention_mask`` is ignored: attention is always
+        causal. With context parallelism, which wants a PackedRow, s is this rank's part of the row.
         """
         if not isinstance(packed_seq_params, PackedRow):
             assert self._context is None, "context parallelism has packed rows only"
@@ -238,7 +280,9 @@ class SDPACoreAttention(MegatronModule):
         q, k, v = (_Pad.apply(x, row.take_P, row.give_T) for x in (q, k, v))
         out, place = [], 0
         for count, width in row.buckets:
-            parts = (x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
+            parts = (
+                x[place : place + count * width].view(count, width, *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+            )
             out.append(self._attend(*parts).transpose(1, 2).reshape(count * width, -1))
             place += count * width
         whole: Tensor = _Unpad.apply(out[0] if len(out) == 1 else torch.cat(out), row.give_T)
@@ -251,7 +295,8 @@ class SDPACoreAttention(MegatronModule):
 
 
 class VarlenCoreAttention(SDPACoreAttention):
-    """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA only.
+    """Core attention by torch's flash attention for sequences of any length: one call a row, without padding. CUDA
+    only.
 
     A plain batch has no boundaries, and takes the way of ``SDPACoreAttention``.
     """
@@ -266,7 +311,9 @@ class VarlenCoreAttention(SDPACoreAttention):
 
 
 class CudnnCoreAttention(VarlenCoreAttention):
-    """The same, but each long sequence goes by itself through cuDNN's attention, which is faster there. For Hopper; not deterministic."""
+    """The same, but each long sequence goes by itself through cuDNN's attention, which is faster there. For Hopper; not
+    deterministic.
+    """
 
     _backend = SDPBackend.CUDNN_ATTENTION
     """Backend of a long sequence."""
@@ -284,8 +331,8 @@ class CudnnCoreAttention(VarlenCoreAttention):
     def _attend_long(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend causally within one sequence: q [L, n, d], k and v [L, groups, d] -> [L, n, d].
 
-        cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. Padding comes behind
-        all queries, which attend to nothing after them, so it changes nothing.
+        cuDNN makes a plan for each new length, in 0.2 s, so the sequence is padded to one of a few. Padding comes
+        behind all queries, which attend to nothing after them, so it changes nothing.
         """
         padding = padded_length(len(q)) - len(q)
         parts = (F.pad(x, (0, 0, 0, 0, 0, padding)) if padding else x for x in (q, k, v))
@@ -300,11 +347,13 @@ def padded_length(length: int) -> int:
     return -(-length // step) * step
 
 
-def attend_varlen(q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, operator: Callable[..., Any], scale: float | None) -> Tensor:
+def attend_varlen(
+    q: Tensor, k: Tensor, v: Tensor, piece: Piece, *, operator: Callable[..., Any], scale: float | None
+) -> Tensor:
     """Attend causally within each sequence of a piece: q [T, n, d], k and v [T, groups, d] -> [T, n, d].
 
-    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1, 0). Where it has no
-    ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
+    ``operator`` has the signature of ``torch.nn.attention.varlen.varlen_attn``, where a causal mask is the window (-1,
+    0). Where it has no ``enable_gqa`` (torch 2.11), it takes fewer heads of keys and values without being told.
     """
     more = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _takes_groups(operator) else {}
     bounds, longest = piece.bounds_S, piece.longest
@@ -332,7 +381,9 @@ CORE_ATTENTION: Mapping[str, type[SDPACoreAttention]] = {
 
 
 class _Pad(torch.autograd.Function):
-    """Scatters the tokens of a row to padded positions. Padding reaches no real output, so its gradient is 0 and is not accumulated."""
+    """Scatters the tokens of a row to padded positions. Padding reaches no real output, so its gradient is 0 and is not
+    accumulated.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, take_P: Tensor | None, give_T: Tensor | None) -> Tensor:

@@ -1,10 +1,12 @@
 """Context parallelism: every row of tokens is cut into equal parts, one for each rank of a group.
 
-Between the attentions a rank has its part of the tokens. For attention, the ranks exchange tokens for heads: each has all tokens of the row
-with its share of the heads, so that the attention of whole rows is used as it is, and its work is divided equally whatever the lengths of
-the sequences. The loss is that of the whole row on every rank, from log-probs that are gathered here.
+Between the attentions a rank has its part of the tokens. For attention, the ranks exchange tokens for heads: each has
+all tokens of the row with its share of the heads, so that the attention of whole rows is used as it is, and its work is
+divided equally whatever the lengths of the sequences. The loss is that of the whole row on every rank, from log-probs
+that are gathered here.
 
-Sources: Jacobs et al. 2023 (DeepSpeed Ulysses). Shape letters: T = tokens of the row, C = those of one part, n = heads, d = head size.
+Sources: Jacobs et al. 2023 (DeepSpeed Ulysses). Shape letters: T = tokens of the row, C = those of one part, n = heads,
+d = head size.
 """
 
 from typing import Any
@@ -24,7 +26,8 @@ def own_part(values_T: Tensor, rank: int, size: int) -> Tensor:
 def gather_parts(values_C: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the concatenation of all ranks' parts, [T, ...]; differentiable.
 
-    The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of it.
+    The computation on the result must be the same on all ranks: each has the whole gradient then, and takes its part of
+    it.
     """
     whole: Tensor = _Gather.apply(values_C, group)
     return whole

@@ -1,9 +1,9 @@
 """Kernels over the heads of queries and keys, in Triton: RMSNorm of each head, and rotary positions.
 
-In torch's operations a rotation is a dozen passes over queries and keys, forward and backward, and torch's kernel for the gradient of a
-norm's weight is made for long rows, not for many rows of a head's size. A row belongs to one program, and the parts of that gradient are
-added up in a fixed order, so the results are the same bits each time. Import this module only where Triton is installed; ``kernels.py``
-decides.
+In torch's operations a rotation is a dozen passes over queries and keys, forward and backward, and torch's kernel for
+the gradient of a norm's weight is made for long rows, not for many rows of a head's size. A row belongs to one program,
+and the parts of that gradient are added up in a fixed order, so the results are the same bits each time. Import this
+module only where Triton is installed; ``kernels.py`` decides.
 
 Shape letters: T = tokens, n = heads, d = head size, F = rotated pairs of a head.
 """
@@ -19,13 +19,17 @@ from torch.autograd.function import once_differentiable
 TILE = 2048
 """Elements of a program's tile at a time."""
 PARTS = 512
-"""Programs of the norm's backward pass, each with a part of the weight's gradient: four for each multiprocessor of an H100."""
+"""Programs of the norm's backward pass, each with a part of the weight's gradient: four for each multiprocessor of an
+H100.
+"""
 
 
 def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """Rotate the first ``2 F`` elements of each head of q and k, [T, n, d] each, by the angles with these cosines and sines (float32).
+    """Rotate the first ``2 F`` elements of each head of q and k, [T, n, d] each, by the angles with these cosines and
+    sines (float32).
 
-    ``interleaved``: a pair is two neighbours; else its elements are ``F`` apart. Computed in float32 and rounded once. Returns new tensors.
+    ``interleaved``: a pair is two neighbours; else its elements are ``F`` apart. Computed in float32 and rounded once.
+    Returns new tensors.
     Source: Su et al. 2021 (RoFormer), equation 34.
     """
     both: tuple[Tensor, Tensor] = _Rotated.apply(q, k, cos_TF, sin_TF, interleaved)
@@ -33,7 +37,8 @@ def rotated(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, *, interleaved
 
 
 def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of [..., n, d], as ``torch.nn.functional.rms_norm``.
+    """Return ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension of [..., n, d], as
+    ``torch.nn.functional.rms_norm``.
 
     Computed in float32 and rounded once. Source: Zhang, Sennrich 2019.
     """
@@ -43,7 +48,9 @@ def head_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 class _Rotated(Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, interleaved: bool
+    ) -> tuple[Tensor, Tensor]:
         """Return q and k, turned."""
         ctx.save_for_backward(cos_TF, sin_TF)
         ctx.interleaved = interleaved
@@ -57,7 +64,9 @@ class _Rotated(Function):
         return *_turn(grad_q, grad_k, cos_TF, sin_TF, -1.0, ctx.interleaved), None, None, None
 
 
-def _turn(q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, sign: float, interleaved: bool) -> tuple[Tensor, Tensor]:
+def _turn(
+    q: Tensor, k: Tensor, cos_TF: Tensor, sin_TF: Tensor, sign: float, interleaved: bool
+) -> tuple[Tensor, Tensor]:
     q, k = _dense(q), _dense(k)
     out_q, out_k = (empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     heads = max(q.shape[1], k.shape[1])
@@ -98,7 +107,18 @@ class _HeadNorm(Function):
         scales = empty(tokens * heads, dtype=float32, device=x.device)
         rows, width = _tile(size)
         _norm[(triton.cdiv(tokens * heads, rows),)](
-            x, weight, out, scales, tokens * heads, heads, size, *x.stride()[:2], eps, ROWS=rows, SIZE=width, num_warps=4
+            x,
+            weight,
+            out,
+            scales,
+            tokens * heads,
+            heads,
+            size,
+            *x.stride()[:2],
+            eps,
+            ROWS=rows,
+            SIZE=width,
+            num_warps=4,
         )
         ctx.save_for_backward(x, weight, scales)
         return out
@@ -164,17 +184,50 @@ def _rotate(  # type: ignore[no-untyped-def]
     cosines, sines = cosines + token * pairs, sines + token * pairs
     if tl.program_id(1) == 0:
         _rotate_heads(
-            q + token * q_token, out_q + token * q_heads * size, q_head, q_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE
+            q + token * q_token,
+            out_q + token * q_heads * size,
+            q_head,
+            q_heads,
+            size,
+            cosines,
+            sines,
+            pairs,
+            sign,
+            PAIRED,
+            HEADS,
+            SIZE,
         )
     else:
         _rotate_heads(
-            k + token * k_token, out_k + token * k_heads * size, k_head, k_heads, size, cosines, sines, pairs, sign, PAIRED, HEADS, SIZE
+            k + token * k_token,
+            out_k + token * k_heads * size,
+            k_head,
+            k_heads,
+            size,
+            cosines,
+            sines,
+            pairs,
+            sign,
+            PAIRED,
+            HEADS,
+            SIZE,
         )
 
 
 @triton.jit  # type: ignore[misc]
 def _rotate_heads(  # type: ignore[no-untyped-def]
-    x, out, stride, heads, size, cosines, sines, pairs, sign, PAIRED: tl.constexpr, HEADS: tl.constexpr, SIZE: tl.constexpr
+    x,
+    out,
+    stride,
+    heads,
+    size,
+    cosines,
+    sines,
+    pairs,
+    sign,
+    PAIRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """Turn the heads of one token."""
     head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, SIZE)[None, :]
@@ -193,7 +246,18 @@ def _rotate_heads(  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[misc]
 def _norm(  # type: ignore[no-untyped-def]
-    x, weights, out, scales, num_rows, heads, size, token_stride, head_stride, eps, ROWS: tl.constexpr, SIZE: tl.constexpr
+    x,
+    weights,
+    out,
+    scales,
+    num_rows,
+    heads,
+    size,
+    token_stride,
+    head_stride,
+    eps,
+    ROWS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
     inside = (row < num_rows)[:, None] & (column < size)
@@ -202,7 +266,9 @@ def _norm(  # type: ignore[no-untyped-def]
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 1) / size + eps)
     weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)
     tl.store(scales + row, scale, mask=row < num_rows)
-    tl.store(out + row[:, None] * size + column, (value * scale[:, None] * weight).to(out.dtype.element_ty), mask=inside)
+    tl.store(
+        out + row[:, None] * size + column, (value * scale[:, None] * weight).to(out.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit  # type: ignore[misc]
@@ -222,7 +288,9 @@ def _norm_gradient(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Gradients for rows ``x s w`` with s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x s."""
+    """Gradients for rows ``x s w`` with s = 1 / sqrt(mean(x^2) + eps): dx = s (w g - x s mean(w g x s)), dw = sum g x
+    s.
+    """
     part = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, SIZE)[None, :]
     weight = tl.load(weights + column, mask=column < size, other=0.0).to(tl.float32)

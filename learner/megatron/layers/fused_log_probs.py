@@ -1,8 +1,9 @@
-"""Two kernels over a chunk of logits, in Triton: the sums behind log-probs and entropies, and the gradient of the logits.
+"""Two kernels over a chunk of logits, in Triton: the sums behind log-probs and entropies, and the gradient of the
+logits.
 
 Each reads a chunk once and keeps nothing of its size, where the same formulas in torch's operations take a dozen passes
-(``learner/megatron/logprobs.py`` has both, and the formulas). A row of the chunk belongs to one program, so the results are the same bits
-each time. Import this module only where Triton is installed; ``layers/kernels.py`` decides.
+(``learner/megatron/logprobs.py`` has both, and the formulas). A row of the chunk belongs to one program, so the results
+are the same bits each time. Import this module only where Triton is installed; ``layers/kernels.py`` decides.
 
 Shape letters: T = tokens, C = columns of the chunk, J = listed ids of each token.
 """
@@ -27,15 +28,28 @@ def add_statistics(
     ids_TJ: Tensor,
     picked_TJ: Tensor,
 ) -> None:
-    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)`` and ``sum (z - m) e^(z - m)``, all float32, in place.
+    """Add a chunk's logits z, times ``scale``, to ``m = max z``, ``sum e^(z - m)`` and ``sum (z - m) e^(z - m)``, all
+    float32, in place.
 
-    z of those ids (int64) that are in the chunk, whose first column is ``start``, is written into ``picked_TJ``, float32.
+    z of those ids (int64) that are in the chunk, whose first column is ``start``, is written into ``picked_TJ``,
+    float32.
     Source: Milakov, Gimelshein 2018 (online normaliser).
     """
     num_tokens, width = logits_TC.shape
     assert logits_TC.is_contiguous() and ids_TJ.is_contiguous() and picked_TJ.is_contiguous()
     _add_statistics[(num_tokens,)](
-        logits_TC, highest_T, sum_T, moment_T, ids_TJ, picked_TJ, width, start, ids_TJ.shape[1], scale, BLOCK=BLOCK, num_warps=WARPS
+        logits_TC,
+        highest_T,
+        sum_T,
+        moment_T,
+        ids_TJ,
+        picked_TJ,
+        width,
+        start,
+        ids_TJ.shape[1],
+        scale,
+        BLOCK=BLOCK,
+        num_warps=WARPS,
     )
 
 
@@ -53,7 +67,8 @@ def logits_gradient(
 ) -> None:
     """Write the gradient by the logits into ``out_TC``, which may be ``logits_TC``.
 
-    ``start``: the id of the first column. ``ids_TJ``: those of the picked log-probs, int64; ids outside of the chunk count as none.
+    ``start``: the id of the first column. ``ids_TJ``: those of the picked log-probs, int64; ids outside of the chunk
+    count as none.
     ``grad_entropy_T``: None = all 0.
     """
     num_tokens, width = logits_TC.shape

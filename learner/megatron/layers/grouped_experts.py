@@ -1,8 +1,8 @@
 """The experts of a rank in one grouped product per linear layer, instead of a product for each expert. Knows no family.
 
-Source: Megatron's ``SequentialMLP``, whose weights, names and checkpoints it keeps, and ``torch.nn.functional.grouped_mm`` of torch 2.13
-(on CUDA one kernel for bfloat16). Shape letters: T = tokens of all experts of the rank, one expert after the other, E = experts of the
-rank, I = inputs, O = outputs.
+Source: Megatron's ``SequentialMLP``, whose weights, names and checkpoints it keeps, and
+``torch.nn.functional.grouped_mm`` of torch 2.13 (on CUDA one kernel for bfloat16). Shape letters: T = tokens of all
+experts of the rank, one expert after the other, E = experts of the rank, I = inputs, O = outputs.
 """
 
 from typing import Any
@@ -18,10 +18,13 @@ from torch.nn.functional import grouped_mm
 class GroupedExperts(SequentialMLP):  # type: ignore[misc]
     """Gated experts without biases, all of a rank at once.
 
-    The weights of the experts are put side by side for each product, which copies them; nothing of the copy is kept for the backward pass.
+    The weights of the experts are put side by side for each product, which copies them; nothing of the copy is kept for
+    the backward pass.
     """
 
-    def __init__(self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None) -> None:
+    def __init__(
+        self, num_local_experts: int, config: Any, submodules: MLPSubmodules, pg_collection: Any = None
+    ) -> None:
         super().__init__(num_local_experts, config, MLPSubmodules(linear_fc1=_Columns, linear_fc2=_Rows), pg_collection)
 
     def forward(self, hidden_TI: Tensor, tokens_per_expert: Tensor, probs_T: Tensor) -> tuple[Tensor, None]:
@@ -36,7 +39,9 @@ class GroupedExperts(SequentialMLP):  # type: ignore[misc]
 
 
 class _Columns(ColumnParallelLinear):  # type: ignore[misc]
-    """Gives its weight. A call, so that hooks before a module's forward pass see it: an overlapped gathering of weights waits in one."""
+    """Gives its weight. A call, so that hooks before a module's forward pass see it: an overlapped gathering of weights
+    waits in one.
+    """
 
     def forward(self) -> Tensor:
         return self.weight

@@ -1,4 +1,5 @@
-"""The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs, heads. Knows torch alone.
+"""The choice of kernels for the model on one device: attention, recomputation, activation, experts, log-probs, heads.
+Knows torch alone.
 
 Each choice is a pure function that also gives its reason; ``chosen`` looks at this machine once and logs the result.
 """
@@ -28,15 +29,20 @@ Arguments = dict[str, Any]
 SDPA, VARLEN, CUDNN = "sdpa", "varlen", "cudnn"
 FLASH_DTYPES = (torch.bfloat16, torch.float16)
 FLASH_HEAD_SIZE, FLASH_MULTIPLE = 256, 8
-"""Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA does."""
+"""Largest head size of torch's flash attention, and the number that must divide it: the operator does not pad, as SDPA
+does.
+"""
 FLASH_CAPABILITY = (8, 0)
 """Oldest compute capability of torch's flash attention: Ampere."""
 LONG_SEQUENCE = 4096
-"""Tokens from which ``cudnn`` gives a sequence to cuDNN: forward and backward pass took 0.70 of flash attention's time there on an H200,
-and 0.57 from 8,192 tokens on (16 heads of 128); from 2,048 to 2,752 tokens 0.70 to 1.05, with 1,024 more than twice as much."""
+"""Tokens from which ``cudnn`` gives a sequence to cuDNN: forward and backward pass took 0.70 of flash attention's time
+there on an H200, and 0.57 from 8,192 tokens on (16 heads of 128); from 2,048 to 2,752 tokens 0.70 to 1.05, with 1,024
+more than twice as much.
+"""
 CUDNN_CAPABILITY, CUDNN_VERSION, CUDNN_HEAD_SIZE = (9, 0), 91900, 128
-"""Compute capability and oldest cuDNN (9.19) with which cuDNN's attention has run here, and its largest head size. On capability 10.0 it
-was wrong for fewer than eight heads of keys (PyTorch issue 193893)."""
+"""Compute capability and oldest cuDNN (9.19) with which cuDNN's attention has run here, and its largest head size. On
+capability 10.0 it was wrong for fewer than eight heads of keys (PyTorch issue 193893).
+"""
 FLASH_ARGUMENTS = (
     *("query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k"),
     *("dropout_p", "is_causal", "return_debug_mask"),
@@ -45,8 +51,10 @@ FLASH_ARGUMENTS = (
 GROUPED_MULTIPLE = 8
 """Number that must divide the sizes of experts for torch's grouped product on CUDA: 16 bytes in bfloat16."""
 RECOMPUTED_MODULES = ("mlp",)
-"""Modules of a layer that ``selective`` computes again. Megatron 0.16.1 offers ``layernorm`` too, but that needs Transformer Engine (its
-``CheckpointWithoutOutput`` asks for the FP8 state whatever the setting), and ``core_attn`` keeps nothing that flash attention would not."""
+"""Modules of a layer that ``selective`` computes again. Megatron 0.16.1 offers ``layernorm`` too, but that needs
+Transformer Engine (its ``CheckpointWithoutOutput`` asks for the FP8 state whatever the setting), and ``core_attn``
+keeps nothing that flash attention would not.
+"""
 
 
 class Choice(NamedTuple):
@@ -66,7 +74,8 @@ class Site(NamedTuple):
     capability: tuple[int, int]
     """Compute capability of a CUDA device; (0, 0) on the CPU."""
     varlen: frozenset[str]
-    """Parameters of torch's ``varlen_attn``; empty if this torch has none, and without CUDA, where it is not imported."""
+    """Parameters of torch's ``varlen_attn``; empty if this torch has none, and without CUDA, where it is not imported.
+    """
     deterministic: bool
     compiler: str
     """Why torch.compile and Triton cannot work here; empty if they can."""
@@ -124,12 +133,14 @@ class Kernels:
 
 
 def choose_attention(wanted: str, site: Site) -> Choice:
-    """Return the kernel for ``auto | cudnn | varlen | sdpa``, with the reason. Raises ConfigRefused for one that cannot work.
+    """Return the kernel for ``auto | cudnn | varlen | sdpa``, with the reason. Raises ConfigRefused for one that cannot
+    work.
 
-    ``varlen`` is torch's flash attention over sequences of any length (``torch.nn.attention.varlen``). Its backward pass is deterministic
-    where torch's switch is on. Sources: ``varlen_attn`` of torch 2.13 (flash attention 2: half precision; causal = window (-1, 0), which
-    came in 2.11; 2.10 had another argument); PyTorch pull requests 172245 and 179468; ``attention_backward.cu``.
-    ``cudnn`` is the same, but for long sequences, which cuDNN computes (docs/decisions/049).
+    ``varlen`` is torch's flash attention over sequences of any length (``torch.nn.attention.varlen``). Its backward
+    pass is deterministic where torch's switch is on. Sources: ``varlen_attn`` of torch 2.13 (flash attention 2: half
+    precision; causal = window (-1, 0), which came in 2.11; 2.10 had another argument); PyTorch pull requests 172245 and
+    179468; ``attention_backward.cu``. ``cudnn`` is the same, but for long sequences, which cuDNN computes
+    (docs/decisions/049).
     """
     if wanted == SDPA:
         return Choice(SDPA, "learner.attention: sdpa")
@@ -157,9 +168,14 @@ def _obstacle(site: Site) -> str:
     if site.dtype not in FLASH_DTYPES:
         return f"flash attention has no kernel for {str(site.dtype).removeprefix('torch.')}"
     if site.capability < FLASH_CAPABILITY:
-        return f"compute capability {site.capability[0]}.{site.capability[1]} is below {FLASH_CAPABILITY[0]}.{FLASH_CAPABILITY[1]}"
+        return (
+            f"compute capability {site.capability[0]}.{site.capability[1]} is below "
+            f"{FLASH_CAPABILITY[0]}.{FLASH_CAPABILITY[1]}"
+        )
     if site.head_size > FLASH_HEAD_SIZE or site.head_size % FLASH_MULTIPLE:
-        return f"heads of size {site.head_size}: flash attention has multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD_SIZE}"
+        return (
+            f"heads of size {site.head_size}: flash attention has multiples of {FLASH_MULTIPLE} up to {FLASH_HEAD_SIZE}"
+        )
     return ""
 
 
@@ -167,7 +183,10 @@ def _cudnn_obstacle(site: Site) -> str:
     if site.deterministic:
         return "learner.deterministic: its gradients are not the same bits each time"
     if site.capability != CUDNN_CAPABILITY:
-        return f"it has been checked with compute capability 9.0 alone, and this is {site.capability[0]}.{site.capability[1]}"
+        return (
+            "it has been checked with compute capability 9.0 alone, and this is "
+            f"{site.capability[0]}.{site.capability[1]}"
+        )
     if site.cudnn < CUDNN_VERSION:
         return f"it has been checked from cuDNN {CUDNN_VERSION} on, and this is {site.cudnn}"
     if site.head_size > CUDNN_HEAD_SIZE:
@@ -176,10 +195,12 @@ def _cudnn_obstacle(site: Site) -> str:
 
 
 def choose_fused_activation(wanted: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
+    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
+    ``always`` cannot work.
 
-    Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length. Two kernels for one
-    formula may round differently, so that a resumed run, which begins with another row, need not repeat the same bits.
+    Megatron's fused SwiGLU is compiled by torch.compile: first for the length of the first row, then for any length.
+    Two kernels for one formula may round differently, so that a resumed run, which begins with another row, need not
+    repeat the same bits.
     """
     if wanted == "never":
         return Choice("separate", "learner.fused_activation: never")
@@ -189,15 +210,18 @@ def choose_fused_activation(wanted: str, site: Site) -> Choice:
             raise ConfigRefused("learner.fused_activation", "auto or never", f"always: {obstacle}")
         return Choice("fused", "learner.fused_activation: always")
     if not obstacle and site.deterministic:
-        obstacle = "learner.deterministic: a kernel that is compiled for one length may round differently from that for any length"
+        obstacle = (
+            "learner.deterministic: a kernel that is compiled for one length may round differently from that for "
+            "any length"
+        )
     return Choice("separate", obstacle) if obstacle else Choice("fused", "CUDA with torch.compile")
 
 
 def choose_grouped_experts(wanted: str, site: Site) -> Choice:
     """Return ``grouped`` or ``sequential`` for ``auto | always | never``, with the reason.
 
-    Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA it takes bfloat16
-    from Ampere on, and rows of a multiple of 16 bytes.
+    Raises ConfigRefused where ``always`` cannot work. Source: ``torch.nn.functional.grouped_mm`` of torch 2.13: on CUDA
+    it takes bfloat16 from Ampere on, and rows of a multiple of 16 bytes.
     """
     if wanted == "never":
         return Choice("sequential", "learner.grouped_experts: never")
@@ -208,10 +232,11 @@ def choose_grouped_experts(wanted: str, site: Site) -> Choice:
 
 
 def choose_own_kernels(setting: str, wanted: str, site: Site) -> Choice:
-    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where ``always`` cannot work.
+    """Return ``fused`` or ``separate`` for ``auto | always | never``, with the reason. Raises ConfigRefused where
+    ``always`` cannot work.
 
-    ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same bits for a row each
-    time, so deterministic runs take them too.
+    ``setting``: that of the kernels, in Triton, of ``fused_log_probs.py`` or ``fused_heads.py``. They give the same
+    bits for a row each time, so deterministic runs take them too.
     """
     if wanted == "never":
         return Choice("separate", f"{setting}: never")
@@ -234,7 +259,9 @@ def _grouping_obstacle(site: Site) -> str:
 
 
 def recompute_arguments(recompute: str) -> Arguments:
-    """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from its input."""
+    """Return Megatron's arguments for ``none | selective | full``: nothing, the MLP of each layer, or each layer from
+    its input.
+    """
     if recompute == "full":
         return {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if recompute == "selective":
@@ -250,7 +277,10 @@ def chosen(config: Wanted, *, dtype: torch.dtype, head_size: int, expert_sizes: 
     for refused in refusals(config.megatron):
         raise refused
     site = _this_site(dtype, head_size)._replace(expert_sizes=expert_sizes)
-    choices = {"attention": choose_attention(config.attention, site), "activation": choose_fused_activation(config.fused_activation, site)}
+    choices = {
+        "attention": choose_attention(config.attention, site),
+        "activation": choose_fused_activation(config.fused_activation, site),
+    }
     if expert_sizes:
         choices["experts"] = choose_grouped_experts(config.grouped_experts, site)
     choices["log-probs"] = choose_own_kernels("learner.fused_log_probs", config.fused_log_probs, site)
@@ -288,8 +318,9 @@ def _this_site(dtype: torch.dtype, head_size: int) -> Site:
 def varlen_operator() -> Callable[..., Any] | None:
     """Return torch's ``varlen_attn``; None if this torch has none.
 
-    Where the operator beneath it is the known one, return that with the same arguments. ``varlen_attn`` wraps it into a custom operator,
-    whose Python takes 0.1 ms of the host for a call and its backward pass: in a small model as long as the kernels.
+    Where the operator beneath it is the known one, return that with the same arguments. ``varlen_attn`` wraps it into a
+    custom operator, whose Python takes 0.1 ms of the host for a call and its backward pass: in a small model as long as
+    the kernels.
     """
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -345,7 +376,9 @@ def _flash_attention(
 
 
 def _compile_obstacle() -> str:
-    """Return why torch.compile and Triton cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc or clang."""
+    """Return why torch.compile and Triton cannot make kernels for CUDA here. Triton compiles its launcher with CC, gcc
+    or clang.
+    """
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     compiler = os.environ.get("CC", "")

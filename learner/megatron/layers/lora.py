@@ -1,11 +1,14 @@
-"""Low-rank adapters on Megatron's split linear layers, in the parts that Hugging Face names: q_proj, k_proj, v_proj, ...
+"""Low-rank adapters on Megatron's split linear layers, in the parts that Hugging Face names: q_proj, k_proj, v_proj,
+...
 
     y = W x + scale * B (A x)        W frozen; A [r, in] and B [out, r] trained; B = 0 at the start
 
-Megatron has one layer for queries, keys and values, and one for gate and up; each part has an A and a B of its own here, as in PEFT, so
-adapters of both trained elsewhere are the same tensors. A layer keeps its instance, its name and its weight; its class is exchanged.
+Megatron has one layer for queries, keys and values, and one for gate and up; each part has an A and a B of its own
+here, as in PEFT, so adapters of both trained elsewhere are the same tensors. A layer keeps its instance, its name and
+its weight; its class is exchanged.
 
-Over tensor-parallel ranks, B of a column-parallel layer is split by rows, and A of a row-parallel layer by columns; the others are whole.
+Over tensor-parallel ranks, B of a column-parallel layer is split by rows, and A of a row-parallel layer by columns; the
+others are whole.
 """
 
 import hashlib
@@ -69,8 +72,12 @@ class _LoraLayer(torch.nn.Module):
     _SPLIT: ClassVar[Mapping[str, int]]
     """Dimension that is split over tensor-parallel ranks, by the first letters of a parameter's name."""
 
-    def add(self, parts: tuple[_Part, ...], groups: int, config: LoraConfig, first: Callable[[str, int], Tensor]) -> None:
-        """Add the parameters. ``first(target, columns)`` returns this rank's part of a new A with so many columns here."""
+    def add(
+        self, parts: tuple[_Part, ...], groups: int, config: LoraConfig, first: Callable[[str, int], Tensor]
+    ) -> None:
+        """Add the parameters. ``first(target, columns)`` returns this rank's part of a new A with so many columns
+        here.
+        """
         self.lora_parts, self.lora_groups, self.lora_scale = parts, groups, config.scale
         weight: Tensor = self.weight  # type: ignore[assignment]
         for part in self._trained():
@@ -80,7 +87,8 @@ class _LoraLayer(torch.nn.Module):
                 parameter = torch.nn.Parameter(tensor)
                 split = letter in self._SPLIT
                 set_tensor_model_parallel_attributes(parameter, split, self._SPLIT.get(letter, -1), 1)
-                # Without a split, each rank has the gradient of its own tokens only when they are divided between the ranks.
+                # Without a split, each rank has the gradient of its own tokens only when they are divided between the
+                # ranks.
                 parameter.sequence_parallel = not split and self._own_tokens  # type: ignore[attr-defined]
                 self.register_parameter(letter + part.target, parameter)
 
@@ -109,7 +117,9 @@ class _LoraLayer(torch.nn.Module):
         return self.lora_scale * (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).flatten(-2)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """Return the layer's checkpoint entries with those of the adapters, which Megatron's own class takes for unsplit."""
+        """Return the layer's checkpoint entries with those of the adapters, which Megatron's own class takes for
+        unsplit.
+        """
         entries: dict[str, Any] = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
         own = {name: parameter for name, parameter in self.named_parameters(recurse=False) if is_adapter(f".{name}")}
         axes = {name: self._SPLIT[name[:7]] for name in own if name[:7] in self._SPLIT}
@@ -142,7 +152,9 @@ class LoraRow(_LoraLayer, RowParallelLinear):  # type: ignore[misc]
         """Return output and bias of the layer, adapters included."""
         out, bias = super().forward(input_)
         inner = self._inner(input_)
-        reduce = reduce_scatter_to_sequence_parallel_region if self._own_tokens else reduce_from_tensor_model_parallel_region
+        reduce = (
+            reduce_scatter_to_sequence_parallel_region if self._own_tokens else reduce_from_tensor_model_parallel_region
+        )
         return out + self._outer(reduce(inner)), bias
 
 
@@ -164,15 +176,20 @@ class _Adapter:
 class Adapters:
     """All adapters of one rank's model. Their export, their start and their place in a checkpoint."""
 
-    def __init__(self, chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, config: LoraConfig, *, seed: int) -> None:
+    def __init__(
+        self, chunks: Sequence[GPTModel], bridge: Any, parallel: Parallel, config: LoraConfig, *, seed: int
+    ) -> None:
         """Freeze the model's weights and add adapters to it, before it is wrapped. Raises ConfigRefused."""
         self.config, self._chunks, self._bridge, self._parallel = config, tuple(chunks), bridge, parallel
         self._base = ""
         for chunk in chunks:
             chunk.requires_grad_(False)
         layers = [layer for chunk in chunks for layer in chunk.decoder.layers]
-        self._adapters = {adapter.name: adapter for layer in layers for place in LAYERS for adapter in self._on(layer, place, seed)}
-        # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with an MLP.
+        self._adapters = {
+            adapter.name: adapter for layer in layers for place in LAYERS for adapter in self._on(layer, place, seed)
+        }
+        # A stage may lack a target that others have: the first layers of a model of experts may be the only ones with
+        # an MLP.
         found = stages.values_of_all({adapter.target for adapter in self._adapters.values()}, parallel)
         there = set().union(*found)
         if missing := set(config.targets) - there:
@@ -208,13 +225,17 @@ class Adapters:
             return a_RI.chunk(whole // columns, dim=1)[self._parallel.tp_rank if is_split else 0].clone()
 
         found.add(parts, groups, self.config, first)
-        yield from (_Adapter(name=parent[part.target], layer=found, target=part.target) for part in parts if part.trained)
+        yield from (
+            _Adapter(name=parent[part.target], layer=found, target=part.target) for part in parts if part.trained
+        )
 
     # ---- weights
 
     @torch.no_grad()
     def merged(self, exported: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield exported weights with the adapters added to them, in float32; the model's own tensors do not change. Collective (TP)."""
+        """Yield exported weights with the adapters added to them, in float32; the model's own tensors do not change.
+        Collective (TP).
+        """
         for name, tensor in exported:
             adapter = self._adapters.get(name.removesuffix(".weight"))
             if adapter is None:
@@ -233,7 +254,9 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, directory: Path) -> None:
-        """Copy this rank's parts of the matrices in a directory of PEFT's. Raises ConfigRefused for one of another shape."""
+        """Copy this rank's parts of the matrices in a directory of PEFT's. Raises ConfigRefused for one of another
+        shape.
+        """
         path, rank, size = directory / WEIGHTS, self._parallel.tp_rank, self._parallel.tp_size
         with safe_open(path, framework="pt") as file:
             names = set(file.keys())
@@ -249,7 +272,9 @@ class Adapters:
                     mine.copy_(whole if split is None else whole.chunk(size, dim=split)[rank])
                     names.discard(name)
         if names and self._parallel.pp_size == 1:  # with stages, the others have the rest
-            raise ConfigRefused(str(path), "tensors of the layers in learner.lora.targets, and no others", sorted(names)[0])
+            raise ConfigRefused(
+                str(path), "tensors of the layers in learner.lora.targets, and no others", sorted(names)[0]
+            )
         self.loaded = True
 
     def _whole(self, adapter: _Adapter) -> tuple[Tensor, Tensor]:
@@ -268,9 +293,16 @@ class Adapters:
     # ---- in a checkpoint, and as parameters of the model
 
     def facts(self) -> dict[str, object]:
-        """Return the facts that a checkpoint of these adapters must agree with; collective over the ranks of a copy of the model, once."""
+        """Return the facts that a checkpoint of these adapters must agree with; collective over the ranks of a copy of
+        the model, once.
+        """
         config = self.config
-        settings = {"rank": config.rank, "alpha": config.alpha, "rslora": config.rslora, "targets": sorted(config.targets)}
+        settings = {
+            "rank": config.rank,
+            "alpha": config.alpha,
+            "rslora": config.rslora,
+            "targets": sorted(config.targets),
+        }
         return settings | {"base": self._digest()}
 
     @torch.no_grad()
@@ -284,22 +316,35 @@ class Adapters:
         return self._base
 
     def names(self, letter: str = "") -> list[str]:
-        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B), as a policy names them."""
+        """Return Megatron's names of the parameters of all adapters, or of those of one ``letter`` (A or B), as a
+        policy names them.
+        """
         named = [(number, name) for number, chunk in enumerate(self._chunks) for name, _ in chunk.named_parameters()]
-        return [f"{number}.{name}" if len(self._chunks) > 1 else name for number, name in named if f"{MARK}{letter}" in name]
+        return [
+            f"{number}.{name}" if len(self._chunks) > 1 else name for number, name in named if f"{MARK}{letter}" in name
+        ]
 
 
 _CLASSES: Mapping[type, type] = {ColumnParallelLinear: LoraColumn, RowParallelLinear: LoraRow}
 
 
 def _parts(layer: Any, targets: list[str], config: LoraConfig) -> tuple[_Part, ...]:
-    """Return the parts of a layer's output on this rank: those of queries, keys and values by group, those of a gated MLP by halves."""
+    """Return the parts of a layer's output on this rank: those of queries, keys and values by group, those of a gated
+    MLP by halves.
+    """
     if len(targets) == 3:
         model = layer.config
-        widths = [model.num_attention_heads // model.num_query_groups * model.kv_channels, model.kv_channels, model.kv_channels]
+        widths = [
+            model.num_attention_heads // model.num_query_groups * model.kv_channels,
+            model.kv_channels,
+            model.kv_channels,
+        ]
     else:
         widths = [layer.weight.shape[0] // len(targets)] * len(targets)
-    return tuple(_Part(target=one, width=width, trained=one in config.targets) for one, width in zip(targets, widths, strict=True))
+    return tuple(
+        _Part(target=one, width=width, trained=one in config.targets)
+        for one, width in zip(targets, widths, strict=True)
+    )
 
 
 def _first(name: str, rank: int, columns: int) -> Tensor:

@@ -1,5 +1,5 @@
-"""The output layers: the policy's, which leaves the product with its weight to the loss (``tidemill.learner.megatron.logprobs``), and the
-critic's.
+"""The output layers: the policy's, which leaves the product with its weight to the loss
+(``tidemill.learner.megatron.logprobs``), and the critic's.
 
 The policy's has the weight, and with it the name, the split and the checkpoint entry of Megatron's own.
 """
@@ -15,20 +15,27 @@ from torch import Tensor
 
 
 class OutputLayer(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's output layer without the product: the model returns the hidden states [b, s, H] behind the last norm."""
+    """Megatron's output layer without the product: the model returns the hidden states [b, s, H] behind the last
+    norm.
+    """
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
         """Return the hidden states and no bias. ``weight`` is that of tied embeddings; see ``output_weight``."""
         # With any of these, Megatron does more with the input or the output than the loss does.
         assert not self.gather_output and self.bias is None
         if self.sequence_parallel:
-            # The loss sums the gradient of the hidden states over the tensor-parallel ranks, so each takes its own tokens of it.
+            # The loss sums the gradient of the hidden states over the tensor-parallel ranks, so each takes its own
+            # tokens of it.
             return gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=False), None
         return input_, None
 
 
 class ValueHead(torch.nn.Module):
-    """One value per token instead of logits: whole on every tensor-parallel rank, computed in float32. It starts at 0."""
+    """One value per token instead of logits: whole on every tensor-parallel rank, computed in float32. It starts at
+    0.
+    """
 
     def __init__(self, config: Any, *, device: torch.device) -> None:
         """``config``: Megatron's TransformerConfig."""
@@ -39,13 +46,21 @@ class ValueHead(torch.nn.Module):
         # Its gradient is then of this rank's tokens, and Megatron sums it over the ranks.
         self.weight.sequence_parallel = self._gathers  # type: ignore[attr-defined]
 
-    def forward(self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None) -> tuple[Tensor, None]:
-        """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic never has."""
+    def forward(
+        self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: Any = None
+    ) -> tuple[Tensor, None]:
+        """Return the values [s, b, 1], float32, and no bias. ``weight`` is that of tied embeddings, which a critic
+        never has.
+        """
         assert weight is None
         values = torch.nn.functional.linear(input_.float(), self.weight.float())
-        return (gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False) if self._gathers else values), None
+        return (
+            gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False) if self._gathers else values
+        ), None
 
-    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None) -> dict[str, Any]:
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
         """Return the checkpoint entry of the weight, the same on all tensor-parallel ranks."""
         entries: dict[str, Any] = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True), prefix, {}, sharded_offsets

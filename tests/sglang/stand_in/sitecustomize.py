@@ -1,10 +1,11 @@
 """Stand-ins, for tests on machines without a GPU.
 
-torchvision from PyPI is built for CUDA and cannot register its operators here; SGLang needs only its transforms. SGLang's buffer of the
-experts of tokens is pinned by CUDA; here it is plain memory. Python runs this file at start when its folder is on PYTHONPATH.
+torchvision from PyPI is built for CUDA and cannot register its operators here; SGLang needs only its transforms.
+SGLang's buffer of the experts of tokens is pinned by CUDA; here it is plain memory. Python runs this file at start when
+its folder is on PYTHONPATH.
 
-With ``SLOWED_WHILE=FILE`` in the environment, each decoding step takes ``STEP_S`` more while there is the file: a command of a test comes
-in the middle of a response.
+With ``SLOWED_WHILE=FILE`` in the environment, each decoding step takes ``STEP_S`` more while there is the file: a
+command of a test comes in the middle of a response.
 """
 
 import importlib.abc
@@ -33,7 +34,9 @@ class _PlainBuffers(importlib.abc.MetaPathFinder):
             def exec_module(module: Any) -> None:
                 execute(module)
                 torch = module.torch
-                module.ALLOC_MEMORY_FUNCS["cpu"] = lambda size, dtype, device, **pinned: torch.empty(size, dtype=dtype, device=device)
+                module.ALLOC_MEMORY_FUNCS["cpu"] = lambda size, dtype, device, **pinned: torch.empty(
+                    size, dtype=dtype, device=device
+                )
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -1,4 +1,5 @@
-"""Runs in the scheduler of an SGLang server: writes the outputs of the modules of its model. It imports nothing of this package.
+"""Runs in the scheduler of an SGLang server: writes the outputs of the modules of its model. It imports nothing of this
+package.
 
 SGLang calls ``hook`` for ``--forward-hooks``; the folder of this file is on the server's PYTHONPATH, hence a name that
 no other module has. Outputs are [T, width], float32: T = tokens of one pass.
@@ -26,12 +27,14 @@ PARTS = {
     "block_sparse_moe": ".mlp",
     "post_mlp_layernorm": ".mlp",
 }
-"""SGLang's name of a module in a layer -> the end of the shared name. Where two have the same, the later output counts: it is what the
-residual stream adds. Source: ``sglang/srt/models``, release 0.5.23."""
+"""SGLang's name of a module in a layer -> the end of the shared name. Where two have the same, the later output counts:
+it is what the residual stream adds. Source: ``sglang/srt/models``, release 0.5.23.
+"""
 ROUTER = ".topk"
 STREAM = "input_layernorm"
-"""The norm before attention. From the second layer on it also returns the residual stream, which is the output of the layer before; so does
-the norm behind the last layer."""
+"""The norm before attention. From the second layer on it also returns the residual stream, which is the output of the
+layer before; so does the norm behind the last layer.
+"""
 PATTERNS = ("model", "model.embed_tokens", "model.norm", *(f"model.layers.*.{part}" for part in (*PARTS, STREAM)))
 """The modules that the hook is for; ``model`` runs around all others."""
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
@@ -77,7 +80,11 @@ class Taken:
 
 def _taken(output: object) -> Taken:
     values = output if isinstance(output, tuple) else (output,)
-    copies = [value.detach().float().cpu().flatten(1).clone() for value in values if isinstance(value, Tensor) and value.ndim > 1]
+    copies = [
+        value.detach().float().cpu().flatten(1).clone()
+        for value in values
+        if isinstance(value, Tensor) and value.ndim > 1
+    ]
     chosen, scores = getattr(output, "topk_ids", None), getattr(output, "router_logits", None)
     if not (isinstance(chosen, Tensor) and isinstance(scores, Tensor)):
         return Taken(copies, None)

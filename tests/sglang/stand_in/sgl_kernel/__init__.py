@@ -1,7 +1,7 @@
 """Stand-in, for tests on machines without a GPU: every name of SGLang's kernel package exists and refuses to be called.
 
-SGLang imports names from it everywhere, and calls none with ``--device cpu --attention-backend torch_native``: a call fails the
-test with the name.
+SGLang imports names from it everywhere, and calls none with ``--device cpu --attention-backend torch_native``: a call
+fails the test with the name.
 """
 
 import importlib.abc
@@ -40,7 +40,9 @@ class Missing:
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Importer of any sub-module, as an empty one of the same kind."""
 
-    def find_spec(self, name: str, path: Sequence[str] | None, target: object = None) -> importlib.machinery.ModuleSpec | None:
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(name, self, is_package=True) if name.startswith(f"{__name__}.") else None
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
