@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from tidemill.learner.layout.parallel import Parallel
 from tidemill.launch.settings.extras import require
 
+GGUF = ".gguf"
+"""End of the name of a file in llama.cpp's format."""
+
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Add its arguments."""
@@ -30,7 +33,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "source",
         type=Path,
         metavar="FROM",
-        help="a checkpoint (of Tidemill, or Megatron's torch_dist), or a model directory",
+        help="a checkpoint (of Tidemill, or Megatron's torch_dist), a model directory, or a GGUF file",
     )
     parser.add_argument("out", type=Path, metavar="TO", help="a directory that does not exist yet")
     parser.add_argument(
@@ -60,6 +63,8 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     """
     if out.exists():
         raise ValueError(f"{out}: want a directory that does not exist yet, got one that does")
+    if source.suffix == GGUF:
+        return _from_gguf(source, out, model)
     if (source / TRACKER).is_file():
         source = find(source)
     if has_weights(source):
@@ -80,6 +85,17 @@ def run_convert(source: Path, out: Path, model: Path | None, bridge: str = "") -
     else:
         files = ", ".join(TORCH_DIST)
         raise ValueError(f"{source}: want a checkpoint ({files}) or a model directory (config.json), got neither")
+    return 0
+
+
+def _from_gguf(file: Path, out: Path, model: Path | None) -> int:
+    from tidemill.learner.checkpoints import gguf
+
+    require("gguf")
+    if model is not None:
+        raise ValueError(f"--model: want none with a GGUF file, got {model}")
+    parameters = gguf.to_directory(file, out)
+    print(f"{out}: a model directory of {parameters:,} parameters, in float32")
     return 0
 
 

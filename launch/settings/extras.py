@@ -12,6 +12,7 @@ EXTRAS = {
     "renderers": ("renderers", "httpx"),
     "metrics": ("tensorboardX",),
     "plots": ("matplotlib",),
+    "gguf": ("gguf",),
     "engine": ("torch", "safetensors", "tokenizers", "zmq"),
     "learner": (
         "torch",
