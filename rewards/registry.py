@@ -41,6 +41,7 @@ TABLE = {
     "math_verify": "tidemill.rewards.builtin.math_symbolic:math_verify",
     "regex": "tidemill.rewards.builtin.text:regex",
     "remote": "tidemill.rewards.http.remote:Remote",
+    "sentence": "tidemill.rewards.builtin.sentence:sentence",
     "repetition": "tidemill.rewards.builtin.lengths:repetition",
     "reward_model": "tidemill.rewards.http.reward_model:RewardModel",
 }
@@ -57,8 +58,8 @@ UNBOUNDED_WITH = {"math": "rest"}
 
 ASKING = frozenset({"judge", "remote", "reward_model"})
 """Built-in rewards that ask a server."""
-NAMING = ASKING | {"code"}
-"""Built-in rewards with options that name servers, variables or programs: a configuration from elsewhere is not trusted
+NAMING = ASKING | {"code", "sentence"}
+"""Built-in rewards with options that name servers, variables, files or programs: a configuration from elsewhere is not trusted
 with them.
 """
 SANDBOXED = frozenset({"code"})
