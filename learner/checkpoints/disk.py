@@ -34,9 +34,7 @@ log = logging.getLogger(__name__)
 NO_WEIGHTS = "no_weights"
 """File in a checkpoint of a run with ``debug.rollout_only``, which has no weights."""
 TORCH_DIST = ("metadata.json", ".metadata", "common.pt")
-"""Files of every checkpoint with weights, which are in Megatron's format torch_dist; those of Megatron's own training
-have them, too.
-"""
+"""Files of every checkpoint with weights in Megatron's format torch_dist, also one of Megatron's own training."""
 _NAME = re.compile(r"step-(\d+)-epoch-(\d+)")
 
 
@@ -49,9 +47,7 @@ class Checkpoint:
     path: Path
 
     def is_newer(self, latest: "Checkpoint") -> bool:
-        """Return whether it was written after the latest one: a start that fell back to an older checkpoint has a newer
-        epoch.
-        """
+        """Return whether it was written later: a start that fell back to an older checkpoint has a newer epoch."""
         return self.epoch > latest.epoch or (self.epoch == latest.epoch and self.step > latest.step)
 
     def is_before(self, latest: "Checkpoint") -> bool:
@@ -60,8 +56,8 @@ class Checkpoint:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether a directory is a checkpoint of Tidemill or of Megatron with weights; ``verify`` checks its
-    content.
+    """Return whether a directory looks like a checkpoint with weights, of Tidemill or Megatron; the content is not
+    read.
     """
     return all((directory / name).is_file() for name in TORCH_DIST)
 
@@ -150,9 +146,7 @@ def verify(path: Path, *, partly: bool = False, stored: bool = False) -> JsonObj
 
 
 def damaged(path: Path) -> list[CheckpointCorrupt]:
-    """Read every file of the manifest that is here, and return those that differ. Raises CheckpointCorrupt without a
-    manifest.
-    """
+    """Return the damaged files of those in the manifest that are here. Raises CheckpointCorrupt without a manifest."""
     files = manifests.read(path).files
     here = sorted((name, entry) for name, entry in files.items() if (path / name).is_file())
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
@@ -160,7 +154,7 @@ def damaged(path: Path) -> list[CheckpointCorrupt]:
 
 
 def held(path: Path) -> dict[str, FileEntry]:
-    """Return the entries of the manifest with a file here of the right size; the content is not read. Raises
+    """Return the manifest's entries with a file of the right size here; the content is not read. Raises
     CheckpointCorrupt.
     """
     return {name: entry for name, entry in manifests.read(path).files.items() if _has_size(path / name, entry.size)}
@@ -206,9 +200,7 @@ def unfinished(root: Path) -> set[int]:
 
 
 def is_spread(path: Path) -> bool:
-    """Return whether several nodes have written a checkpoint, each on its own disk; False without a readable
-    manifest.
-    """
+    """Return whether several nodes wrote it, each on its own disk; False without a readable manifest."""
     try:
         return any(one.holders not in ((), (0,)) for one in manifests.read(path).files.values())
     except CheckpointCorrupt:
@@ -218,9 +210,7 @@ def is_spread(path: Path) -> bool:
 def latest_valid(
     candidates: Iterable[Path], *, partly: bool = False, stored: bool = False
 ) -> tuple[Path | None, dict[Path, CheckpointCorrupt]]:
-    """Return the first candidate that verifies (None without one), and the errors of those before it, which are also
-    logged.
-    """
+    """Return the first candidate that verifies, or None, and the errors of those before it, which are also logged."""
     corrupt: dict[Path, CheckpointCorrupt] = {}
     for path in candidates:
         try:
@@ -270,18 +260,14 @@ def prune(root: Path, *, keep: int, latest: Checkpoint, spared: Collection[str] 
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory at once, also while another process writes into it: the agent of this node may be copying
-    files there.
-    """
+    """Remove a directory at once, also while the agent of this node is copying files into it."""
     aside = path.with_name(f".{path.name}.part-{nonce()}")
     path.rename(aside)
     shutil.rmtree(aside, ignore_errors=True)
 
 
 def named(path: Path) -> Checkpoint:
-    """Return the checkpoint with step and epoch from a directory's name. Raises ValueError for a directory that is not
-    a checkpoint.
-    """
+    """Return the checkpoint with the step and epoch in a directory's name. Raises ValueError for another name."""
     match = _NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path}: want a name like step-20-epoch-1")

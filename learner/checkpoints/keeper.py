@@ -163,9 +163,7 @@ class Keeper:
 
     @asynccontextmanager
     async def opened(self) -> AsyncIterator[None]:
-        """Verify this node's files, serve them, and write the row; damaged files are set aside first. Raises OSError,
-        BusUnavailable.
-        """
+        """Set damaged files aside, serve the others, and write the row. Raises OSError, BusUnavailable."""
         await asyncio.to_thread(clean, self._root)
         listener = Listener(CheckpointServer(self._root, node=self._ring.node).routes, RunAccess(self._keys))
         try:
@@ -195,7 +193,7 @@ class Keeper:
                 await changed.wait(INTERVAL_S)  # the ranks of this node wake no keeper, and a wake-up may be lost
 
     async def look(self) -> None:
-        """Copy files that this node lacks, remove those that are not kept, and write the row if it has changed. Raises
+        """Copy files that this node lacks, remove checkpoints that are not kept, and write a changed row. Raises
         BusError.
         """
         others = {node: one for node, one in (await holders(self._bus)).items() if node != self._ring.node}
@@ -256,9 +254,7 @@ class Keeper:
 
 
 def clean(root: Path) -> None:
-    """Remove leftovers of an earlier process, and set damaged files aside: what is used afterwards was intact at this
-    start.
-    """
+    """Remove leftovers of an earlier process, and set damaged files aside: no file that is read afterwards is damaged."""
     root.mkdir(parents=True, exist_ok=True)
     fetch.remove_leftovers(root)
     for one in disk.listed(root):
@@ -276,7 +272,7 @@ def clean(root: Path) -> None:
 def kept_names(
     names: Collection[str], latest: Checkpoint | None, *, keep: int, spared: Collection[str] = ()
 ) -> list[str]:
-    """Return the checkpoints that are kept, by the rule of ``disk.prune``: the latest, those before it, and newer
+    """Return the names that are kept, by the rule of ``disk.prune``: the latest, ``keep - 1`` before it, and newer
     ones.
     """
     found = []
@@ -296,9 +292,7 @@ def kept_names(
 
 
 def digests_in(row: JsonMapping) -> dict[str, str]:
-    """Return the digests of the manifests that the row of the latest checkpoint names: of the latest, and of those that
-    are kept.
-    """
+    """Return the digests of the manifests in the row of the latest checkpoint: its own, and those of the kept ones."""
     known: dict[str, str] = {**row.get("manifests", {})}
     if row.get("manifest"):
         known[Path(row["directory"]).name] = row["manifest"]

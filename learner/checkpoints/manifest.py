@@ -61,9 +61,7 @@ class Manifest:
 
     @classmethod
     def parse(cls, where: str, data: bytes) -> "Manifest":
-        """Return the manifest in ``data``. ``where``: directory or URL, for the error. Raises CheckpointCorrupt for any
-        other content.
-        """
+        """Return the manifest in ``data``; ``where`` (directory or URL) is for the error. Raises CheckpointCorrupt."""
         try:
             found = json.loads(data)
         except (ValueError, RecursionError) as error:

@@ -97,9 +97,7 @@ def targets(entry: FileEntry, *, num_nodes: int, copies: int) -> frozenset[int]:
 def short_of_copies(
     files: Mapping[str, FileEntry], name: str, held: Held, *, num_nodes: int, copies: int
 ) -> dict[str, int]:
-    """Return the files with fewer holders than ``copies`` (at most one copy a node), and the number of their
-    holders.
-    """
+    """Return the files with fewer holders than ``copies`` (at most one a node), and the number of their holders."""
     wanted = min(copies, num_nodes)
     counted = {file: sum(file in by_checkpoint.get(name, ()) for by_checkpoint in held.values()) for file in files}
     return {file: count for file, count in counted.items() if count < wanted}
@@ -117,8 +115,7 @@ _SILENCE_S = 30.0
 """Deadline for a connection, and for the next bytes of a node."""
 _BUFFER_BYTES = 1 << 16
 _KEPT_BLOCKS = 8
-"""Blocks kept in memory: items of a file lie one behind another, and a block holds the end of one and the beginning of
-the next.
+"""Blocks in memory: items of a file lie behind one another, and a block holds the end of one and the next one's start.
 """
 
 
@@ -157,8 +154,8 @@ class PeerClient:
         self._connections.clear()
 
     def get(self, peer: Peer, path: str, *, most_bytes: int, span: tuple[int, int] | None = None) -> bytes:
-        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also for a
-        longer body.
+        """Return the body of ``GET path``, or its bytes ``span`` = (first, number). Raises PeerFailed, also if it is
+        longer.
         """
         headers = {"Authorization": f"Bearer {peer.key}"} if peer.key else {}
         if span is not None:
@@ -210,9 +207,7 @@ class CheckpointFiles:
         """Bytes received from other nodes, and from the store."""
 
     def open(self, name: str) -> io.BufferedReader:
-        """Return a file for reading. Raises CheckpointCorrupt: at once for a name that the manifest lacks, else at a
-        damaged block.
-        """
+        """Return a file for reading. Raises CheckpointCorrupt: now for an unknown name, later at a damaged block."""
         if name not in self._files:
             raise CheckpointCorrupt(str(self._directory), name, "a file of the manifest", "another one")
         return io.BufferedReader(
@@ -220,9 +215,7 @@ class CheckpointFiles:
         )
 
     def block(self, name: str, number: int) -> bytes:
-        """Return block ``number`` of a file. Raises CheckpointCorrupt, which names every node that was asked and its
-        defect.
-        """
+        """Return block ``number`` of a file. Raises CheckpointCorrupt, which names every place and its defect."""
         kept = self._blocks.get((name, number))
         if kept is None:
             kept = self._blocks[name, number] = self._read(name, self._files[name], number)

@@ -56,9 +56,7 @@ class Stored:
 
 
 def survey(store: ObjectStore) -> tuple[dict[str, Stored], set[str]]:
-    """Return the checkpoints with a manifest, and the names of those without: never completed, or damaged. Raises
-    StoreFailed.
-    """
+    """Return the checkpoints with a manifest, and the names of those without a readable one. Raises StoreFailed."""
     found, rest = {}, set()
     for name, sizes in store.listing().items():
         if not _is_checkpoint(name):
@@ -142,16 +140,12 @@ async def uploaded(bus: Bus) -> dict[int, Uploaded]:
 
 
 async def identity_of(bus: Bus) -> str:
-    """Return the identity of a run: that of its stream SAMPLES, which another run of the same name does not have.
-    Raises BusUnavailable.
-    """
+    """Return the creation time of stream SAMPLES: another run of the same name has another. Raises BusUnavailable."""
     return (await bus.samples.cursor()).created
 
 
 def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) -> None:
-    """Raise StoreFailed for a store without an owner that had checkpoints of this run: it is another one, or is not
-    mounted.
-    """
+    """Raise StoreFailed for a store without an owner that had checkpoints of this run: perhaps it is not mounted."""
     home = rows.get(HOME)
     if owner in UNNAMED and home is not None and home.whole and home.store in ("", store.url):
         raise StoreFailed(
@@ -160,9 +154,8 @@ def refuse_lost(store: ObjectStore, owner: str, rows: Mapping[int, Uploaded]) ->
 
 
 async def claimed(bus: Bus, store: ObjectStore, silence: Silence) -> str:
-    """Make a store that of this run, if it has no owner and no checkpoint, and had none. Returns the owner.
-
-    Raises StoreFailed, BusError.
+    """Make this run the owner of an empty store that never had checkpoints. Returns the owner. Raises StoreFailed,
+    BusError.
     """
     mine, rows = await identity_of(bus), await uploaded(bus)
     refuse_lost(store, await in_daemon(store.owner, silence), rows)
@@ -175,9 +168,7 @@ class Uploads:
     def __init__(
         self, bus: Bus, root: Path, store: ObjectStore, *, node: int = 0, keep: int, silence_s: float = SILENCE_S
     ) -> None:
-        """``keep``: as ``learner.keep_checkpoints``. ``silence_s``: time without an answer of the store that is
-        reported.
-        """
+        """``silence_s``: time without an answer of the store that is reported."""
         self._bus, self._root, self._store, self._node, self._keep = bus, root, store, node, keep
         self._client = PeerClient((), store)
         self._silence_s = silence_s
@@ -211,9 +202,7 @@ class Uploads:
                 pause_s = min(MOST_PAUSE_S, 2 * pause_s)
 
     async def look(self) -> None:
-        """Upload files that the store lacks, complete and remove checkpoints, and write the row if it has changed.
-        Raises BusError.
-        """
+        """Upload missing files, complete and remove checkpoints, and write a changed row. Raises BusError."""
         trouble = ""
         try:
             if await self._is_ours():
@@ -229,8 +218,8 @@ class Uploads:
         await self._write_row()
 
     async def _is_ours(self) -> bool:
-        """Return whether the store is that of this run, and read it first. Raises StoreFailed, also for that of another
-        run.
+        """Return whether this run owns the store, which is read first. Raises StoreFailed, also for another run's
+        store.
         """
         if self._stored is None:
             mine = await identity_of(self._bus)
@@ -246,9 +235,7 @@ class Uploads:
         return self._stored is not None
 
     async def _asked(self, work: Callable[[], T], what: str = "") -> T:
-        """Return the store's answer, however long it takes: row and log have the time so far. ``what``: names the
-        request there.
-        """
+        """Return the store's answer; row and log show how long it takes. ``what`` names the request there."""
 
         async def note(seconds: float) -> None:
             """Report the time so far."""
@@ -346,7 +333,7 @@ class Uploads:
         self._store.upload(name, file, path)
 
     def _complete(self, name: str, files: Mapping[str, FileEntry]) -> None:
-        """Store the manifest of a checkpoint, if all its files are in the store. Raises StoreFailed, CheckpointCorrupt,
+        """Store the manifest of a checkpoint whose files are all stored. Raises StoreFailed, CheckpointCorrupt,
         OSError.
         """
         absent = self._absent(name, files)
@@ -364,7 +351,7 @@ class Uploads:
         self._rest.discard(name)
 
     def _absent(self, name: str, files: Mapping[str, FileEntry]) -> list[CheckpointCorrupt]:
-        """Return the files that the store lists with another size, or not at all, and forget their uploads. Raises
+        """Return the files that the store lacks, or lists with another size; they are uploaded again. Raises
         StoreFailed.
         """
         sizes = self._store.listing().get(name, {})
@@ -411,9 +398,7 @@ class Uploads:
             self._row = row
 
     async def _whole_before(self) -> Mapping[str, str]:
-        """Return the complete checkpoints in the row of this node's process before, which stand until the store has
-        been read.
-        """
+        """Return the complete checkpoints by this node's row before: it stands until the store has been read."""
         mine = (await uploaded(self._bus)).get(self._node)
         return mine.whole if mine is not None and mine.store in ("", self._store.url) else {}
 
@@ -425,9 +410,7 @@ def foreign(owner: str) -> str:
 
 
 def _in_order(names: Collection[str]) -> list[str]:
-    """Return the newest epoch's checkpoints first, and of one epoch the oldest first: the feeder waits for them in this
-    order.
-    """
+    """Return the newest epoch first, and the oldest step of an epoch first: the feeder waits for them in this order."""
     known = [disk.named(Path(name)) for name in names]
     return [one.path.name for one in sorted(known, key=lambda one: (-one.epoch, one.step))]
 

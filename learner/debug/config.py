@@ -147,9 +147,7 @@ class DebugConfig:
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
-    accepted.
-    """
+    """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
     known = [*required, *(place for place in allowed if place not in required)]

@@ -34,11 +34,7 @@ class Excerpt:
 
 
 def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
-    """Return the text of the first sequence with sampled tokens on this rank; None without one.
-
-    It is decoded by ``tokenizer.json`` of the model directory. Without that there is no text, but the reason in
-    ``missing``.
-    """
+    """Return the text of the first sequence with sampled tokens on this rank, or why there is none; None without one."""
     for row in batch.micro_batches:
         sampled_T = row.loss_mask_T & ~batch.demonstration_N[row.sample_T]
         for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):
@@ -77,9 +73,7 @@ OK, LOOK = "ok", "LOOK"
 LOOKS = "debug/report_look"
 """Metric: the lines of a step's report that are not good."""
 UNLIKELY = 1.0
-"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, its expected value, before they are
-unlikely.
-"""
+"""Nats by which the negated mean log-prob of sampled tokens may exceed the entropy, which is its expected value."""
 UNIFORM_SHARE = 0.7
 """Share of the entropy of a uniform distribution above which a model has hardly learnt anything."""
 FINISHED_SHARE = 0.5
@@ -169,9 +163,7 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
 
 
 def _text(one: Excerpt, entropy: float) -> Line:
-    """Return the line that shows a sampled text: whether it is coherent is for the reader; its probability has a
-    verdict.
-    """
+    """Return the line with a sampled text: the reader judges its coherence, and the verdict its probability."""
     shown = f"...{one.prompt!r} -> {one.response!r}..."
     if one.missing:
         shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
