@@ -43,7 +43,7 @@ class LoopThread:
             raise self.failure
 
     def submit(self, work: Coroutine[object, None, T]) -> "Future[T]":
-        """Run ``work`` in the loop. The future is cancelled when the thread ends first; RuntimeError when it has ended."""
+        """Run ``work`` in the loop. The future is cancelled when the thread ends first; RuntimeError after it."""
         assert self._loop is not None
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)

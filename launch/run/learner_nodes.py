@@ -37,7 +37,7 @@ from tidemill.launch.run.learner_process import LearnerRow, uploading
 from tidemill.launch.run.node_rank import NodePlace
 from tidemill.launch.settings.config_loader import to_map
 from tidemill.launch.settings.run_config import RunConfig
-from tidemill.learner.checkpoints.keeper import Keeper, Ring
+from tidemill.learner.checkpoints.node_copies import Keeper, Ring
 from tidemill.learner.errors import NodeRefused
 from tidemill.learner.nodes.agent import Agent, Limits
 from tidemill.learner.nodes.agreement import refuse_public

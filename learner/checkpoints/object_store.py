@@ -160,7 +160,7 @@ class ObjectStore:
         return protocol_of(self.url) in _HAS_DIRECTORIES
 
     def _found(self, files: _FileSystem, base: str) -> Mapping[str, Mapping[str, object]]:
-        """Return all files below the run's place. In an object store, FileNotFoundError means that there is no bucket."""
+        """Return all files below the run's place. In an object store, FileNotFoundError means no bucket."""
         try:
             return files.find(base, detail=True)
         except FileNotFoundError:

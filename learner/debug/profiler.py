@@ -32,7 +32,7 @@ class Profiler:
         self._first = self._last = 0
 
     def request(self, request: ProfileRequest) -> None:
-        """Profile the next steps, behind a running profile. The newest request counts; one for another rank is ignored."""
+        """Profile the next steps, behind a running one. The newest request counts; one for another rank is ignored."""
         if request.rank == self._rank:
             self._pending = request
 

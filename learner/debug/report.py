@@ -34,7 +34,7 @@ class Excerpt:
 
 
 def excerpt(batch: StepBatch, model_dir: Path) -> Excerpt | None:
-    """Return the text of the first sequence with sampled tokens on this rank, or why there is none; None without one."""
+    """Return the first sampled text of this rank, or the reason why it has none; None without a sequence."""
     for row in batch.micro_batches:
         sampled_T = row.loss_mask_T & ~batch.demonstration_N[row.sample_T]
         for start, end in zip(row.cu_seqlens[:-1].tolist(), row.cu_seqlens[1:].tolist(), strict=True):

@@ -194,7 +194,7 @@ class Agent:
         return self._own.row
 
     async def run(self, draining: asyncio.Event) -> None:
-        """Run until the last step is done, or drained. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
+        """Run until the last step or a drain. Raises NodeRefused, NodeReplaced, LearnerEnded, BusUnavailable."""
         async with AsyncExitStack() as stack:
             self._own.update(probe_port=await stack.enter_async_context(answering(self.row.agent, self._bind)))
             await self._own.claim(self._limits.silence_s)

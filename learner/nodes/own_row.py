@@ -86,7 +86,7 @@ class OwnRow:
             await asyncio.sleep(_LOOK_S)
 
     async def keep(self) -> None:
-        """Write the row every second and after each change. Raises NodeReplaced when another agent has taken it over."""
+        """Write the row every second and after each change. Raises NodeReplaced when another agent has it."""
         while True:
             changes = self._changes
             self.row = replace(self.row, beats=self.row.beats + 1)

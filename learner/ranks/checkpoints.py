@@ -27,11 +27,11 @@ from typing import TypeVar
 import torch.distributed as dist
 from torch.distributed.checkpoint.storage import WriteResult
 
-from tidemill.learner.checkpoints import disk, fetch
+from tidemill.learner.checkpoints import disk, remote_files
 from tidemill.learner.checkpoints import manifest as manifests
 from tidemill.learner.checkpoints.manifest import MANIFEST, METADATA, STATE, FileEntry, Manifest
 from tidemill.learner.checkpoints.object_store import ObjectStore
-from tidemill.learner.checkpoints.peers import CheckpointFiles, Peer, PeerClient
+from tidemill.learner.checkpoints.remote_files import CheckpointFiles, Peer, PeerClient
 from tidemill.learner.errors import CheckpointUnwritten, NoCheckpoint
 from tidemill.learner.feed.feed_messages import Start
 from tidemill.learner.feed.places import RankPlaces
@@ -131,7 +131,7 @@ class Checkpoints:
             if self._is_local:
                 directory = self._root / directory.name  # the path is that of rank 0's node
                 if self._layout.is_first and start.manifest:
-                    fetch.complete(directory, client, sha256=start.manifest)
+                    remote_files.complete(directory, client, sha256=start.manifest)
                 dist.barrier()
                 files = CheckpointFiles(directory, manifests.read(directory).files, client)
             _, numbers = state.load(

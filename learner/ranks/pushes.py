@@ -132,7 +132,7 @@ class Pushes:
             self._engines_released = len(_repeat_until_reachable(self._publisher.release))
 
     def give(self) -> None:
-        """Resume colocated engines with the staged version, or the head, and wait until they generate. Raises Fenced."""
+        """Resume colocated engines with the staged version or the head, and wait until they generate. Raises Fenced."""
         if self._publisher is None:
             return
         if self._staged is None:

@@ -312,7 +312,7 @@ class Rank:
         )
 
     def run(self, start: Start | None = None) -> None:
-        """Run the session: handshake (unless ``start`` has its result), restore, steps, end. Raises AlarmStop, Fenced."""
+        """Run the session: handshake (unless in ``start``), restore, steps, end. Raises AlarmStop, Fenced."""
         with self._feed.drained_by_sigterm(self._places.progress):
             start = start or self._feed.hello()
             self._configure(start.step + 1, start)  # first: numbers of the checkpoint are those of its settings

@@ -77,7 +77,7 @@ class WeightParts:
 
     @contextmanager
     def _until_all_is_sent(self) -> Iterator[None]:
-        """Serve until rank 0's push has ended, where all ranks leave together. A rank that fails alone does not wait."""
+        """Serve until rank 0's push has ended, where all ranks leave together. One that fails alone does not wait."""
         try:
             yield
         except _ALL_LEAVE:

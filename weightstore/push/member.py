@@ -36,7 +36,7 @@ class Updated:
 
 
 class Member:
-    """A live engine. After an error it must be ``close``d. Every verb raises ReceiverFailed with the phase, and Fenced."""
+    """A live engine. After an error it must be ``close``d. Verbs raise ReceiverFailed with the phase, and Fenced."""
 
     def __init__(self, row: LiveRow, receiver: WeightReceiver, *, deadlines: Deadlines, backend: str = "gloo") -> None:
         """``backend``: of the process group of its channel, if that has one."""

@@ -149,7 +149,7 @@ class Publisher:
             raise PublisherClosed(str(error)) from None
 
     def publish_initial(self, model_dir: Path) -> VersionRow:
-        """Make the model directory version 0, unless there is a head. Returns the head. Raises BusUnavailable, Fenced."""
+        """Make the model directory version 0 unless there is a head; return the head. Raises BusUnavailable, Fenced."""
         head, digest = self._running().head, "" if self._division is None else self._division.whole.digest
         return self._submit(head.publish_initial(str(model_dir), self.epoch, digest)).result(START_S)
 

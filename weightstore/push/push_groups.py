@@ -374,7 +374,7 @@ async def all_of(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
 async def open_groups(
     stack: AsyncExitStack, bus: Bus, config: WeightsConfig, *, epoch: int, rules: GroupRules, view: LiveView
 ) -> PushGroups:
-    """Return groups without members, with receivers of the configured transport; ``stack`` closes them. BusUnavailable."""
+    """Return groups without members, with receivers of the configured transport; ``stack`` closes them."""
     keys = await make_keys(bus)
     # No limit: a push sends a request to every engine at the same time, and one that waits for a connection would miss
     # its deadline.

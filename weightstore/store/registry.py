@@ -41,7 +41,7 @@ class VersionRegistry:
         self._next, self._repeated = 0, FailureLog(_log)
 
     async def head(self) -> VersionRow | None:
-        """Return the newest published version; None before the first. Raises UnreadableRow until a learner restores it."""
+        """Return the newest published version; None before the first. Raises UnreadableRow until it is restored."""
         found = await self._rows.get(HEAD)
         return None if found is None else _parse(HEAD, found[0])
 
@@ -190,7 +190,7 @@ class VersionRegistry:
         return 0 if found is None else int(found[0].get("fence", 0))
 
     async def publish_initial(self, where: str, epoch: int, *, digest: str = "") -> VersionRow:
-        """Publish version 0, which engines load from their model directory, unless there is a head. Returns the head."""
+        """Publish version 0, loaded from the model directory, unless there is a head. Returns the head."""
         head = await self.repaired_head(epoch)
         if head is not None:
             return head
@@ -217,7 +217,7 @@ class VersionRegistry:
                 continue
 
     async def publish(self, row: VersionRow) -> VersionRow:
-        """Make the version the head. Returns its row. Raises Fenced when a newer learner's epoch or version is there."""
+        """Make the version the head. Returns its row. Raises Fenced for a newer learner's epoch or version."""
         row = dataclasses.replace(row, state="published")
 
         def published(value: Value | None) -> Value | None:

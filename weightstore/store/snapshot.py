@@ -187,7 +187,7 @@ def read_info(directory: Path) -> SnapshotInfo:
 
 
 def verify(directory: Path) -> SnapshotInfo:
-    """Read and hash every file. Returns the manifest's contents. Raises SnapshotBroken for a missing or changed file."""
+    """Read and hash every file. Returns the manifest's contents. Raises SnapshotBroken for a missing or other file."""
     info = read_info(directory)
     for name, (size, digest) in info.files.items():
         path = directory / name

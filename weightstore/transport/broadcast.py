@@ -162,7 +162,7 @@ class BroadcastGroup:
     def join(
         cls, host: str, port: int, rank: int, world_size: int, name: str, backend: str, timeout_s: float
     ) -> "BroadcastGroup":
-        """Join as rank 1 to world_size - 1 and wait until all ranks have. Raises PeerLost, ValueError for another rank."""
+        """Join as rank 1 to world_size - 1 and wait for all. Raises PeerLost, ValueError for another rank."""
         if not 0 < rank < world_size:
             raise ValueError(f"rank: want 1 to {world_size - 1}, got {rank}")
         with _translated(name, f"joining at {host}:{port}"):

@@ -17,7 +17,7 @@ class Deadlines:
     """Bounds of the requests of one learner, in seconds. All its engines share the measured times."""
 
     def __init__(self, phase_s: float, load_s: float = 600.0) -> None:
-        """``phase_s``: of a phase without work on the weights. ``load_s``: of loading from a disk, and the most of any."""
+        """``phase_s``: of a phase without work on the weights. ``load_s``: of a load from disk, the longest phase."""
         self.phase_s, self.load_s = phase_s, load_s
         self.num_bytes = 0
         """Size of the weights of this push."""

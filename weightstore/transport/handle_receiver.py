@@ -207,7 +207,7 @@ class HandleReceiver:
         return answer
 
     async def _answer(self, verb: str, request_id: int, under_way: Callable[[], None]) -> dict[str, object]:
-        """Return the answer to this request; one waiter reads for all. Raises ReceiverFailed when the engine is gone."""
+        """Return the answer to this request; one waiter reads for all. Raises ReceiverFailed if the engine is gone."""
         answer = asyncio.get_running_loop().create_future()
         self._waiters[request_id] = _Waiter(answer, under_way)
         try:

@@ -36,7 +36,7 @@ PAGE = max(4096, mmap.PAGESIZE)
 
 
 def shared_memory_domain() -> str:
-    """Return host, boot, namespaces and user: processes with equal ones can open each other's memory; "" = not Linux."""
+    """Return host, boot, namespaces and user: processes with equal ones can open each other's memory; "": no Linux."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         views = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "mnt")]
@@ -74,7 +74,7 @@ def pin(flat: Tensor) -> None:
 
 
 def unpin(address: int) -> None:
-    """End that for the memory at ``address``, before it is unmapped: it could not be pinned again. Raises RuntimeError."""
+    """End that for the memory at ``address``, before it is unmapped: it could not be pinned again. RuntimeError."""
     _check(torch.cuda.cudart().cudaHostUnregister(address))
 
 

@@ -122,7 +122,7 @@ class SenderProcess:
         threading.Thread(target=self._process.wait, name=f"end of {self._process.pid}", daemon=True).start()
 
     def _ask(self, verb: str, doing: str, within_s: float, request: dict[str, object]) -> dict[str, object]:
-        """Return the process's answer. Raises PeerLost for its error, its end, and at the deadline, when it is killed."""
+        """Return the process's answer. Raises PeerLost for its error, its end, and the deadline, which kills it."""
         try:
             if self._closed:
                 raise PeerLost(self.name, doing, "the group is closed")
