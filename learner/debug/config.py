@@ -128,9 +128,8 @@ class DebugConfig:
             raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
         if self.train_only and not self.load_rollout:
             raise ValueError(
-                "train_only: want load_rollout with the files of recorded batches, got none; set it, or "
-                "repeat the steps of a run on this "
-                "machine with: tidemill replay --train"
+                "train_only: want load_rollout with the files of recorded batches, got none; set it, or repeat the "
+                "steps of a run on this machine with: tidemill replay --train"
             )
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):

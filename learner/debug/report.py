@@ -133,9 +133,8 @@ def _rollout(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     entropy = metrics.get("train/entropy", 0.0)
     if facts.log_prob_mean is not None:
         look = (
-            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the "
-            "chat template: text that does "
-            "not fit it is unlikely to the model"
+            "whether the checkpoint was loaded and every tensor mapped (tidemill debug weights), then the chat "
+            "template: text that does not fit it is unlikely to the model"
         )
         found = f"mean log-prob of sampled tokens {facts.log_prob_mean:.4f}, {-entropy:.4f} expected"
         lines.append(
@@ -168,9 +167,8 @@ def _text(one: Excerpt, entropy: float) -> Line:
     if one.missing:
         shown = f"a sampled text cannot be decoded ({one.missing}); tidemill tail shows those that actors decode"
     look = (
-        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, "
-        "the chat template, or a model "
-        "that was not tuned on such text"
+        "the text: if it is gibberish, weights or their mapping (tidemill debug weights); if it is coherent, the chat "
+        "template, or a model that was not tuned on such text"
     )
     found = f"{shown} mean log-prob {one.log_prob_mean:.4f}"
     return Line(subject="sampled text", found=found, good=-one.log_prob_mean <= entropy + UNLIKELY, look_at=look)
@@ -186,9 +184,8 @@ def _agreement(metrics: Mapping[str, float], facts: Facts) -> list[Line]:
     stale = "" if "fresh" in name else ", of older weights: part of it is the change of the weights"
     found = f"mean |delta| {metrics[name]:.3g}, max {metrics.get('offpolicy/logprob_diff_max', math.nan):.3g}{stale}"
     look = (
-        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); "
-        "dtypes, temperature and rotary "
-        "settings of learner and engine"
+        "activations on both sides (debug.dump_modules, tidemill debug score, tidemill debug compare); dtypes, "
+        "temperature and rotary settings of learner and engine"
     )
     limit = DELTA.get(facts.dtype, DELTA["bfloat16"])
     return [
