@@ -128,9 +128,8 @@ class DebugConfig:
             raise ValueError(f"rollout_only: want either this or {other}, got both; remove one of them")
         if self.train_only and not self.load_rollout:
             raise ValueError(
-                "train_only: want load_rollout with the files of recorded batches, got none; set it, or "
-                "repeat the steps of a run on this "
-                "machine with: tidemill replay --train"
+                "train_only: want load_rollout with the files of recorded batches, got none; set it, or repeat the "
+                "steps of a run on this machine with: tidemill replay --train"
             )
         for name in ("save_train", "dump_modules"):
             if self.rollout_only and (self.save_train if name == "save_train" else self.dump_modules.step):
@@ -147,9 +146,7 @@ class DebugConfig:
 
 
 def refuse_places(name: str, template: str, *, required: Collection[str] = (), allowed: Collection[str] = ()) -> None:
-    """Raise ValueError for a file name with unknown placeholders, or without the required ones. An empty one is
-    accepted.
-    """
+    """Raise ValueError for a file name with unknown placeholders, or without required ones. "" is accepted."""
     if not template:
         return
     known = [*required, *(place for place in allowed if place not in required)]
