@@ -248,12 +248,14 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
         return [text.encode(chat_text(parsed, template), add_special=False)]
-    if text is None and any(isinstance(prompt, str) for prompt in parsed.prompts):
-        raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
-    return [
-        text.encode(prompt) if isinstance(prompt, str) and text is not None else list(prompt)
-        for prompt in parsed.prompts
-    ]  # type: ignore[arg-type]
+    prompts = []
+    for prompt in parsed.prompts:
+        if isinstance(prompt, str):
+            if text is None:
+                raise BadRequest("prompt: the model directory has no tokenizer.json; send token ids")
+            prompt = text.encode(prompt)
+        prompts.append(prompt)
+    return prompts
 
 
 def error(message: str, status: int) -> JsonObject:

@@ -95,7 +95,9 @@ class Answer:
     @classmethod
     def of(cls, status: int, content: object) -> "Answer":
         """Return an answer with a JSON body."""
-        return cls(status, {"Content-Type": JSON}, _encoded(content))._of(content)
+        answer = cls(status, {"Content-Type": JSON}, _encoded(content))
+        answer._content = content
+        return answer
 
     @classmethod
     def of_states(cls, status: int, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
@@ -105,10 +107,6 @@ class Answer:
         answer = cls(status, {"Content-Type": EVENTS}, _events(states), held)
         answer.states = states
         return answer
-
-    def _of(self, content: object) -> "Answer":
-        self._content = content
-        return self
 
     @property
     def streamed(self) -> bool:
@@ -129,11 +127,13 @@ class Answer:
         held = self._held.pop_all()
         if isinstance(chunks, AsyncGenerator):
             held.push_async_callback(chunks.aclose)  # before its source is released
-        return Answer(self.status, headers, _once(chunks) if isinstance(chunks, bytes) else chunks, held)
+        return Answer(self.status, headers, once(chunks) if isinstance(chunks, bytes) else chunks, held)
 
     def with_content(self, content: object) -> "Answer":
         """Return the same answer with another JSON body. It takes over the resources."""
-        return self.with_(_encoded(content))._of(content)
+        answer = self.with_(_encoded(content))
+        answer._content = content
+        return answer
 
     def with_states(self, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
         """Return the same answer as a stream of other events.
@@ -166,11 +166,7 @@ def wrapped(handler: Handler, middleware: list[Middleware]) -> Handler:
 
 
 def _around(layer: Middleware, inner: Handler) -> Handler:
-    async def handle(request: Request) -> Answer:
-        """Return the middleware's answer; ``inner`` is the handler that it calls."""
-        return await layer(request, inner)
-
-    return handle
+    return lambda request: layer(request, inner)
 
 
 def refusal(status: int, message: str, kind: str) -> Answer:
@@ -178,7 +174,8 @@ def refusal(status: int, message: str, kind: str) -> Answer:
     return Answer.of(status, {"error": {"message": message, "type": kind, "param": None, "code": status}})
 
 
-async def _once(content: bytes) -> AsyncIterator[bytes]:
+async def once(content: bytes) -> AsyncIterator[bytes]:
+    """Yield the content as one chunk."""
     yield content
 
 

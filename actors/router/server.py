@@ -153,7 +153,6 @@ class RouterServer:
         return sum(engine["in_flight"] for engine in self.engines.overview())
 
     # -- its own paths
-    # --------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
@@ -218,7 +217,6 @@ class RouterServer:
             return False
 
     # -- forwarding
-    # -----------------------------------------------------------------------------------------------------
 
     async def _pass_on(self, given: web.Request) -> web.StreamResponse:
         if self._draining:

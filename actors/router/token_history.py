@@ -113,7 +113,6 @@ class TokenHistory:
         return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
     # -- /generate
-    # ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
         body = request.json()
@@ -217,7 +216,6 @@ class TokenHistory:
         return cut, shown, whole[len(shown) :]
 
     # -- OpenAI's paths
-    # -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
         asked = None
@@ -346,7 +344,6 @@ class TokenHistory:
             self._chats.remember(asked, answer, builder.message(answer))
 
     # -- /retrieve_from_text
-    # --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""

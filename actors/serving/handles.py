@@ -24,7 +24,7 @@ from tidemill.actors.errors import BadRequest, CannotTell, EngineError, StaleEpo
 from tidemill.actors.scratch import Scratch
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.command_bodies import UpdateBody
-from tidemill.actors.serving.port import Updates
+from tidemill.actors.serving.updates import Updates
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket

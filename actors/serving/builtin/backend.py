@@ -168,7 +168,6 @@ class BuiltinBackend:
         return response
 
     async def states(self, body: Body) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._submitted(body) as (generate, progress):
             async for state in self._states(generate, progress):
                 yield state

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,22 +17,13 @@ from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.builtin.weights import EMBEDDING, HEAD, Weights
 from tidemill.actors.serving.command_bodies import JoinBody
-from tidemill.actors.serving.fenced_updates import require_all, require_new
+from tidemill.actors.serving.updates import require_all, require_new
 from tidemill.bus.wire.json_object import JsonMapping
 from tidemill.weightstore.errors import PeerLost, WeightstoreError
 from tidemill.weightstore.format.manifest import Bucket, TensorSpec
 
-
-class MessageGroup(Protocol):
-    """The receiving end of a push (``tidemill.weightstore.transport.broadcast``)."""
-
-    def receive(self, nbytes: int, timeout_s: float | None = None, into: Tensor | None = None) -> Tensor:
-        """Return the next message, received into ``into`` where possible."""
-        ...
-
-    def close(self) -> None:
-        """Leave the group."""
-        ...
+if TYPE_CHECKING:
+    from tidemill.weightstore.transport.broadcast import BroadcastGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +31,7 @@ class Incoming:
     """A message in transit."""
 
     bucket: Bucket
-    joined: "JoinedGroup"
+    group: "JoinedGroup"
     place: Tensor | None
     """Memory of the standby copy into which it is received; None = it is received into memory of the group."""
     future: "asyncio.Future[Tensor]"
@@ -52,7 +43,7 @@ class Incoming:
 
     def _return_buffer(self, future: "asyncio.Future[Tensor]") -> None:
         if not future.cancelled() and future.exception() is None:
-            self.joined.return_buffer(future.result())
+            self.group.return_buffer(future.result())
 
 
 class JoinedGroup:
@@ -60,7 +51,7 @@ class JoinedGroup:
     written.
     """
 
-    def __init__(self, group: MessageGroup) -> None:
+    def __init__(self, group: "BroadcastGroup") -> None:
         self.group = group
         self.receiving = 0
         self._used = asyncio.Lock()

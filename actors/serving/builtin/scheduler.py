@@ -38,8 +38,8 @@ from tidemill.actors.serving.builtin.runner import ModelRunner
 from tidemill.actors.serving.builtin.sampler import Sampler
 from tidemill.actors.serving.builtin.sequence import CLOSING, PREFILL_TOKENS, Counters, Sequence, take_prompts
 from tidemill.actors.serving.builtin.weights import Weights
-from tidemill.actors.serving.fenced_updates import KV_CACHE, WEIGHTS
 from tidemill.actors.serving.port import Result
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 
 log = logging.getLogger(__name__)
 

@@ -69,7 +69,6 @@ class Proxy:
             return web.Response(body=await self._answer(accepted, watch), content_type="application/json")
 
     async def states(self, body: JsonMapping) -> AsyncGenerator[JsonObject, None]:
-        """Yield the states of all responses, as ``tidemill.actors.openai.openai_server.GenerateBackend`` requires."""
         async with self._accepted(body) as (accepted, watch):
             if accepted.get("stream"):
                 async with aclosing(self._streamed(accepted, watch)) as states:
