@@ -6,6 +6,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -37,8 +38,8 @@ class OpenAiRoutes:
         """Return the routes by method and path."""
         return {
             "GET /v1/models": Route.request(self._models),
-            "POST /v1/completions": Route.request(lambda request: self._respond(request, chat=False)),
-            "POST /v1/chat/completions": Route.request(lambda request: self._respond(request, chat=True)),
+            "POST /v1/completions": Route.request(partial(self._respond, chat=False)),
+            "POST /v1/chat/completions": Route.request(partial(self._respond, chat=True)),
         }
 
     async def _models(self, request: web.Request) -> web.Response:
