@@ -14,9 +14,7 @@ class ActorRefused(DetailedError):
 
 
 class ServerFault(Exception):
-    """A server of a pool could not do its work. It gets no requests for a while (``actors/engines/server_pool.py``),
-    and another server may do it.
-    """
+    """A server of a pool failed. It gets no requests for a while (``actors/engines/server_pool.py``)."""
 
 
 class EngineError(Exception):
@@ -24,10 +22,7 @@ class EngineError(Exception):
 
 
 class EngineUnavailable(DetailedError, EngineError, ServerFault):
-    """The engine cannot be reached, does not serve, is full, or did not answer within the deadline.
-
-    Another engine may serve the request.
-    """
+    """The engine cannot be reached, does not serve, is full, or did not answer in time. Another one may serve it."""
 
     engine: str
     reason: str
@@ -35,10 +30,7 @@ class EngineUnavailable(DetailedError, EngineError, ServerFault):
 
 
 class EngineGone(EngineUnavailable):
-    """The connection broke while the engine worked on the request: it died or was ended.
-
-    A refused connection does not count.
-    """
+    """The connection broke (not: was refused) while the engine worked on the request: it died or was ended."""
 
 
 class VersionUnavailable(EngineUnavailable):
@@ -104,10 +96,7 @@ class PeerTransferRefused(DetailedError, EngineError):
 
 
 class UnsupportedModel(DetailedError, EngineError, ValueError):
-    """An implementation cannot compute this model or prompt.
-
-    The reason names the setting, the accepted values and the received one.
-    """
+    """A model or prompt cannot be computed. The reason names the setting, the accepted and the received value."""
 
     exit_code = exit_codes.CONFIG
     where: str

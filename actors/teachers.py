@@ -41,9 +41,7 @@ class Scores:
 def request_of(
     tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str
 ) -> dict[str, object]:
-    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a
-    token before it.
-    """
+    """Return the body of /generate for the scores of the last ``response_length`` tokens, not of a first token."""
     return {
         "rid": rid,
         "input_ids": tokens.tolist(),
@@ -56,9 +54,7 @@ def request_of(
 
 
 def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float, top_k: int, url: str) -> Scores:
-    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another
-    temperature.
-    """
+    """Return the scores in an answer. Raises EngineFailed for any other, also for another temperature."""
     try:
         meta = answer["meta_info"]  # type: ignore[index]
         _require_temperature(meta, temperature, url)
@@ -101,9 +97,7 @@ def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> Non
 
 
 def _bounded(log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return log-probs within the bounds of a sample: a teacher may exclude a token further than any sampler draws
-    one.
-    """
+    """Return log-probs within a sample's bounds: a teacher may exclude a token further than any sampler draws."""
     return np.clip(log_probs, MIN_LOG_PROB, 0.0).astype(np.float32)
 
 

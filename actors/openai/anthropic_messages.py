@@ -118,9 +118,7 @@ class MessageEvents:
 
 
 def _thinks(body: JsonMapping) -> bool:
-    """Return whether the client wants the model's reasoning: one that does not ask for it may take the first block for
-    the text.
-    """
+    """Return whether the client wants the reasoning. Others may take the first block for the text."""
     match body.get("thinking"):
         case {"type": "enabled" | "adaptive"}:
             return True
@@ -195,9 +193,7 @@ def _messages(messages: object) -> list[JsonObject]:
 
 
 def _chat_messages(given: object, where: str) -> list[JsonObject]:
-    """Return a message as messages of a chat: results of tools are messages of their own, in front of the user's
-    text.
-    """
+    """Return a message as messages of a chat: each result of a tool is one of its own, before the user's text."""
     if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
         raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
     role, content = given["role"], given.get("content")

@@ -111,9 +111,7 @@ class ParsedRequest:
     """True when a streamed answer ends with the token counts."""
     logprobs: bool
     token_ids: bool
-    """True when each choice has token ids, log-probs and versions, and an answer that is not streamed the ids of the
-    prompt.
-    """
+    """True when each choice has token ids, log-probs and versions; a whole answer also has the prompt's ids."""
     tokens_as_ids: bool
     """True when tokens with log-probs are named ``token_id:ID``, not by their text."""
 
@@ -133,9 +131,7 @@ class ParsedRequest:
         return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
-        """Return the body of /generate; a chat without ``max_tokens`` may fill the ``max_context`` tokens of the
-        model.
-        """
+        """Return the body of /generate; a chat without ``max_tokens`` may fill the model's ``max_context``."""
         params = dict(self.sampling)
         if params.get("max_new_tokens") is None:
             longest = max(map(len, prompts))
@@ -195,9 +191,7 @@ class _CompletionFields(_OwnFields, kw_only=True):
 
 
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
-    """Return a request with OpenAI's own fields validated; the engine validates the fields that become SGLang's. Raises
-    BadRequest.
-    """
+    """Return a request with OpenAI's own fields validated; the engine validates the others. Raises BadRequest."""
     known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
     fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
     checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
@@ -224,26 +218,20 @@ def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
 
 
 def chat_text(parsed: ParsedRequest, template: ChatTemplate | None) -> str:
-    """Return the prompt of a chat as text. Raises BadRequest without a template, and for messages that the template
-    rejects.
-    """
+    """Return the prompt of a chat as text. Raises BadRequest without a template, or when it rejects the messages."""
     if template is None:
         raise BadRequest("messages: the model directory has no chat template; use /v1/completions")
     return template.render(parsed.messages, **parsed.template)
 
 
 def reader(parsed: ParsedRequest, template: ChatTemplate | None) -> ReadReply | None:
-    """Return the function that reads a response; None = all of it is content: no tools in the request, or an unknown
-    format of calls.
-    """
+    """Return the function that reads a response; None = all of it is content (no tools, or an unknown format)."""
     form = template.form_of_calls if template is not None and parsed.template.get("tools") else None
     return None if form is None else lambda _, text, finished: tool_calls.read(text, form, finished=finished)
 
 
 def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate | None) -> list[list[int]]:
-    """Return the prompts as token ids. Raises BadRequest for text that cannot be tokenized, and for messages that the
-    template rejects.
-    """
+    """Return the prompts as token ids. Raises BadRequest for text or messages that cannot be converted."""
     if parsed.chat:
         if text is None:
             raise BadRequest("messages: the model directory has no tokenizer.json; use /v1/completions with token ids")
@@ -259,9 +247,7 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
 
 
 def error(message: str, status: int) -> JsonObject:
-    """Return an error in OpenAI's format. For status 400 a field at the beginning of ``message`` is its ``param``, by
-    OpenAI's name.
-    """
+    """Return an error in OpenAI's format. Of status 400 a field at the beginning of ``message`` is the ``param``."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
     where, found, what = message.partition(":")
     if where.startswith("sampling_params."):
@@ -310,9 +296,7 @@ class ResponseBuilder:
         """Place -> content and calls of a finished response."""
 
     def whole(self, answers: Sequence[JsonMapping]) -> JsonObject:
-        """Return the answer to a request that is not streamed. ``answers``: SGLang's JSON of all responses, by
-        place.
-        """
+        """Return the whole answer of a request that is not streamed, from SGLang's JSON of all responses, by place."""
         choices = []
         for place, answer in enumerate(answers):
             self._metas[place] = answer["meta_info"]
@@ -371,9 +355,7 @@ class ResponseBuilder:
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
 
     def shown(self, answer: JsonMapping) -> str:
-        """Return the text of a streamed state that its chunks so far have; empty where it was not sent as it is (a call
-        of a tool).
-        """
+        """Return the text of a streamed state that was sent so far; empty where a call of a tool was sent instead."""
         place = answer.get("index", 0)
         shown = _text(answer)[: self._shown.get(place, 0)]
         return "" if self._called.get(place) or self._reply(answer, shown, finished=False).content != shown else shown
@@ -466,9 +448,7 @@ def _finish(answer: JsonMapping) -> str | None:
 
 
 def _matched(answer: JsonMapping) -> JsonObject:
-    """Return the stop string or token id that ended a response, by SGLang's name for it; nothing where there is
-    none.
-    """
+    """Return the stop string or token id that ended a response, by SGLang's name for it, if there is one."""
     matched = (answer["meta_info"].get("finish_reason") or {}).get("matched")
     return {} if matched is None else {"matched_stop": matched}
 
@@ -479,9 +459,7 @@ def _bytes(piece: str) -> list[int] | None:
 
 
 def _settled(text: str, stops: Sequence[str]) -> int:
-    """Return the number of characters of an unfinished text that are final: no part of a character or of a stop
-    string.
-    """
+    """Return how many characters of an unfinished text are final: no part of a character or a stop string."""
     text = text.rstrip(INCOMPLETE)
     num_held = 0
     for stop in stops:

@@ -261,9 +261,7 @@ def _form(text: object) -> JsonObject | None:
 
 
 def _messages(items: object) -> list[JsonObject]:
-    """Return items as the messages of a chat; reasoning of the model, a text and the calls that follow it are one
-    message.
-    """
+    """Return items as messages of a chat. Reasoning, a text and the calls that follow it are one message."""
     if isinstance(items, str) and items:
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:

@@ -46,9 +46,7 @@ class ToolCallCache:
             self._size -= len(oldest)
 
     def with_original_text(self, messages: Sequence[Mapping[str, object]]) -> tuple[Mapping[str, object], ...]:
-        """Return the messages. A message that the client sent back unchanged has the original text and no
-        ``tool_calls``.
-        """
+        """Return the messages. One that came back unchanged gets its original text, without ``tool_calls``."""
         return tuple(map(self._original, messages))
 
     def _original(self, message: JsonMapping) -> Mapping[str, object]:
@@ -119,10 +117,7 @@ class TemplateChats:
     def __init__(
         self, template: ChatTemplate | None, pieces: Callable[..., Awaitable[list[TokenPiece]]], max_text: int
     ) -> None:
-        """``pieces``: the method of the history.
-
-        ``max_text``: maximum number of characters kept of responses with tool calls.
-        """
+        """``pieces``: the method of the history. ``max_text``: maximum number of characters kept."""
         self._template, self._pieces = template, pieces
         self._cache = ToolCallCache(max_text)
 
@@ -167,15 +162,11 @@ class RenderedChats:
         stop_token_ids: Sequence[int] = (),
         malformed: Callable[[int], None] = lambda count: None,
     ) -> None:
-        """``stop_token_ids``: besides the renderer's.
-
-        ``malformed`` is called with the number of calls that cannot be read.
-        """
+        """``stop_token_ids``: besides the renderer's. ``malformed`` gets the number of calls that cannot be read."""
         self._renderer, self._max_tokens, self._malformed = renderer, max_tokens, malformed
         self.stop_token_ids = tuple(dict.fromkeys([*stop_token_ids, *renderer.stop_token_ids]))
         self._turns: OrderedDict[bytes, dict[str, _Turn]] = OrderedDict()
-        """Turns by digest of their chat without the last reasoning, then by that, the newest last; the oldest chat
-        first."""
+        """Turns by digest of their chat without the last reasoning, then by reasoning; the oldest chat first."""
         self._num_tokens = 0
 
     async def ask(self, parsed: ParsedRequest, session: str) -> AskedChat:

@@ -45,8 +45,7 @@ class WorkerDiscovery:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
-        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may
-        disappear and return."""
+        """Engines removed by hand: URL -> process, until added again or in another process. A row may come back."""
         self._on_bus = BusDiscovery(view) if view is not None else None
         self._rows: dict[str, ServerStatus] = {}
         """Last known rows by URL."""
@@ -97,9 +96,7 @@ class WorkerDiscovery:
 
     @asynccontextmanager
     async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its
-        health checks.
-        """
+        """While entered, call ``wake`` when an engine's row changes, or it begins or ceases to serve by its checks."""
         self._wake = wake
         on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:

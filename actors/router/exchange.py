@@ -77,10 +77,7 @@ class Request:
 
 
 class Answer:
-    """Status, headers, and chunks that can be read once.
-
-    One that was made in this process has its content as a value, too.
-    """
+    """Status, headers, and chunks that can be read once. Content made in this process is kept as a value, too."""
 
     def __init__(
         self, status: int, headers: Mapping[str, str], chunks: AsyncIterator[bytes], held: AsyncExitStack | None = None
@@ -136,10 +133,7 @@ class Answer:
         return answer
 
     def with_states(self, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
-        """Return the same answer as a stream of other events.
-
-        It takes over the resources, and leaving it closes ``states``.
-        """
+        """Return the answer as a stream of other events, with its resources. Leaving it closes ``states``."""
         answer = self.with_(_events(states))
         answer._held.push_async_callback(states.aclose)
         answer.states = states

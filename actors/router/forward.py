@@ -148,10 +148,7 @@ class Forwarder:
     async def _open(
         self, stack: AsyncExitStack, request: Request, engine_id: str, url: str, deadline: float
     ) -> aiohttp.ClientResponse:
-        """Send the request and return the response with its headers.
-
-        Raises NotSent, EngineRefused, EngineGone, RequestTimeout.
-        """
+        """Send the request. Raises NotSent, EngineRefused, EngineGone, RequestTimeout."""
         # Encoded here, so that the engine sees exactly this path: nothing in it is read as a query or as a step to a
         # parent path.
         where = URL(url + quote(request.path) + (f"?{request.query}" if request.query else ""), encoded=True)

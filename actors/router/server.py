@@ -82,10 +82,7 @@ class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: keys of the run, required of clients and sent to engines.
-
-        Raises ValueError for a middleware that does not exist.
-        """
+        """``keys``: keys of the run, required of clients and sent to engines. Raises FunctionRefused."""
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -104,10 +101,7 @@ class RouterServer:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Start discovery and listen; return the URL.
-
-        Raises ValueError for an address that other machines reach without a key, OSError.
-        """
+        """Start discovery and listen. Raises OSError, ValueError for an address that others reach without a key."""
         config = self._config
         self._session = open_session(total_s=config.health_timeout_s)
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
@@ -235,10 +229,7 @@ class RouterServer:
         return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
 
     async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send the answer chunk by chunk.
-
-        When the engine breaks off, so does this: the client must not accept half an answer.
-        """
+        """Send the answer chunk by chunk. When the engine breaks off, so does this: half an answer is no answer."""
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
@@ -255,9 +246,7 @@ class RouterServer:
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does
-    not exist.
-    """
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused."""
     factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 

@@ -99,10 +99,7 @@ class TokenHistory:
         return await answering(request, handler)
 
     async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
-        """Return a text as its remembered pieces and, tokenised, the rest.
-
-        Raises BadRequest for text that has no tokens.
-        """
+        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest."""
         known, end = self.tree.find(text, session)
         if end == len(text) and known:
             return known
@@ -182,17 +179,13 @@ class TokenHistory:
     def remember(
         self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = ""
     ) -> list[TokenPiece]:
-        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and
-        log-probs is left out.
-        """
+        """Remember a prompt with its finished response, unless that lacks ids or log-probs. Returns their pieces."""
         whole = [*prompt, *self._sampled(answer)]
         self.tree.remember(whole, session)
         return whole
 
     def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
-        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop
-        string).
-        """
+        """Return up to two pieces: the visible text, and the ending that the client may append (a stop string)."""
         if (whole := sampled_piece(answer)) is None:
             return []
         ids, matched = list(whole.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
@@ -282,9 +275,7 @@ class TokenHistory:
             return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
-        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no
-        engine serves.
-        """
+        """Return the context length of an engine, maybe less than its model's; an Answer when no engine serves."""
         if time.monotonic() < self._engine_context_until_s:
             return self._engine_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b"", value=None))
@@ -315,9 +306,7 @@ class TokenHistory:
         session: str,
         asked: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
-        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error
-        is sent instead.
-        """
+        """Yield the chunks. Raises EngineError when the states end before each response has its last one."""
         sent, open = self._sent(owners, session), set(range(owners.count))
         try:
             async with aclosing(states):
@@ -390,10 +379,7 @@ def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
 
 
 class _Owners:
-    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ...
-
-    A large ``n`` costs nothing here: engines refuse it.
-    """
+    """Prompts by response: ``n`` of the first prompt, ``n`` of the second, ... Engines refuse a large ``n``."""
 
     def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
         samplings = params if isinstance(params, list) else [params] * len(prompts)

@@ -56,8 +56,7 @@ class TokenTree:
         self._roots: dict[str, _Node] = {}
         """Roots by scope."""
         self._ends: OrderedDict[_Node, str] = OrderedDict()
-        """Nodes that end a piece -> their scope, the longest unused first; after each use a node stands before its
-        ancestors."""
+        """Nodes that end a piece -> their scope, longest unused first; a used node stands before its ancestors."""
         self.size = 0
         """Number of characters plus number of tokens of all pieces."""
 
@@ -83,9 +82,7 @@ class TokenTree:
         self._shrink()
 
     def find(self, text: str, scope: str = "") -> tuple[list[TokenPiece], int]:
-        """Return the pieces of the longest beginning of ``text`` that is known as whole pieces, and its number of
-        characters.
-        """
+        """Return the longest beginning of ``text`` that is known as whole pieces, and its number of characters."""
         node, at, best, path = self._roots.get(scope), 0, 0, list[_Node]()
         while node is not None and at < len(text):
             node = node.children.get(text[at])

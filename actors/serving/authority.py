@@ -61,10 +61,7 @@ class Authority:
         self.refused = ""
 
     def require_visible(self, handle: Mapping[str, object]) -> None:
-        """Check that the engine sees the GPU of a handle, if it is one of GPU memory. Raises BadRequest.
-
-        A server of SGLang that opens memory of another GPU ends.
-        """
+        """Raise BadRequest for GPU memory that the engine does not see: a server of SGLang that opens it ends."""
         if self._visible is None or "shares" not in handle:
             return
         device = str(handle.get("device", ""))

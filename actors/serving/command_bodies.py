@@ -15,8 +15,7 @@ MAX_S = 1e6
 MEMORY = frozenset({"kv_cache", "weights"})
 """Kinds of memory that an engine can release."""
 PAUSE_MODES = ("abort", "retract", "in_place")
-"""Modes of SGLang's /pause_generation: end every response, or continue all of them later; retract also frees their
-cache."""
+"""Modes of SGLang's /pause_generation: end every response, or continue all later; retract also frees their cache."""
 
 _Seconds = Annotated[float, Meta(gt=0, le=MAX_S)]
 _Port = Annotated[int, Meta(ge=1, lt=1 << 16)]
@@ -81,10 +80,7 @@ class BucketBody(UpdateBody, kw_only=True):
 
 
 class PushBody(UpdateBody, kw_only=True):
-    """Body of /receive_push: a whole weight update.
-
-    A bucket without a ``group_name`` comes over the group of the push.
-    """
+    """Body of /receive_push, a whole weight update. The buckets come over its group, unless they name another."""
 
     buckets: list[dict[str, Any]]
     serve: bool = False

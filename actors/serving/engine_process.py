@@ -167,10 +167,7 @@ class _Served:
 
     @asynccontextmanager
     async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``ended`` is set.
-
-        A learner that acquires it waits until this context is left.
-        """
+        """Wait until the engines own the accelerator, or ``ended`` is set. The learner cannot acquire it meanwhile."""
         if self._turns is not None:
             while not await self._begins_taking(self._turns, ended):
                 self._take(False)
@@ -215,9 +212,7 @@ class _Served:
         self.update_row()
 
     def update_row_soon(self) -> None:
-        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered
-        first.
-        """
+        """Update the live row a moment later: the learner, which waits for the answer to its push, comes first."""
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
@@ -270,10 +265,7 @@ class _Follower:
         )
 
     async def run(self) -> None:
-        """Catch up with the head, serve, and keep up with it, without end.
-
-        Raises EngineFailed when the engine cannot generate.
-        """
+        """Catch up with the head, serve, and keep up with it. Raises EngineFailed when the engine cannot generate."""
         engine = self._engine
         engine.phase = "catching up"
         await self._catch_up()
@@ -281,7 +273,8 @@ class _Follower:
             await asyncio.sleep(PROBE_AGAIN_S)
             await self._catch_up()
         gc.collect()
-        gc.freeze()  # the loaded objects stay: a full collection walks all of them, and nothing is decoded for a tenth of a second
+        # The loaded objects stay: a full collection would walk them all, and hold up decoding for a tenth of a second.
+        gc.freeze()
         engine.phase = "serving"
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)

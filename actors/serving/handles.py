@@ -106,9 +106,7 @@ class HandleListener:
             self._keep(asyncio.create_task(self._answer(envelope, request), name="handles: verb"))
 
     async def _answer(self, envelope: Sequence[bytes], request: bytes) -> None:
-        """Check the epoch, run the verb, and send its result. Errors are sent as the statuses of
-        ``http_api.translate``.
-        """
+        """Check the epoch, run the verb, and send its result, with the statuses of ``http_api.translate``."""
         body: JsonMapping = {}
         try:
             body = _map_of(request)
@@ -203,9 +201,7 @@ class HandleListener:
         return {}
 
     def _joined(self, envelope: Sequence[bytes]) -> _Learner:
-        """Return the learner, if it is the sender. Raises BadRequest for any other sender: late requests of an evicted
-        learner would be mixed with the push of the next one.
-        """
+        """Return the learner. Raises BadRequest for another sender, as late requests of an evicted learner."""
         if self._learner is None or self._learner.sender != envelope[0]:
             raise BadRequest(
                 "want join first" + ("" if self._learner is None else ": another learner has joined since")

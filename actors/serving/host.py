@@ -78,10 +78,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """False once the engine cannot generate any more, for good."""
 
     def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
-        """Read the tokenizer and set the bounds of requests.
-
-        Raises UnsupportedModel for a context that is too long for the model.
-        """
+        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for too long a context."""
         if self.config.max_context > max_positions:
             context = self.config.max_context
             raise UnsupportedModel(
@@ -107,10 +104,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Set the phase ``draining`` and wait until accepted responses have ended.
-
-        Returns False when some are left after ``timeout_s``.
-        """
+        """Refuse new requests, and wait until the accepted ones have ended. Returns False after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)

@@ -26,8 +26,7 @@ class ServedEngine(Protocol):
     phase: str
     url: str
     nonce: str
-    """Random text of this process: its answers to GET /health have it in a header, for callers that verify the address.
-    """
+    """Random text of this process, in a header of its answers to GET /health: callers verify the address by it."""
     handles: str
     """URL of the socket for pushes by handles; "" = the engine takes no handles."""
 
@@ -62,9 +61,7 @@ class ServedEngine(Protocol):
         """Generate one token. Raises EngineFailed when that fails."""
 
     async def drain(self, timeout_s: float) -> bool:
-        """Accept no more requests and finish the accepted ones. Returns False when some are left after
-        ``timeout_s``.
-        """
+        """Refuse new requests and finish the accepted ones. Returns False when some are left after ``timeout_s``."""
 
     async def close(self) -> None:
         """Stop listening and end the engine."""
@@ -78,24 +75,17 @@ class ServedEngine(Protocol):
 
 
 Factory = Callable[..., ServedEngine]
-"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = the version of the model directory is not
-known yet.
-"""
+"""``(model_dir, config, *, version, on_update, authority)``; ``version`` -1 = not known yet."""
 
 
 class Backend(Protocol):
-    """Requests that each kind of engine answers in its own way. Keys, epochs and fields common to all kinds are checked
-    before.
-    """
+    """Requests that each kind of engine answers in its own way; keys, epochs and common fields are checked before."""
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as JSON or as a stream of events. Raises BadRequest, EngineUnavailable,
-        EngineFailed.
-        """
+        """Answer POST /generate, as JSON or events. Raises BadRequest, EngineUnavailable, EngineFailed."""
 
     def states(self, body: Body) -> AsyncGenerator[Body, None]:
-        """Yield SGLang's JSON of all responses to a body of /generate, in order; or, streamed, of each as it grows, with
-        its ``index``.
+        """Yield SGLang's JSON of all responses in order; or, streamed, of each as it grows, with its ``index``.
 
         A response that fails among others is ``{"error": {"message": ..., "code": ...}}``. Closing it early drops the
         unfinished responses. Raises BadRequest, EngineUnavailable, EngineFailed; BadRequest before the first state.
@@ -122,6 +112,4 @@ class Backend(Protocol):
         ...
 
     def own_routes(self, command: Callable[[web.Request], Awaitable[Body]]) -> Mapping[str, Route]:
-        """Return routes that only this kind has; ``command`` checks the epoch of a learner's command and returns its
-        body.
-        """
+        """Return further routes of this kind; ``command`` checks the epoch of a command and returns its body."""

@@ -36,8 +36,7 @@ class Updates(ABC):
         self.epoch = 0
         """Highest learner epoch seen."""
         self.begun = 0
-        """Number of pushes that have begun here. A load that waits for its turn compares it: a push may have begun
-        meanwhile."""
+        """Number of pushes that have begun. A load that waits for its turn compares it, as one may have begun."""
         self.completed = 0
         self.stall_s = 0.0
         """Sum of the seconds for which updates have held up generation."""
@@ -110,15 +109,11 @@ class Updates(ABC):
 
     @abstractmethod
     async def release(self, tags: frozenset[str]) -> None:
-        """Release memory; with the memory of the weights an open update is discarded. Refused for unfinished requests
-        without a pause.
-        """
+        """Release memory, and with the weights discard an open update. Refused while requests run without a pause."""
 
     @abstractmethod
     async def resume(self, tags: frozenset[str]) -> None:
-        """Take released memory again. Weights need an update then; keys and values are usable at once, and with them a
-        pause ends.
-        """
+        """Take released memory again. Weights then need an update; keys and values are usable, and a pause ends."""
 
     @abstractmethod
     async def pause(self, mode: str) -> None:
@@ -159,8 +154,7 @@ class Updates(ABC):
         self.epoch = epoch
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end even if the caller is cancelled: the thread that it waits for may still write the
-        weights."""
+        """Run an operation to its end even if the caller is cancelled: its thread may still write the weights."""
         return await asyncio.shield(self._start(operation))
 
     def _start(self, operation: Coroutine[object, None, Result]) -> "asyncio.Task[Result]":

@@ -73,17 +73,12 @@ class Progress:
             self._wake.set()
 
     async def finished(self) -> list[Sequence]:
-        """Return all responses once they have ended.
-
-        The scheduler ends every sequence that it is given: the bound is the request's own.
-        """
+        """Return all responses once they have ended; the scheduler ends every sequence that it is given."""
         await self._wake.wait()
         return self.sequences
 
     async def changes(self) -> AsyncIterator[tuple[int, int, bool]]:
-        """Yield (place, number of tokens that may be read, ended) of changed responses, the newest state only, until
-        all have ended.
-        """
+        """Yield the newest (place, number of readable tokens, ended) of changed responses, until all have ended."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -118,10 +113,7 @@ class BuiltinBackend:
         )
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate, as a stream if requested.
-
-        Raises EngineFailed when a response of a request without a stream fails.
-        """
+        """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response fails."""
         body = body_of(request)
         if asks_for_scores(body):
             return web.json_response(await self._scores(body))
@@ -174,9 +166,7 @@ class BuiltinBackend:
 
     @asynccontextmanager
     async def _submitted(self, body: Body) -> AsyncIterator[tuple[Generate, Progress]]:
-        """Check a body of /generate and submit its responses; responses that have not ended when this context is left
-        are aborted.
-        """
+        """Check a body of /generate and submit its responses. When this context is left unfinished ones are aborted."""
         host = self._host
         host.require_servable()
         generate = await beside_loop(size_of(body.get("text")), lambda: parse_generate(body, host.limits))
@@ -190,10 +180,7 @@ class BuiltinBackend:
                 self._abandon(progress)
 
     def submit(self, generate: Generate) -> Progress:
-        """Queue the requested responses, in any phase, and return their progress.
-
-        Raises EngineUnavailable when the queue is full.
-        """
+        """Queue the requested responses, in any phase. Raises EngineUnavailable when the queue is full."""
         self._host.accept(len(generate.prompts))
         progress, routed = Progress(), self._shape.routed if generate.body.return_routed_experts else None
         for prompt, params, rid, seed in zip(
@@ -246,10 +233,7 @@ class BuiltinBackend:
             raise EngineFailed(self._host.url, sequence.error)
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """End the request or response ``rid`` with its tokens so far, or all (None).
-
-        Responses have the ids ``<request>_<place>``.
-        """
+        """End the request ``rid``, its response ``<rid>_<place>``, or all (None), with the tokens so far."""
         if rid is None:
             await _shielded(self._scheduler.abort(lambda each: True))
         else:

@@ -39,9 +39,7 @@ class Attention(Protocol):
 
 
 class RopeTable:
-    """Cosines and signed sines for positions below ``length``; 1 and 0 for elements of a head that have no
-    positions.
-    """
+    """Cosines and signed sines for positions below ``length``; 1 and 0 for elements without positions."""
 
     def __init__(self, rope: Rope, length: int, *, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope.size(head_dim))
@@ -86,10 +84,7 @@ def forward(
     attention: Attention,
     chosen: list[Tensor] | None = None,
 ) -> Tensor:
-    """Return the hidden state before the last norm, [B, T, E].
-
-    ``chosen``: the experts of each token, [B, T, J], are appended to it, layer by layer.
-    """
+    """Return the hidden state before the last norm, [B, T, E]. ``chosen`` gets the experts of each layer, [B, T, J]."""
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
     with _kernels(x_BTE.device):
         for index, layer in enumerate(weights.layers):
@@ -131,9 +126,7 @@ def _attend(
 
 
 def _exchanged(heads_BTAD: Tensor, rope: Rope) -> Tensor:
-    """Return the heads with the two elements of each pair exchanged; elements without positions have any value, as
-    their sine is 0.
-    """
+    """Exchange the two elements of each pair. Elements without positions get any value, as their sine is 0."""
     if rope.pairs == HALVES:
         assert rope.share == 1, "only neighbours in a part of each head"
         return heads_BTAD.roll(heads_BTAD.shape[-1] // 2, -1)
@@ -152,9 +145,7 @@ def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tens
 
 
 def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of each token's experts, weighted by its scores, and their ids; one product per expert that has
-    tokens.
-    """
+    """Return the weighted sum of each token's experts, and their ids, by one product per expert that has tokens."""
     assert sizes is not None and layer.router_XE is not None
     scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(
         -1

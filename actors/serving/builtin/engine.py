@@ -48,10 +48,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
     _loop: asyncio.AbstractEventLoop
 
     def load(self) -> None:
-        """Read shape, tokenizer and weights.
-
-        Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for missing or wrong tensors.
-        """
+        """Read the model. Raises UnsupportedModel, NoDevice, SnapshotBroken, UpdateRefused for wrong tensors."""
         config = self.config
         shape = ModelShape.read(self.model_dir)
         self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
@@ -101,18 +98,13 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         raise EngineFailed(self.url, "its decoding thread has ended")
 
     async def close(self) -> None:
-        """Abort the requests that are left (each is answered with its tokens so far), stop listening, end the
-        thread.
-        """
+        """Abort the requests that are left, answering with their tokens so far; end the thread and the server."""
         await asyncio.to_thread(self.scheduler.close, CLOSE_S)
         await super().close()
         await self.peer_snapshots.close()
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase.
-
-        Raises EngineFailed when that fails, takes more than ``timeout_s``, or memory is released.
-        """
+        """Generate one token, in any phase. Raises EngineFailed, also after ``timeout_s`` or for released memory."""
         if self.scheduler.released or not self.whole:
             raise EngineFailed(self.url, "its memory is released")
         await self._backend.probe(timeout_s)
@@ -132,9 +124,7 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         return self.scheduler.alive
 
     def stats(self) -> dict[str, float]:
-        """Return counters since the start, and gauges: running, waiting, waiting_share (of the last seconds),
-        version.
-        """
+        """Return counters since the start and gauges: running, waiting, waiting_share (of the last seconds)."""
         running = len(self.scheduler.running)
         now, idle_s = time.monotonic(), self.scheduler.idle_s
         while len(self._history) > 1 and now - self._history[1][0] > WINDOW_S:

@@ -50,11 +50,7 @@ class Scoring:
 
 
 def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
-    """Take sequences of similar length from the head of the queue: at most ``PREFILL_TOKENS`` padded tokens, unless the
-    first is longer.
-
-    Those that were cancelled are dropped.
-    """
+    """Take sequences of similar length from the queue's head: ``PREFILL_TOKENS`` padded tokens, or one longer one."""
     taken: list[Scoring] = []
     longest = tokens = 0
     while waiting:
@@ -72,10 +68,7 @@ def take_scorings(waiting: deque[Scoring]) -> list[Scoring]:
 def scores(
     weights: Weights, batch: Sequence[Scoring], angles: tuple[Tensor, Tensor], version: int
 ) -> list[InputScores]:
-    """Return the scores of every sequence.
-
-    ``angles``: for the longest one. Raises ValueError for scores that are NaN.
-    """
+    """Return the scores of every sequence. ``angles``: for the longest. Raises ValueError for NaN."""
     lengths = [len(scoring.tokens) for scoring in batch]
     tokens_UT = np.zeros((len(batch), max(lengths)), np.int64)
     for row, scoring in enumerate(batch):
@@ -128,10 +121,7 @@ def _scores(weights: Weights, one: Scoring, x_TE: Tensor, version: int) -> Input
 
 
 def scores_json(scoring: Scoring, rid: str, found: InputScores) -> JsonObject:
-    """Return the scores in SGLang's JSON.
-
-    Its first entry has no log-prob; the temperature is an addition, as SGLang scores at 1 alone.
-    """
+    """Return the scores in SGLang's JSON, with the temperature in addition: SGLang scores at 1 alone."""
     ids = scoring.tokens[scoring.start :].tolist()
     entries: list[tuple[float | None, int, None]] = [(None, ids[0], None)]
     entries += [(value, token, None) for value, token in zip(found.log_probs_P.tolist(), ids[1:], strict=True)]

@@ -31,10 +31,7 @@ _NAME = re.compile(r"v(\d+)-([0-9a-f]{64})")
 
 
 class PeerSnapshotServer:
-    """Snapshots by name: ``v<version>-<digest of the manifest>``.
-
-    ``close`` removes them all. Used in the loop's thread.
-    """
+    """Snapshots by name: ``v<version>-<digest of the manifest>``. Used in the loop's thread."""
 
     def __init__(
         self,
@@ -53,10 +50,7 @@ class PeerSnapshotServer:
         self._writing: dict[str, asyncio.Task[Path]] = {}
 
     async def file(self, name: str, file: str) -> Path:
-        """Return a file of a snapshot.
-
-        Raises PeerTransferRefused for other weights than the served ones, or when it cannot be written.
-        """
+        """Return a file of a snapshot. Raises PeerTransferRefused unless it is of the served weights and written."""
         directory = await self._at(name)
         self._use(name)
         if "/" in file or not (directory / file).is_file():

@@ -47,9 +47,7 @@ class Incoming:
 
 
 class JoinedGroup:
-    """A group, and memory for its messages: one is received, in the order requested, while the one before is
-    written.
-    """
+    """A group, and memory for its messages: one is received while the one before is written."""
 
     def __init__(self, group: "BroadcastGroup") -> None:
         self.group = group
@@ -74,10 +72,7 @@ class JoinedGroup:
 
     @asynccontextmanager
     async def in_use(self, timeout_s: float) -> AsyncIterator[None]:
-        """Reserve the group until this context is left.
-
-        Raises TimeoutError when another request has it for more than ``timeout_s``.
-        """
+        """Reserve the group. Raises TimeoutError when another request has it for more than ``timeout_s``."""
         async with asyncio.timeout(timeout_s):
             await self._used.acquire()
         try:
@@ -86,10 +81,7 @@ class JoinedGroup:
             self._used.release()
 
     async def receive(self, num_bytes: int, timeout_s: float, into: Tensor | None) -> "asyncio.Future[Tensor]":
-        """Request the next message.
-
-        Without ``into`` this waits for memory, to be returned (``return_buffer``) later. Raises PeerLost.
-        """
+        """Request the next message. Without ``into`` this waits for memory, which ``return_buffer`` takes back."""
         loop, is_buffer = asyncio.get_running_loop(), into is None
         if into is None:
             await self._free.acquire()
@@ -140,9 +132,7 @@ class Update:
     """True when the tensors are sent in messages, not read from a directory."""
 
     def check_new(self, specs: Sequence[TensorSpec], sizes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise UpdateRefused unless these tensors have the names and shapes of the model (``sizes``), and none was
-        announced before.
-        """
+        """Raise UpdateRefused unless these tensors have names and shapes of the model (``sizes``) and are new."""
         require_new((spec.name for spec in specs), sizes, self.announced)
         for spec in specs:
             if spec.shape != sizes[spec.name]:

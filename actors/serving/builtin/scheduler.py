@@ -50,9 +50,7 @@ Event = tuple[Sequence, int, bool]
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A running sequence, from which others with the same prompt copy keys, values and the scores of the first
-    token.
-    """
+    """A running sequence, from which others with the same prompt copy keys, values and first scores."""
 
     sequence: Sequence
     scores_V: Tensor
@@ -136,10 +134,7 @@ class Scheduler:
         return self.counters.idle_s + (0.0 if since is None else time.perf_counter() - since)
 
     def call(self, function: Callable[[], Result]) -> "Future[Result]":
-        """Run ``function`` in the thread, between two steps.
-
-        Returns the future of its result; it is cancelled if the thread has ended.
-        """
+        """Run ``function`` between two steps. Its future is cancelled if the thread has ended."""
         return self._calls.call(function)
 
     def submit(self, sequences: list[Sequence]) -> "Future[None]":
@@ -147,10 +142,7 @@ class Scheduler:
         return self.call(lambda: self.waiting.extend(sequences))
 
     def submit_scorings(self, scorings: list[Scoring]) -> "Future[None]":
-        """Append sequences to score; the future is done once they are in the queue.
-
-        The results are in the ``done`` of each.
-        """
+        """Append sequences to score. The future is done once they are queued; results are in the ``done`` of each."""
         return self.call(lambda: self.scorings.extend(scorings))
 
     def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
@@ -311,9 +303,7 @@ class Scheduler:
         self._positions_N = np.array([sequence.length - 1 for sequence in self.running], np.int64)
 
     def _sample(self, sequences: list[Sequence], scores_NV: Tensor, *, first_row: int) -> None:
-        """Append a token to each of the sequences, which have the rows from ``first_row`` on; the finished ones leave
-        the batch.
-        """
+        """Append a token to each sequence, in the rows from ``first_row`` on. The finished ones leave the batch."""
         for row, sequence in enumerate(sequences):
             if sequence.suppressed and len(sequence.tokens) < sequence.params.min_new_tokens:
                 scores_NV[row, sequence.suppressed] = float("-inf")
@@ -339,9 +329,7 @@ class Scheduler:
             self._leave(row)
 
     def _append(self, sequence: Sequence, token: int, log_prob: float) -> bool:
-        """Append a token. Returns True when the sequence ends, also by an error of its own (its text cannot be decoded,
-        for example).
-        """
+        """Append a token. Returns True when the sequence ends, also by an error (of its text, for example)."""
         try:
             return sequence.append(token, log_prob)
         except Exception as error:
@@ -385,9 +373,7 @@ class Scheduler:
 
     @between_steps
     def pause(self, mode: str) -> None:
-        """Pause decoding: ``in_place`` keeps rows, ``retract`` sends them back to the queue, ``abort`` ends every
-        sequence.
-        """
+        """Pause decoding: ``in_place`` keeps rows, ``retract`` queues them again, ``abort`` ends every sequence."""
         self.paused = True
         if mode == "abort":
             before, aborted = (
@@ -413,10 +399,7 @@ class Scheduler:
 
     @between_steps
     def release(self, tags: frozenset[str]) -> int:
-        """Release memory. Returns the tokens generated so far.
-
-        Raises UpdateRefused while sequences run and decoding is not held.
-        """
+        """Release memory. Returns the tokens generated so far. Refused while sequences run and decoding is not held."""
         if self.running and not self.held:
             what = ", ".join(sorted(tags))
             raise UpdateRefused(
@@ -446,10 +429,7 @@ class Scheduler:
 
     @between_steps
     def flip(self, weights: Weights, version: int) -> tuple[Weights | None, float]:
-        """Serve these weights from the next step on.
-
-        Returns the old ones and the seconds for which decoding was held up.
-        """
+        """Serve these weights from the next step on. Returns the old ones and the seconds without decoding."""
         started = time.perf_counter()
         old, self._runner.weights, self.version = self._runner.weights, weights, version
         self._donors.clear()  # their scores are the old version's
@@ -481,9 +461,7 @@ class Scheduler:
 
 @contextmanager
 def _surviving(doing: str, fail: Callable[[str], None]) -> Iterator[None]:
-    """Log an error in the block, and fail the sequences that it concerns with the reason; the decoding thread goes
-    on.
-    """
+    """Log an error in the block, and fail the sequences that it concerns; the decoding thread goes on."""
     try:
         yield
     except Exception as error:

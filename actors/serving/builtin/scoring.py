@@ -87,9 +87,7 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 class _Taking(TorchFunctionMode):
-    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual
-    stream.
-    """
+    """Takes outputs of a forward pass by the operands of the decoder's calls: weights, and the residual stream."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()

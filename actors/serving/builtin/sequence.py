@@ -25,10 +25,7 @@ from tidemill.bus.wire.routed_experts import RoutedShape
 
 
 class CapturedExperts:
-    """Experts of positions 0 ..
-
-    ``len`` - 1 of a sequence. Written by the decoding thread, read once the sequence has ended.
-    """
+    """Experts of a sequence's first positions. Written by the decoding thread, read once the sequence has ended."""
 
     def __init__(self, shape: RoutedShape) -> None:
         self._shape = shape
@@ -50,9 +47,7 @@ class CapturedExperts:
         self._ids += other._ids[len(self) * size : num_positions * size]
 
     def encoded(self) -> str:
-        """Return all positions in every layer of the model as SGLang sends them: int32, base64; 0 in layers without
-        experts.
-        """
+        """Return all positions in every layer as SGLang sends them: int32, base64; 0 in layers without experts."""
         shape = self._shape
         whole = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
         whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
@@ -222,8 +217,7 @@ class Counters:
     requests_finished: int = 0
     requests_aborted: int = 0
     requests_aborted_by_pushes: int = 0
-    """Number of aborted requests that were ended by a pause of mode ``abort``, or while a weight update was open by
-    anything but their client or the engine's end."""
+    """Aborted requests that a pause of mode ``abort`` ended, or an update, not their client or the engine's end."""
     requests_failed: int = 0
     steps: int = 0
     prefill_s: float = 0.0
@@ -246,8 +240,7 @@ class Counters:
 
 
 PREFILL_TOKENS = 8192
-"""Maximum number of padded tokens that are prefilled between two decoding steps (one longer prompt is prefilled
-whole)."""
+"""Maximum number of padded tokens prefilled between two decoding steps (a longer prompt is prefilled whole)."""
 MAX_PADDING = 1.5
 """A prefill batch has at most this many times the tokens of its prompts."""
 

@@ -31,8 +31,7 @@ class Rope:
     high_turns: float = 4.0
     original_context: int = 8192
     share: float = field(default=1.0, repr=False)
-    """Share of each head that has positions, from its first element on. Neither this nor ``pairs`` is in the text of a
-    shape."""
+    """Share of each head that has positions, from its first element on. Not in the text of a shape, as ``pairs``."""
     pairs: str = field(default=HALVES, repr=False)
     """Which elements turn together: those at the same place of both halves of that share, or neighbours."""
 
@@ -93,10 +92,7 @@ class ModelShape:
 
     @classmethod
     def read(cls, model_dir: Path) -> "ModelShape":
-        """Return the shape in config.json, with the end tokens of all files of the directory.
-
-        Raises UnsupportedModel with the setting that the decoder does not support.
-        """
+        """Return the shape in config.json, with the end tokens of all files. Raises UnsupportedModel."""
         path = model_dir / "config.json"
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
@@ -128,9 +124,7 @@ class ModelShape:
         )
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Return Hugging Face name -> shape of every tensor that must be there; a tied output projection is not among
-        them.
-        """
+        """Return Hugging Face name -> shape of every required tensor, without a tied output projection."""
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, self.hidden)}
         for layer in range(self.num_layers):

@@ -66,8 +66,7 @@ class BuiltinUpdates(Updates):
         self._order: tuple[str, ...] = ()
         """Names in the order of the last push: the next standby copy has this order in memory."""
         self._straight: set[asyncio.Future[Tensor]] = set()
-        """Messages that are received directly into the standby copy. Nothing else may use that copy while one is late.
-        """
+        """Messages that are received directly into the standby copy, which has no other use while one is late."""
         self._copying = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         """Stream of the copies to a GPU."""
         self._writing = asyncio.Lock()
@@ -184,7 +183,7 @@ class BuiltinUpdates(Updates):
     async def receive(
         self, buckets: Sequence[tuple[str, Sequence[TensorSpec]]], *, version: int | None, timeout_s: float, serve: bool
     ) -> float | None:
-        """Begin an update, receive every bucket as one flat message within ``timeout_s`` each, and with ``serve`` end it.
+        """Begin an update, receive every bucket within ``timeout_s`` each, and with ``serve`` end it.
 
         ``buckets``: each with the name of the process group that it comes over. Returns seconds as ``end``, or None
         without ``serve``.
@@ -203,9 +202,7 @@ class BuiltinUpdates(Updates):
         await self._receive_all(update, bucket.group_name, [bucket_of(specs) for specs in messages], bucket.timeout_s)
 
     async def _receive_all(self, update: Update, group_name: str, buckets: Sequence[Bucket], timeout_s: float) -> None:
-        """Receive buckets, each while the one before is written. Any failure discards the update and raises
-        UpdateRefused.
-        """
+        """Receive buckets, each while the one before is written. Any failure discards the update."""
         specs = [spec for bucket in buckets for spec in bucket.specs]
         doing = f"receiving {sum(bucket.num_bytes for bucket in buckets)} bytes over group {group_name!r}"
         with self._discarding(update, doing, at_timeout="it is in use"):
@@ -289,9 +286,7 @@ class BuiltinUpdates(Updates):
             return await asyncio.to_thread(lambda: {name: sha256([tensor]) for name, tensor in named.items()})
 
     async def served(self) -> tuple[int, Weights]:
-        """Return the served version and its weights, into which the next push but one writes. Raises
-        PeerTransferRefused.
-        """
+        """Return the served version and its weights, into which the next push but one writes."""
         async with self._writing:
             if self._served is None:
                 raise PeerTransferRefused("the memory of the weights is released")
@@ -364,9 +359,7 @@ class BuiltinUpdates(Updates):
         return self._standby
 
     async def _receive(self, group: JoinedGroup, bucket: Bucket, timeout_s: float) -> Incoming:
-        """Request the next message: into the standby copy if its tensors have the same layout there, else into memory
-        of the group.
-        """
+        """Request the next message, into the standby copy if it has this layout, else into the group's memory."""
         assert self._standby is not None
         place = self._standby.place(bucket)
         if place is not None:
@@ -394,9 +387,7 @@ class BuiltinUpdates(Updates):
                 incoming.group.return_buffer(message)
 
     async def _write_standby(self, work: Callable[[], None]) -> None:
-        """Run ``work`` in a thread. A thread that is not done when this is cancelled may still write the copy, so the
-        copy is abandoned.
-        """
+        """Run ``work`` in a thread. When this is cancelled the copy is abandoned: the thread may still write it."""
         try:
             await asyncio.to_thread(work)
         except asyncio.CancelledError:
@@ -404,7 +395,7 @@ class BuiltinUpdates(Updates):
             raise
 
     def _take(self, update: Update, standby: Weights, bucket: Bucket, flat: Tensor, *, last: bool) -> None:
-        """Copy a bucket of the learner's memory, at once if the standby copy has its layout. Finalize after the last."""
+        """Copy a bucket of the learner's memory, at once if the layouts agree. Finalize after the last one."""
         place = standby.place(bucket)
         if place is None:
             self._copy(update, standby, bucket, flat)

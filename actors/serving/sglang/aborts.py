@@ -38,11 +38,9 @@ class RequestIds:
         else:
             self.responses = (self.given,)
         self._known = responses == (len(prompts) if self._batch else 1)
-        """True when the ids at the server are known: SGLang does not report the ids of several responses to one prompt
-        (``n``)."""
+        """True when the ids at the server are known: SGLang does not report the ids of ``n`` responses to a prompt."""
         self.replaced = self._known and not body.get("session_params")
-        """True when the server gets ids of the proxy. A session continues a request by its id, so that is not
-        changed."""
+        """True when the server gets ids of the proxy. A session continues a request by its id, which is kept."""
         self.at_server: Mapping[str, str] = {}
         """Ids that the server has now -> ids of the client."""
 
@@ -77,11 +75,9 @@ ABORT_S = 60.0
 """Time limit in seconds of one abort at the server."""
 AGAIN_S = 0.2
 AGAIN_MAX_S = 2.0
-"""Longest interval at which an abort is sent again; the first is ``AGAIN_S``. SGLang ignores an id that it does not
-have yet."""
+"""Longest interval between two sends of an abort; the first is ``AGAIN_S``. SGLang ignores ids it does not have yet."""
 SETTLE_S = 0.1
-"""Seconds in which SGLang's scheduler gets a request. Before that an abort is lost: SGLang (0.5.21 to 0.5.23) passes an
-id on once."""
+"""Seconds until SGLang's scheduler has a request. Before that an abort is lost (0.5.21 to 0.5.23: sent on once)."""
 BEFORE_PAUSE_S = 2.0
 """Seconds before a pause in which a request may be sent too late for it: its abort waits for the end of the pause."""
 
@@ -94,18 +90,12 @@ class Aborts:
         self._watches: set[Watch] = set()
 
     def abort(self, rid: str | None) -> list["Watch"]:
-        """Record a client's abort of a request, of one response of it, or of all (None).
-
-        Returns the requests concerned.
-        """
+        """Record a client's abort of a request, of one of its responses, or of all (None). Returns the requests."""
         return [watch for watch in self._watches if watch.abort(rid)]
 
     @contextmanager
     def watching(self, ids: RequestIds) -> Iterator["Watch"]:
-        """Watch the answer to a request.
-
-        An abort that no client has requested counts as an update's, or a pause's, if there was one.
-        """
+        """Watch the answer to a request. An abort that no client requested counts as an update's or a pause's."""
         watch = Watch(ids, self._updates)
         self._watches.add(watch)
         try:
@@ -155,9 +145,7 @@ class Watch:
         self._sent_s = time.monotonic()
 
     def send_aborts(self, api: Api, after_s: float = 0.0) -> None:
-        """Send aborts of ``aborted_by_client`` to the server, from the time when it can process them until the answer
-        is complete.
-        """
+        """Send the aborts to the server, from the time when it can process them until the answer is complete."""
         if self._sending is None:
             self._sending = asyncio.create_task(self._send_aborts(api, after_s))
 
@@ -178,9 +166,7 @@ class Watch:
             again_s = min(2 * again_s, AGAIN_MAX_S)
 
     def _scheduled_s(self) -> float:
-        """Return when the server's scheduler has the request; inf while the server is paused, if the pause may have
-        come first.
-        """
+        """Return when the scheduler has the request; inf while it is paused, if the pause may have come first."""
         paused_s, (before_s, resumed_s) = self._updates.pauses.since_s, self._updates.pauses.last_s
         late_s = self._sent_s + BEFORE_PAUSE_S
         going_s = (max(self._sent_s, resumed_s) if late_s > before_s else self._sent_s) + SETTLE_S

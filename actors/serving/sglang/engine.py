@@ -85,10 +85,7 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return Proxy(self, process.api, self.counters, f"{secrets.token_hex(4)} version", self.routed)
 
     async def _updates_of(self, api: Api) -> SglangUpdates:
-        """Return the updates of a server, as its release and its settings require.
-
-        Raises EngineFailed for an unsupported release.
-        """
+        """Return the updates of a server by its release and its settings. Raises EngineFailed."""
         info = await api.call("GET", "/server_info", timeout_s=INFO_S)
         self.release = release = self._given_release or release_of(api.url, info.get("version"))
         if release.version > NEWEST:
@@ -138,10 +135,7 @@ class SglangEngine(EngineHost[SglangUpdates]):
         return {**self.counters, **super().stats()}
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
-        """Generate one token, in any phase, between updates.
-
-        Raises EngineFailed when that fails, or its log-prob is NaN or above 0.
-        """
+        """Generate one token, in any phase, between updates. Raises EngineFailed, also for log-probs NaN or > 0."""
         await self.updates.between_updates(timeout_s)
         if self.updates.released:
             raise EngineFailed(self.url, "its memory is released")

@@ -28,8 +28,7 @@ from tidemill.bus.wire.json_object import JsonMapping, JsonObject
 from tidemill.bus.wire.routed_experts import RoutedShape
 
 HOLD_S = 30.0
-"""Seconds that a request waits for the end of an update; one that takes longer is in trouble, and other engines may
-serve."""
+"""Seconds that a request waits for an update to end; a longer one is in trouble, and other engines may serve."""
 LEAVE_S = 2.0
 """Time limit in seconds of the abort of a response that is requested again."""
 ATTEMPTS = 8
@@ -51,18 +50,13 @@ class Proxy:
         cache_prefix: str,
         routed: RoutedShape | None = None,
     ) -> None:
-        """``cache_prefix``: beginning of the cache keys of this proxy, followed by the version of the weights.
-
-        ``routed``: sizes of the model's routing; None = it has none.
-        """
+        """``cache_prefix``: beginning of the cache keys, before the version. ``routed``: None = no routing."""
         self._routed = routed
         self._host, self._api, self._counters, self._cache_prefix = host, api, counters, cache_prefix
         self._aborts = Aborts(host.updates, counters)
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer POST /generate: validated, held while an update is under way, and with the client's own request
-        ids.
-        """
+        """Answer POST /generate: validated, held during an update, and with the client's own request ids."""
         async with self._accepted(body_of(request)) as (accepted, watch):
             if accepted.get("stream"):
                 return await self._relay(request, accepted, watch)
@@ -81,10 +75,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _accepted(self, body: JsonMapping) -> AsyncIterator[tuple[JsonObject, Watch]]:
-        """Validate a body of /generate and yield it in SGLang's form.
-
-        Until this context is left the request and its aborts are counted.
-        """
+        """Validate a body of /generate, yield it in SGLang's form, and count the request and its aborts."""
         host = self._host
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
             host.require_servable()
@@ -112,10 +103,7 @@ class Proxy:
                 host.ended(count)
 
     async def _keyed(self, body: Body, watch: Watch, *, again: bool) -> JsonObject:
-        """Wait while an update is under way.
-
-        Returns the request with a cache key that finds only results of the served weights.
-        """
+        """Wait for the end of an update, and return the request with a cache key of the served weights."""
         await self._host.updates.between_updates(HOLD_S)
         _require_not_aborted(watch)
         if not again or not self._host.whole:  # a draining engine still answers accepted requests
@@ -199,9 +187,7 @@ class Proxy:
 
     @asynccontextmanager
     async def _translated(self) -> AsyncIterator[None]:
-        """Raise EngineFailed (500) for a server that breaks off while the engine serves; any other EngineUnavailable
-        stays a 503.
-        """
+        """Raise EngineFailed (500) for a server that breaks off while the engine serves; else it stays a 503."""
         try:
             yield
         except EngineUnavailable as error:
@@ -210,10 +196,7 @@ class Proxy:
             raise
 
     async def abort(self, rid: str | None, body: Body) -> web.Response:
-        """Record an abort and send it until it takes effect.
-
-        An abort of all, or of an id that is unknown here, is passed on as well.
-        """
+        """Record an abort and send it until it takes effect. One of all, or of an unknown id, is passed on too."""
         aborted = self._aborts.abort(rid)
         for watch in aborted:
             watch.send_aborts(self._api, AGAIN_S if rid is None else 0.0)
@@ -296,9 +279,7 @@ def _require_not_aborted(watch: Watch) -> None:
 
 
 def _cached_before(raw: bytes, version: str) -> bool:
-    """Return whether a response took part of its prompt from the cache of ``version`` and was begun by another one. In
-    a stream the first state decides.
-    """
+    """Return whether a response's first state has some of its prompt from ``version``'s cache but is of another."""
     state = raw.lstrip()
     if state.startswith(DATA):
         state = state.removeprefix(DATA).partition(b"\n")[0]

@@ -1,7 +1,7 @@
 """Outputs of the modules of SGLang's model for single prompts, under names that other implementations of the model
 share.
 
-    prompt --/generate--> a server with one rank, started here --forward hooks (``inside.tidemill_module_outputs``)--> a file for each pass
+    prompt --/generate--> a server with one rank --forward hooks (``inside``)--> a file for each pass
 
 A server computes a prompt in one pass, in which every module is called once. Shape letters: T = tokens of one prompt.
 """
@@ -131,9 +131,7 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
 
 
 def _refuse_server(url: str, info: JsonMapping) -> None:
-    """Raise EngineFailed for a release that is not supported, ValueError for settings, of SGLang's own file, that are
-    refused.
-    """
+    """Raise EngineFailed for an unsupported release, ValueError for refused settings of SGLang's own file."""
     release_of(url, info["version"])
     for name in (argument[0] for argument in OF_RANKS):
         if info.get(name, 1) != 1:
@@ -144,10 +142,7 @@ def _refuse_server(url: str, info: JsonMapping) -> None:
 
 
 async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int], name: str) -> Outputs:
-    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included.
-
-    Raises as ``score_directory``.
-    """
+    """Return the outputs for one prompt, ``<module>`` -> [T, size], log-probs included."""
     _taken(passes)  # those of health checks
     body = {
         "input_ids": list(tokens),

@@ -47,9 +47,7 @@ class ServerLayout:
 
 
 def layout_of(info: JsonMapping, *, vocab_size: int, hidden_size: int, on_cpu: bool = True) -> ServerLayout:
-    """Return the layout for /server_info and the model's configuration; ``on_cpu``: this release computes checksums on
-    CPU.
-    """
+    """Return the layout by /server_info and the model's configuration. ``on_cpu``: the release has checksums on CPU."""
     reason, dtype = "", str(info.get("dtype"))
     if info.get("device") != "cpu":
         reason = f"on {info.get('device')} SGLang computes them in a way of its own"
@@ -80,8 +78,7 @@ def _names(parameter: str) -> tuple[str, ...]:
 
 
 STRATEGY = "file_system"
-"""Sharing strategy of torch. With the other one, descriptors, the server would need a secret of this process, and end
-without it."""
+"""Sharing strategy of torch. With descriptors the server would need a secret of this process, and end without it."""
 
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -115,10 +112,7 @@ class SharedBucket:
         return [_pickled({"flattened_tensor": flat, "metadata": metadata}) for _ in range(ranks)]
 
     def _grow(self, num_bytes: int) -> None:
-        """Make room for a bucket.
-
-        Its file is written when it is pickled: in a full file system that would be SIGBUS, for all pushes.
-        """
+        """Make room for a bucket. Its file is written when it is pickled: a full file system would be SIGBUS."""
         self.close()
         try:
             free = self._free()

@@ -39,10 +39,7 @@ FOR_EACH_PROMPT = (
 
 
 class ServerParams(Struct, kw_only=True):
-    """Sampling parameters of SGLang, without nulls.
-
-    The defaults are not used: parameters are passed on as they came.
-    """
+    """Sampling parameters of SGLang, without nulls. They are passed on as they came, without these defaults."""
 
     n: Positive = 1
     temperature: Temperature = 1.0
@@ -106,10 +103,7 @@ class ServerBody(Struct, kw_only=True):
 
 
 def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tuple[int, ServerBody]:
-    """Validate a body of /generate. Returns the number of responses that it requests, at most ``most``, and its fields.
-
-    Raises BadRequest.
-    """
+    """Validate a body of /generate. Returns the number of responses, at most ``most``, and the fields."""
     params = body.get("sampling_params")
     maps = [_without_nulls(values) for values in params] if isinstance(params, list) else _without_nulls(params)
     fields = decode({**_without_nulls(body), "sampling_params": maps}, ServerBody)

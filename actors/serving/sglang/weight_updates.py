@@ -76,8 +76,7 @@ class SglangUpdates(Updates):
         """Seconds without an operation after which an open update counts as abandoned."""
 
     async def run_shielded(self, operation: Coroutine[object, None, Result]) -> Result:
-        """Run an operation to its end, one at a time, even if the caller is cancelled: it is dropped then only if it
-        has not begun."""
+        """Run an operation to its end, one at a time. If the caller is cancelled, one that has not begun is dropped."""
 
         async def exclusive() -> Result:
             """Run the operation in its turn, and let requests wait no longer when it leaves weights of two versions."""
@@ -123,8 +122,7 @@ class SglangUpdates(Updates):
         await self.sender_left()
 
     async def sender_left(self) -> None:
-        """Abandon an open update: the weights before it are served on; once they are of two versions, requests stop
-        waiting for its end."""
+        """Abandon an open update: serve the weights before it or, once overwritten, let requests wait no longer."""
         if self._open is None:
             return
         log.warning("update abandoned version=%s served=%d", self._open, self.version)

@@ -66,16 +66,12 @@ def hook(config: Mapping[str, str]) -> Callable[[nn.Module, object, object], Non
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Copies of the output of a module.
-
-    The output itself may be overwritten by later modules, which compute in place.
-    """
+    """Copies of the output of a module: later modules may overwrite it, as they compute in place."""
 
     values: list[Tensor]
     """The tensors of the output that have a row for each token, [T, width]."""
     sent: Tensor | None
-    """For a router that returns the ids of experts: 1 where a token is sent to an expert, else 0, [T, experts];
-    otherwise None."""
+    """Of a router: 1 where a token is sent to an expert, else 0, [T, experts]; None = it returns no ids of experts."""
 
 
 def _taken(output: object) -> Taken:
