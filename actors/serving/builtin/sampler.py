@@ -1,7 +1,7 @@
 """Sampling tokens from scores: temperature, top-k and top-p, seeded, a whole batch at once.
 
 A draw depends on nothing but its own row: (seed, position) -> uniform number by a counter-based hash -> inverse of the
-cumulative distribution in fp64. (The last bits of the scores depend on the batch, as they come from a batched product: in fp32
+cumulative distribution in fp64. (The last bits of the scores come from a batched product and depend on the batch: in fp32
 that turns a draw about once in 10^5 tokens, in bf16 more often.) The log-prob returned is that of the distribution that
 was sampled from, fp32; of a greedy row (temperature 0) it is the untempered one, as SGLang gives it.
 
