@@ -176,22 +176,24 @@ def seeds(generate: Generate) -> list[int]:
     return numbers
 
 
-def token_ids(given: object, where: str, limits: RequestLimits, *, room: int = 1) -> NDArray[np.int32]:
+def token_ids(prompt: object, where: str, limits: RequestLimits, *, room: int = 1) -> NDArray[np.int32]:
     """Return one prompt as an array. Raises BadRequest for no ids, unknown ids, or no ``room`` (tokens) behind."""
     try:
-        ids = np.asarray(given) if isinstance(given, list) else None
+        ids = np.asarray(prompt) if isinstance(prompt, list) else None
     except ValueError:
         ids = None
     if ids is None or ids.ndim != 1 or (ids.size and ids.dtype.kind != "i"):
-        raise BadRequest(f"{where}: want a list of integers, got {shortened(given)}")
+        raise BadRequest(f"{where}: want a list of integers, got {shortened(prompt)}")
     if not ids.size:
         raise BadRequest(f"{where}: want at least one token, got none")
     outside = ids[(ids < 0) | (ids >= limits.vocab_size)]
     if outside.size:
         raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {int(outside[0])}")
     if ids.size + room > limits.max_context:
-        size, most = ids.size, limits.max_context
-        raise BadRequest(f"The input ({size} tokens) is longer than the model's context length ({most} tokens) allows.")
+        size, limit = ids.size, limits.max_context
+        raise BadRequest(
+            f"The input ({size} tokens) is longer than the model's context length ({limit} tokens) allows."
+        )
     return ids.astype(np.int32)
 
 
@@ -309,8 +311,8 @@ def parse_scores(body: Mapping[str, object], limits: RequestLimits) -> ScoreRequ
         if place >= len(tokens):
             raise BadRequest(f"logprob_start_len: want a place in the {len(tokens)} tokens, got {place}")
     top_k = checked.top_logprobs_num
-    if top_k > (most := min(MAX_LISTED, limits.vocab_size)):
-        raise BadRequest(f"top_logprobs_num: want at most {most}, got {top_k}")
+    if top_k > (limit := min(MAX_LISTED, limits.vocab_size)):
+        raise BadRequest(f"top_logprobs_num: want at most {limit}, got {top_k}")
     temperature = checked.sampling_params.temperature
     return ScoreRequest(sequences=sequences, starts=starts, temperature=temperature, top_k=top_k, many=many)
 

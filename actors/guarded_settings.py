@@ -81,9 +81,13 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
                 yield f"rollouts.{name}.{setting}", what, str(text)
         # Options of a program that ships name tools, environments and harnesses by import path.
         options = entry.get("options") if isinstance(entry, Mapping) else None
-        for option, given in options.items() if isinstance(options, Mapping) else ():
-            if not isinstance(given, int | float | None):
-                text = given if isinstance(given, str) else json.dumps(given, sort_keys=True, default=str)
+        for option, option_value in options.items() if isinstance(options, Mapping) else ():
+            if not isinstance(option_value, int | float | None):
+                text = (
+                    option_value
+                    if isinstance(option_value, str)
+                    else json.dumps(option_value, sort_keys=True, default=str)
+                )
                 yield f"rollouts.{name}.options.{option}", "code", text
     for path, what in GUARDED.items():
         section, _, setting = path.partition(".")

@@ -215,7 +215,9 @@ class RolloutPrograms:
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
         """Return those with these names."""
-        return dataclasses.replace(self, rollouts={name: one for name, one in self.rollouts.items() if name in names})
+        return dataclasses.replace(
+            self, rollouts={name: rollout for name, rollout in self.rollouts.items() if name in names}
+        )
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:

@@ -46,12 +46,12 @@ def chat_of(body: JsonMapping) -> JsonObject:
 def message_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
     """Return the message for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
-    made = choice["message"]
+    message = choice["message"]
     content: list[JsonObject] = []
-    if made.get("reasoning_content") and _thinks(body):
-        content.append({"type": "thinking", "thinking": made["reasoning_content"], "signature": ""})
-    content += [{"type": "text", "text": made["content"]}] if made.get("content") else []
-    content += [_tool_use(call) for call in made.get("tool_calls") or ()]
+    if message.get("reasoning_content") and _thinks(body):
+        content.append({"type": "thinking", "thinking": message["reasoning_content"], "signature": ""})
+    content += [{"type": "text", "text": message["content"]}] if message.get("content") else []
+    content += [_tool_use(call) for call in message.get("tool_calls") or ()]
     return {**_head(answer), "content": content, **_stop(choice), "usage": _usage(answer["usage"])}
 
 
@@ -126,8 +126,8 @@ def _thinks(body: JsonMapping) -> bool:
 
 
 def _head(answer: JsonMapping) -> JsonObject:
-    id = ID + str(answer["id"]).removeprefix("chatcmpl-")
-    return {"id": id, "type": "message", "role": "assistant", "model": answer["model"]}
+    message_id = ID + str(answer["id"]).removeprefix("chatcmpl-")
+    return {"id": message_id, "type": "message", "role": "assistant", "model": answer["model"]}
 
 
 def _stop(choice: JsonMapping) -> JsonObject:
@@ -192,11 +192,11 @@ def _messages(messages: object) -> list[JsonObject]:
     return [turn for place, message in enumerate(messages) for turn in _chat_messages(message, f"messages[{place}]")]
 
 
-def _chat_messages(given: object, where: str) -> list[JsonObject]:
+def _chat_messages(message: object, where: str) -> list[JsonObject]:
     """Return a message as messages of a chat: each result of a tool is one of its own, before the user's text."""
-    if not isinstance(given, Mapping) or given.get("role") not in ("user", "assistant"):
-        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {given!r}')
-    role, content = given["role"], given.get("content")
+    if not isinstance(message, Mapping) or message.get("role") not in ("user", "assistant"):
+        raise BadRequest(f'{where}: want {{"role": "user" or "assistant", "content": ...}}, got {message!r}')
+    role, content = message["role"], message.get("content")
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list) or not content:
@@ -211,15 +211,15 @@ def _chat_messages(given: object, where: str) -> list[JsonObject]:
                 thoughts.append(text)
             case {"type": "redacted_thinking"} if role == "assistant":
                 pass
-            case {"type": "tool_use", "id": str(id), "name": str(name), "input": Mapping() as arguments} if (
+            case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": Mapping() as arguments} if (
                 role == "assistant"
             ):
-                calls.append({"id": id, "type": "function", "function": {"name": name, "arguments": arguments}})
-            case {"type": "tool_result", "tool_use_id": str(id)} if role == "user":
+                calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
+            case {"type": "tool_result", "tool_use_id": str(call_id)} if role == "user":
                 results.append(
                     {
                         "role": "tool",
-                        "tool_call_id": id,
+                        "tool_call_id": call_id,
                         "content": content_text(block.get("content") or "", f"{at}.content"),
                     }
                 )

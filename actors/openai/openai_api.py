@@ -122,13 +122,13 @@ class ParsedRequest:
 
     def stopping_at(self, token_ids: Sequence[int]) -> "ParsedRequest":
         """Return the request with further ``stop_token_ids``."""
-        asked = self.sampling.get("stop_token_ids") or []
+        stop_ids = self.sampling.get("stop_token_ids") or []
         if not token_ids or not isinstance(
-            asked, list
+            stop_ids, list
         ):  # a value that is no list is refused where the others are validated
             return self
-        added = [token for token in token_ids if token not in asked]
-        return replace(self, sampling={**self.sampling, "stop_token_ids": [*asked, *added]})
+        added = [token for token in token_ids if token not in stop_ids]
+        return replace(self, sampling={**self.sampling, "stop_token_ids": [*stop_ids, *added]})
 
     def generate(self, prompts: Sequence[Sequence[int]], *, max_context: int) -> JsonObject:
         """Return the body of /generate; a chat without ``max_tokens`` may fill the model's ``max_context``."""
@@ -192,8 +192,8 @@ class _CompletionFields(_OwnFields, kw_only=True):
 
 def parse(body: JsonMapping, *, chat: bool) -> ParsedRequest:
     """Return a request with OpenAI's own fields validated; the engine validates the others. Raises BadRequest."""
-    known = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
-    fields = known_fields(body, known - NEUTRAL.keys(), {name: NEUTRAL[name] for name in known & NEUTRAL.keys()})
+    names = COMMON | WITHOUT_EFFECT | (OF_CHAT if chat else OF_COMPLETION)
+    fields = known_fields(body, names - NEUTRAL.keys(), {name: NEUTRAL[name] for name in names & NEUTRAL.keys()})
     checked = decode(fields, _ChatFields) if chat else decode(fields, _CompletionFields)
     parsed: JsonObject = {
         "chat": chat,
@@ -249,12 +249,12 @@ def prompt_ids(parsed: ParsedRequest, text: Text | None, template: ChatTemplate 
 def error(message: str, status: int) -> JsonObject:
     """Return an error in OpenAI's format. Of status 400 a field at the beginning of ``message`` is the ``param``."""
     kind = "invalid_request_error" if 400 <= status < 500 else "server_error"
-    where, found, what = message.partition(":")
+    where, colon, what = message.partition(":")
     if where.startswith("sampling_params."):
         where = OPENAIS.get(where.removeprefix("sampling_params."), where)
     where = re.sub(r"^input_ids\b", "prompt", where)
-    named = found and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
-    return {"error": {"message": where + found + what, "type": kind, "param": where if named else None, "code": status}}
+    named = colon and status == 400 and re.fullmatch(r"[\w.\[\]]+", where)
+    return {"error": {"message": where + colon + what, "type": kind, "param": where if named else None, "code": status}}
 
 
 class ResponseBuilder:
@@ -333,12 +333,12 @@ class ResponseBuilder:
         self._metas[place] = answer["meta_info"]
         if first and self._request.chat:
             yield self._chunk(place, {"delta": {"role": "assistant", "content": ""}}, None)
-        text, ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
-        reply = self._reply(answer, text if ended else text[: _settled(text, self._stops())], finished=ended)
+        text, has_ended, counted = _text(answer), _finish(answer) is not None, self._counted.get(place, 0)
+        reply = self._reply(answer, text if has_ended else text[: _settled(text, self._stops())], finished=has_ended)
         shown, called = self._shown.get(place, 0), self._called.get(place, 0)
         new, calls = reply.content[shown:], reply.calls[called:]
         self._shown[place], self._called[place] = max(shown, len(reply.content)), len(reply.calls)
-        if not new and not calls and not ended:
+        if not new and not calls and not has_ended:
             return
         self._counted[place] = len(answer["output_ids"])
         delta: JsonObject = (
@@ -351,7 +351,7 @@ class ResponseBuilder:
             ]
         content = {"delta": delta} if self._request.chat else {"text": new}
         finish = self._finish(answer, bool(reply.calls))
-        extras = {**(_matched(answer) if ended else {}), **self._extras(answer, counted)}
+        extras = {**(_matched(answer) if has_ended else {}), **self._extras(answer, counted)}
         yield self._chunk(place, {**content, "logprobs": self._logprobs(answer, counted), **extras}, finish)
 
     def shown(self, answer: JsonMapping) -> str:
@@ -463,8 +463,8 @@ def _settled(text: str, stops: Sequence[str]) -> int:
     text = text.rstrip(INCOMPLETE)
     num_held = 0
     for stop in stops:
-        if (found := text.find(stop)) >= 0:
-            return found
+        if (start := text.find(stop)) >= 0:
+            return start
         num_held = max(
             num_held,
             next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0),
@@ -512,8 +512,8 @@ def _grammar(response_format: object) -> dict[str, str]:
             return {"json_schema": '{"type": "object"}'}
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             return {"json_schema": json.dumps(schema)}
-    wanted = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
-    raise BadRequest(f"response_format: want {wanted}, got {response_format!r}")
+    want = '{"type": "text"}, {"type": "json_object"} or {"type": "json_schema", "json_schema": {"schema": {...}}}'
+    raise BadRequest(f"response_format: want {want}, got {response_format!r}")
 
 
 def _prompts(prompt: object) -> tuple[str | list[int], ...]:
@@ -521,10 +521,10 @@ def _prompts(prompt: object) -> tuple[str | list[int], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(each, str) for each in prompt):
+        if all(isinstance(item, str) for item in prompt):
             return tuple(prompt)
         if all(type(token) is int for token in prompt):
             return (prompt,)
-        if all(isinstance(each, list) and each for each in prompt):
+        if all(isinstance(item, list) and item for item in prompt):
             return tuple(prompt)
     raise BadRequest(f"prompt: want text, a list of texts, token ids or lists of token ids, got {prompt!r}")

@@ -63,10 +63,10 @@ def chat_of(body: JsonMapping) -> JsonObject:
 def response_of(answer: JsonMapping, body: JsonMapping) -> JsonObject:
     """Return the response for a whole chat completion. ``body``: the request."""
     (choice,) = answer["choices"]
-    made = choice["message"]
-    output = [_reasoning(answer["id"], made["reasoning_content"])] if made.get("reasoning_content") else []
-    output += [_message(answer["id"], made["content"], len(output))] if made.get("content") else []
-    output += [_function_call(call) for call in made.get("tool_calls") or ()]
+    message = choice["message"]
+    output = [_reasoning(answer["id"], message["reasoning_content"])] if message.get("reasoning_content") else []
+    output += [_message(answer["id"], message["content"], len(output))] if message.get("content") else []
+    output += [_function_call(call) for call in message.get("tool_calls") or ()]
     return _response(answer, body, output, choice["finish_reason"], answer["usage"])
 
 
@@ -107,9 +107,9 @@ class ResponseEvents:
         response = _response(self._head, self._body, self._output, self._finish, self._usage or None)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _event(self, type: str, **fields: object) -> JsonObject:
+    def _event(self, kind: str, **fields: object) -> JsonObject:
         self._number += 1
-        return {"type": type, "sequence_number": self._number - 1, **fields}
+        return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _grow(self, text: str) -> Iterator[JsonObject]:
         place = len(self._output)
@@ -201,14 +201,14 @@ def _usage(usage: JsonMapping) -> JsonObject:
     }
 
 
-def _message(id: str, text: str, place: int) -> JsonObject:
+def _message(chat_id: str, text: str, place: int) -> JsonObject:
     content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-    name = f"msg_{id.removeprefix('chatcmpl-')}_{place}"
+    name = f"msg_{chat_id.removeprefix('chatcmpl-')}_{place}"
     return {"id": name, "type": "message", "role": "assistant", "status": "completed", "content": [content]}
 
 
-def _reasoning(id: str, text: str) -> JsonObject:
-    name = f"rs_{id.removeprefix('chatcmpl-')}"
+def _reasoning(chat_id: str, text: str) -> JsonObject:
+    name = f"rs_{chat_id.removeprefix('chatcmpl-')}"
     return {
         "id": name,
         "type": "reasoning",
@@ -266,7 +266,7 @@ def _messages(items: object) -> list[JsonObject]:
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
         raise BadRequest(f"input: want text or a list of at least one item, got {items!r}")
-    found: list[JsonObject] = []
+    messages: list[JsonObject] = []
     thought = ""
     for place, item in enumerate(items):
         where = f"input[{place}]"
@@ -274,21 +274,21 @@ def _messages(items: object) -> list[JsonObject]:
             thought += content_text(item.get("content") or "", f"{where}.content", _THOUGHTS)
             continue
         message = _of_item(item, where)
-        before = found[-1] if found else {}
+        before = messages[-1] if messages else {}
         if not thought and message["role"] == "assistant" == before.get("role") and message.get("tool_calls"):
             before.setdefault("tool_calls", []).extend(message["tool_calls"])
         else:
             if thought and message["role"] == "assistant":
                 message["reasoning_content"] = thought
             elif thought:  # an answer that ended within it
-                found.append(_thought(thought))
-            found.append(message)
+                messages.append(_thought(thought))
+            messages.append(message)
         thought = ""
     if thought:
-        found.append(_thought(thought))
-    if not found:
+        messages.append(_thought(thought))
+    if not messages:
         raise BadRequest("input: want at least one message, got reasoning alone")
-    return found
+    return messages
 
 
 def _thought(text: str) -> JsonObject:
@@ -297,11 +297,11 @@ def _thought(text: str) -> JsonObject:
 
 def _of_item(item: object, where: str) -> JsonObject:
     match item:
-        case {"type": "function_call", "call_id": str(id), "name": str(name), "arguments": str(arguments)}:
-            call = {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        case {"type": "function_call", "call_id": str(call_id), "name": str(name), "arguments": str(arguments)}:
+            call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
             return {"role": "assistant", "content": "", "tool_calls": [call]}
-        case {"type": "function_call_output", "call_id": str(id), "output": output}:
-            return {"role": "tool", "tool_call_id": id, "content": content_text(output, f"{where}.output")}
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            return {"role": "tool", "tool_call_id": call_id, "content": content_text(output, f"{where}.output")}
     if isinstance(item, Mapping) and item.get("type", "message") == "message":
         role = item.get("role")
         if isinstance(role, str) and role in _ROLES:

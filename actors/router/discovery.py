@@ -61,12 +61,12 @@ class WorkerDiscovery:
 
     def remove(self, url: str) -> bool:
         """Send an engine no more requests, wherever it is known from. Returns False when it is not known."""
-        known = url in self.urls()
+        is_known = url in self.urls()
         self._by_hand.pop(url, None)
-        if known:
+        if is_known:
             self._removed[url] = self._rows[url].process if url in self._rows else ""
             self._health.pop(url, None)
-        return known
+        return is_known
 
     def urls(self) -> list[str]:
         """Return the URLs of all known engines."""
@@ -81,7 +81,7 @@ class WorkerDiscovery:
         if self._on_bus is not None:
             try:
                 async with asyncio.timeout(READ_S):
-                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
+                    self._rows = {row.url.rstrip("/"): row for row in await self._on_bus.discover()}
             except (
                 BusError,
                 TimeoutError,

@@ -99,9 +99,9 @@ class Answer:
     @classmethod
     def of_states(cls, status: int, states: AsyncGenerator[JsonMapping, None]) -> "Answer":
         """Return a stream of these events, with [DONE] at its end. Leaving it closes ``states``."""
-        held = AsyncExitStack()
-        held.push_async_callback(states.aclose)
-        answer = cls(status, {"Content-Type": EVENTS}, _events(states), held)
+        resources = AsyncExitStack()
+        resources.push_async_callback(states.aclose)
+        answer = cls(status, {"Content-Type": EVENTS}, _events(states), resources)
         answer.states = states
         return answer
 
@@ -121,10 +121,10 @@ class Answer:
     def with_(self, chunks: AsyncIterator[bytes] | bytes) -> "Answer":
         """Return the same answer with other content. It takes over the resources: leaving it releases the engine."""
         headers = {name: value for name, value in self.headers.items() if name.lower() != "content-length"}
-        held = self._held.pop_all()
+        resources = self._held.pop_all()
         if isinstance(chunks, AsyncGenerator):
-            held.push_async_callback(chunks.aclose)  # before its source is released
-        return Answer(self.status, headers, once(chunks) if isinstance(chunks, bytes) else chunks, held)
+            resources.push_async_callback(chunks.aclose)  # before its source is released
+        return Answer(self.status, headers, once(chunks) if isinstance(chunks, bytes) else chunks, resources)
 
     def with_content(self, content: object) -> "Answer":
         """Return the same answer with another JSON body. It takes over the resources."""

@@ -110,7 +110,7 @@ class Forwarder:
     async def handle(self, request: Request) -> Answer:
         """Return the engine's answer, or an error with the reason why there is none."""
         deadline, avoid = time.monotonic() + self._config.timeout_s, ""
-        for left in range(self._config.retries, -1, -1):
+        for attempts_left in range(self._config.retries, -1, -1):
             try:
                 return await self._attempt(request, deadline, avoid)
             except NoServer as error:
@@ -118,7 +118,7 @@ class Forwarder:
             except RequestTimeout as error:
                 return refusal(504, str(error), "timeout")
             except EngineUnavailable as error:
-                if left == 0 or not _repeatable(request, error):
+                if attempts_left == 0 or not _repeatable(request, error):
                     if isinstance(error, EngineRefused):
                         return Answer(UNAVAILABLE, error.headers, once(error.body))
                     return refusal(502, str(error), "bad_gateway")

@@ -66,9 +66,9 @@ class Authority:
             return
         device = str(handle.get("device", ""))
         if not sees(self._visible, device):
-            seen = ", ".join(self._visible) or "no GPU"
+            devices = ", ".join(self._visible) or "no GPU"
             reason = (
-                f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: "
+                f"handle: device: want one that this engine sees ({devices}), got {device!r:.60}; cure: "
                 "weights.staging: host"
             )
             self.note(reason)

@@ -180,15 +180,15 @@ class Updates(ABC):
             raise UpdateRefused("the memory of the weights is released: want resume_memory_occupation first")
 
 
-def require_new(names: Iterable[str], known: Collection[str], announced: Collection[str]) -> None:
+def require_new(names: Iterable[str], model_names: Collection[str], announced: Collection[str]) -> None:
     """Raise UpdateRefused unless the model has tensors of these names (``known``), and none was announced before."""
-    seen = set(announced)
+    taken_names = set(announced)
     for name in names:
-        if name not in known:
+        if name not in model_names:
             raise UpdateRefused(f"{name}: the model has no tensor of this name")
-        if name in seen:
+        if name in taken_names:
             raise UpdateRefused(f"{name}: received twice")
-        seen.add(name)
+        taken_names.add(name)
 
 
 def require_all(required: Set[str], received: Set[str], where: str = "") -> None:

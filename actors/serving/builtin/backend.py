@@ -63,12 +63,12 @@ class Progress:
         """True when all responses have ended."""
         return self._left == 0
 
-    def update(self, sequence: Sequence, num_tokens: int, ended: bool) -> None:
+    def update(self, sequence: Sequence, num_tokens: int, has_ended: bool) -> None:
         """Record that ``num_tokens`` tokens of a response may be read, and whether it has ended."""
-        if ended:
+        if has_ended:
             self._left -= 1
-        if ended or sequence.stream:
-            self._moved[self._places[sequence]] = (num_tokens, ended)
+        if has_ended or sequence.stream:
+            self._moved[self._places[sequence]] = (num_tokens, has_ended)
         if self.done or sequence.stream:
             self._wake.set()
 
@@ -83,8 +83,8 @@ class Progress:
             await self._wake.wait()
             self._wake.clear()
             moved, self._moved = self._moved, {}
-            for place, (num_tokens, ended) in moved.items():
-                yield place, num_tokens, ended
+            for place, (num_tokens, has_ended) in moved.items():
+                yield place, num_tokens, has_ended
             if self.done and not self._moved:
                 return
 
@@ -207,8 +207,8 @@ class BuiltinBackend:
             for place in range(len(progress.sequences)):
                 yield self._state(generate, progress, place)
             return
-        async for place, num_tokens, ended in progress.changes():
-            yield self._state(generate, progress, place, partial=None if ended else num_tokens)
+        async for place, num_tokens, has_ended in progress.changes():
+            yield self._state(generate, progress, place, partial=None if has_ended else num_tokens)
 
     def _state(self, generate: Generate, progress: Progress, place: int, *, partial: int | None = None) -> JsonObject:
         sequence, host = progress.sequences[place], self._host
@@ -235,10 +235,12 @@ class BuiltinBackend:
     async def abort(self, rid: str | None, body: Body) -> web.Response:
         """End the request ``rid``, its response ``<rid>_<place>``, or all (None), with the tokens so far."""
         if rid is None:
-            await _shielded(self._scheduler.abort(lambda each: True))
+            await _shielded(self._scheduler.abort(lambda sequence: True))
         else:
             await _shielded(
-                self._scheduler.abort(lambda each: each.rid == rid or each.rid.rpartition("_")[0] == rid, ABORTED_BY_ID)
+                self._scheduler.abort(
+                    lambda sequence: sequence.rid == rid or sequence.rid.rpartition("_")[0] == rid, ABORTED_BY_ID
+                )
             )
         return web.Response()
 

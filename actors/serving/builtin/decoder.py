@@ -45,7 +45,7 @@ class RopeTable:
         angles = torch.arange(length, dtype=torch.float32)[:, None] * inverse_frequencies(rope, rope.size(head_dim))
         self.length = length
         # Elements that turn together are exchanged and the first of them negated: the sign is put into the table.
-        cos, sin = (_paired(rope, *both) for both in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
+        cos, sin = (_paired(rope, *pair) for pair in ((angles.cos(), angles.cos()), (-angles.sin(), angles.sin())))
         without = (0, head_dim - rope.size(head_dim))
         self._cos_P1D = functional.pad(cos, without, value=1.0)[:, None].to(dtype).to(device)
         self._sin_P1D = functional.pad(sin, without)[:, None].to(dtype).to(device)

@@ -145,9 +145,9 @@ class Scheduler:
         """Append sequences to score. The future is done once they are queued; results are in the ``done`` of each."""
         return self.call(lambda: self.scorings.extend(scorings))
 
-    def abort(self, wanted: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
+    def abort(self, matches: Callable[[Sequence], bool], message: str = "All aborted") -> "Future[int]":
         """End matching sequences with their tokens so far. Returns their number."""
-        return self.call(lambda: self._abort(wanted, message))
+        return self.call(lambda: self._abort(matches, message))
 
     @property
     def held(self) -> bool:
@@ -251,23 +251,23 @@ class Scheduler:
 
     def _prefill(self, prompts: dict[bytes, list[Sequence]]) -> int:
         """Prefill prompts and sample their first tokens. Returns the number of padded tokens."""
-        first_row, admitted = len(self.running), [sequence for same in prompts.values() for sequence in same]
-        for same in prompts.values():
-            self._enter(same[:1], cached=False)
-            self._enter(same[1:], cached=True)
-        prompt_of_R = [prompt for prompt, same in enumerate(prompts.values()) for _ in same]
+        first_row, admitted = len(self.running), [sequence for sharers in prompts.values() for sequence in sharers]
+        for sharers in prompts.values():
+            self._enter(sharers[:1], cached=False)
+            self._enter(sharers[1:], cached=True)
+        prompt_of_R = [prompt for prompt, sharers in enumerate(prompts.values()) for _ in sharers]
         self._runner.captures = any(sequence.experts is not None for sequence in admitted)
         scores_RV, num_padded = self._runner.prefill(
-            [same[0].context() for same in prompts.values()], prompt_of_R, first_row=first_row
+            [sharers[0].context() for sharers in prompts.values()], prompt_of_R, first_row=first_row
         )
         for prompt, sequence in zip(prompt_of_R, admitted, strict=True):
             if sequence.experts is not None:
                 assert self._runner.experts_BTGJ is not None, "they are captured where a sequence needs them"
                 sequence.experts.add(self._runner.experts_BTGJ[prompt, : sequence.length], 0)
         if self._share_prefix:
-            for prompt, (key, same) in enumerate(prompts.items()):
-                self._donors[key] = Donor(same[0], scores_RV[prompt_of_R.index(prompt)].clone())
-        self.counters.prefill_tokens += sum(same[0].length for same in prompts.values())
+            for prompt, (key, sharers) in enumerate(prompts.items()):
+                self._donors[key] = Donor(sharers[0], scores_RV[prompt_of_R.index(prompt)].clone())
+        self.counters.prefill_tokens += sum(sharers[0].length for sharers in prompts.values())
         self._sample(admitted, scores_RV, first_row=first_row)
         return num_padded
 
@@ -309,8 +309,10 @@ class Scheduler:
                 scores_NV[row, sequence.suppressed] = float("-inf")
         sampler, positions_N = self._sampler, self._positions_N + 1
         if sampler is None:
-            sampler = Sampler([each.params for each in sequences], [each.seed for each in sequences], self.device)
-            positions_N = np.array([each.length for each in sequences], np.int64)
+            sampler = Sampler(
+                [sequence.params for sequence in sequences], [sequence.seed for sequence in sequences], self.device
+            )
+            positions_N = np.array([sequence.length for sequence in sequences], np.int64)
         tokens_N, log_probs_N = sampler.draw(scores_NV, positions_N)
         if self._sampler is not None:
             self._last_N, self._positions_N = tokens_N, positions_N
@@ -359,17 +361,17 @@ class Scheduler:
         self.counters.count_end(sequence, updating=self.updating)
         self._events.append((sequence, len(sequence.tokens), True))
 
-    def _abort(self, wanted: Callable[[Sequence], bool], message: str) -> int:
-        rows = [row for row, sequence in enumerate(self.running) if wanted(sequence)]
+    def _abort(self, matches: Callable[[Sequence], bool], message: str) -> int:
+        rows = [row for row, sequence in enumerate(self.running) if matches(sequence)]
         for row in reversed(rows):  # from the end: the last row takes the place of one that leaves
             self.running[row].abort(message)
             self._leave(row)
-        ended = [sequence for sequence in self.waiting if wanted(sequence)]
-        for sequence in ended:
+        sequences = [sequence for sequence in self.waiting if matches(sequence)]
+        for sequence in sequences:
             self.waiting.remove(sequence)
             sequence.abort(message)
             self._report_end(sequence)
-        return len(rows) + len(ended)
+        return len(rows) + len(sequences)
 
     @between_steps
     def pause(self, mode: str) -> None:

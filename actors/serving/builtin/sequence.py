@@ -41,19 +41,19 @@ class CapturedExperts:
         assert first <= done, f"positions {done} to {first} are missing"
         self._ids += experts_PGJ[done - first :].astype(self._shape.dtype).tobytes()
 
-    def copy(self, other: "CapturedExperts", num_positions: int) -> None:
+    def copy(self, donor: "CapturedExperts", num_positions: int) -> None:
         """Take the first positions of another sequence with the same tokens, unless this one has its own."""
         size = self._shape.bytes_per_token
-        self._ids += other._ids[len(self) * size : num_positions * size]
+        self._ids += donor._ids[len(self) * size : num_positions * size]
 
     def encoded(self) -> str:
         """Return all positions in every layer as SGLang sends them: int32, base64; 0 in layers without experts."""
         shape = self._shape
-        whole = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
-        whole[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
+        ids = np.zeros((len(self), shape.num_layers, shape.top_k), np.int32)
+        ids[:, list(shape.layers)] = np.frombuffer(self._ids, shape.dtype).reshape(
             len(self), len(shape.layers), shape.top_k
         )
-        return base64.b64encode(whole.tobytes()).decode()
+        return base64.b64encode(ids.tobytes()).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,8 +166,11 @@ class Sequence:
         self.log_probs.append(log_prob)
         if token in self.stop_ids:
             self.finish = {"type": "stop", "matched": token}
-        elif self.stop_strings is not None and (found := self.stop_strings.find(self.tokens, self.begun)) is not None:
-            self.finish = {"type": "stop", "matched": found}
+        elif (
+            self.stop_strings is not None
+            and (stop_string := self.stop_strings.find(self.tokens, self.begun)) is not None
+        ):
+            self.finish = {"type": "stop", "matched": stop_string}
         elif len(self.tokens) >= self.max_new_tokens:
             self.finish = {"type": "length", "length": len(self.tokens)}
         return self.finish is not None

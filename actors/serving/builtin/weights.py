@@ -130,7 +130,7 @@ class Weights:
             names = fused.get(name, [name])
             if name in self._sizes and names[0] not in starts:
                 starts[names[0]] = end
-                num_bytes = sum(math.prod(self._sizes[each]) for each in names) * self.dtype.itemsize
+                num_bytes = sum(math.prod(self._sizes[part]) for part in names) * self.dtype.itemsize
                 end += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return starts, end
 
@@ -161,9 +161,9 @@ class Weights:
         if names[0] not in self._sizes:
             return None
         sizes = [self._sizes[name] for name in names]
-        whole = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
-        self.named.update(zip(names, whole.split([size[0] for size in sizes]), strict=True))
-        return whole
+        fused = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
+        self.named.update(zip(names, fused.split([size[0] for size in sizes]), strict=True))
+        return fused
 
     def _layer(self, layer: int) -> LayerWeights:
         at = f"model.layers.{layer}."

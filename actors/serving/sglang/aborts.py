@@ -62,9 +62,9 @@ class RequestIds:
         """Return whole lines of an answer with the client's ids."""
         return _ID.sub(self._client_id, raw) if self.replaced else raw
 
-    def _client_id(self, found: re.Match[bytes]) -> bytes:
-        name = self.at_server.get(found[1].decode())
-        return found[0] if name is None else b'"id":' + json.dumps(name).encode()
+    def _client_id(self, match: re.Match[bytes]) -> bytes:
+        name = self.at_server.get(match[1].decode())
+        return match[0] if name is None else b'"id":' + json.dumps(name).encode()
 
 
 _ABORTED = re.compile(rb'"type"\s*:\s*"abort"')
@@ -181,7 +181,7 @@ class Watch:
         """Count the aborted responses in the next part of the answer, given without gaps or overlap."""
         text = self._tail + part
         end = 0
-        for found in _ABORTED.finditer(text):
+        for match in _ABORTED.finditer(text):
             self.aborted += 1
-            end = found.end()
+            end = match.end()
         self._tail = text[max(end, len(text) - _OVERLAP) :]

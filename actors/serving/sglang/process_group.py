@@ -60,12 +60,12 @@ def _kill_without_part(server: "subprocess.Popen[bytes]", ending: threading.Even
     """
     parts: dict[int, str] = {}
     ends = select.poll()
-    known: set[int] = set()
+    part_pids: set[int] = set()
     while True:
         for pid in _session():
             with contextlib.suppress(OSError):
-                if pid not in known and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
-                    known.add(pid)
+                if pid not in part_pids and (name := _name(pid)).startswith(PART) and name != _name(_parent(pid)):
+                    part_pids.add(pid)
                     end = os.pidfd_open(pid)
                     parts[end] = f"{name.decode(errors='replace')} ({pid})"
                     ends.register(end, select.POLLIN)

@@ -70,8 +70,8 @@ class Proxy:
                         yield state
             else:
                 answer = json.loads(await self._answer(accepted, watch))
-                for one in answer if isinstance(answer, list) else [answer]:
-                    yield one
+                for state in answer if isinstance(answer, list) else [answer]:
+                    yield state
 
     @asynccontextmanager
     async def _accepted(self, body: JsonMapping) -> AsyncIterator[tuple[JsonObject, Watch]]:
@@ -252,13 +252,13 @@ async def _first_state(content: aiohttp.StreamReader) -> bytes:
     return begin
 
 
-async def _chunks(begin: bytes, rest: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
+async def _chunks(begin: bytes, content: aiohttp.StreamReader, ids: RequestIds) -> AsyncIterator[bytes]:
     """Yield an answer with its client's ids."""
     chunk, line = begin, b""
     while chunk:
-        whole, end, line = (line + chunk).rpartition(b"\n")
-        yield ids.with_client_ids(whole + end)
-        chunk = await rest.readany()
+        lines, end, line = (line + chunk).rpartition(b"\n")
+        yield ids.with_client_ids(lines + end)
+        chunk = await content.readany()
     yield ids.with_client_ids(line)
 
 
@@ -286,8 +286,8 @@ def _cached_before(raw: bytes, version: str) -> bool:
     if not state.startswith((b"{", b"[{")):  # the end of a stream without a state
         return False
     answer = json.loads(state)
-    for one in answer if isinstance(answer, list) else [answer]:
-        meta = one.get("meta_info") or {}
+    for response in answer if isinstance(answer, list) else [answer]:
+        meta = response.get("meta_info") or {}
         begun = (
             meta["weight_versions"][0]["version"]
             if meta.get("weight_versions")

@@ -95,19 +95,19 @@ def _refuse_unknown_tokens(directory: Path, prompts: Sequence[Sequence[int]]) ->
 
 async def _scored(directory: Path, prompts: Sequence[Sequence[int]], config: EngineConfig) -> Outputs:
     passes = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="tidemill-passes-"))
-    found: Outputs = {}
+    all_outputs: Outputs = {}
     try:
         server = await ServerProcess.open(directory, _hooked(config, passes))
         try:
             _refuse_server(server.api.url, await server.api.call("GET", "/server_info", timeout_s=INFO_S))
             for number, tokens in enumerate(prompts):
                 outputs = await _of_prompt(server, passes, tokens, f"prompt {number}")
-                found |= {f"{number}.{name}": value for name, value in outputs.items()}
+                all_outputs |= {f"{number}.{name}": value for name, value in outputs.items()}
         finally:
             await server.close()
     finally:
         await asyncio.to_thread(shutil.rmtree, passes, ignore_errors=True)
-    return found
+    return all_outputs
 
 
 def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
@@ -122,8 +122,8 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
     path = os.pathsep.join(
         filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))))
     )
-    given = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
-    arguments = {name: value for name, value in given.items() if not name.startswith(GRAPHS)}
+    arguments = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
+    arguments = {name: value for name, value in arguments.items() if not name.startswith(GRAPHS)}
     arguments |= {**ONE_PASS, "forward_hooks": json.dumps([hook])}
     return replace(
         config, sglang=replace(settings, arguments=arguments, environment=settings.environment | {"PYTHONPATH": path})
@@ -159,13 +159,15 @@ async def _of_prompt(server: ServerProcess, passes: Path, tokens: Sequence[int],
     except (LookupError, TypeError, ValueError) as error:
         raise EngineFailed(server.api.url, f"want log-probs of {name}, got {error!r}") from None
     passed = _taken(passes)
-    whole = [outputs for outputs in passed if all(len(value) == len(tokens) for value in outputs.values())]
-    if len(whole) != 1 or not whole[0]:
-        got = f"{len(passed)} passes, {len(whole)} of them with {len(tokens)} tokens"
+    complete_passes = [outputs for outputs in passed if all(len(value) == len(tokens) for value in outputs.values())]
+    if len(complete_passes) != 1 or not complete_passes[0]:
+        got = f"{len(passed)} passes, {len(complete_passes)} of them with {len(tokens)} tokens"
         raise UnsupportedModel(
             name, f"want one pass of the modules {', '.join(hooks.PATTERNS[:3])}, ... in SGLang, got {got}"
         )
-    values = {place.split(".", 1)[1]: np.asarray(value, np.float32) for place, value in sorted(whole[0].items())}
+    values = {
+        place.split(".", 1)[1]: np.asarray(value, np.float32) for place, value in sorted(complete_passes[0].items())
+    }
     return values | {"log_probs": np.array(log_probs, np.float32)[:, None]}
 
 

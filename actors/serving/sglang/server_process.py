@@ -89,24 +89,24 @@ class ServerProcess:
 
         ``operation``: update operation under way, during which the server may answer nothing else.
         """
-        ended = asyncio.create_task(until_ended(self._child))
+        end = asyncio.create_task(until_ended(self._child))
         try:
-            while await self._answers(ended, operation()):
+            while await self._answers(end, operation()):
                 await between()
-                await asyncio.wait({ended}, timeout=min(POLL_S, self._silent_s / 4))
+                await asyncio.wait({end}, timeout=min(POLL_S, self._silent_s / 4))
         finally:
-            ended.cancel()
+            end.cancel()
         log.error("sglang lost url=%s", self.api.url)
         self.lost.set()
 
-    async def _answers(self, ended: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
+    async def _answers(self, end: "asyncio.Task[object]", busy: "asyncio.Task[object] | None") -> bool:
         """Return whether the server has not ended and answers within ``silent_s`` after the operation under way."""
         answered = asyncio.create_task(self._until_answered())
         try:
             if busy is not None:
-                await asyncio.wait({answered, ended, busy}, return_when=asyncio.FIRST_COMPLETED)
-            await asyncio.wait({answered, ended}, timeout=self._silent_s, return_when=asyncio.FIRST_COMPLETED)
-            return answered.done() and answered.exception() is None and not ended.done()
+                await asyncio.wait({answered, end, busy}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answered, end}, timeout=self._silent_s, return_when=asyncio.FIRST_COMPLETED)
+            return answered.done() and answered.exception() is None and not end.done()
         finally:
             answered.cancel()
             await asyncio.gather(answered, return_exceptions=True)

@@ -65,8 +65,8 @@ def report_of(checksums: Mapping[str, str], layout: ServerLayout) -> ChecksumRep
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
     parts = (
-        TensorChecksum(names=_names(name), dtype=dtype, sum=sum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
-        for name, sum in sums.items()
+        TensorChecksum(names=_names(name), dtype=dtype, sum=checksum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
+        for name, checksum in sums.items()
     )
     return ChecksumReport(scheme="sha256", parts=tuple(parts))
 
@@ -144,7 +144,7 @@ class _Share:
 
 def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
     """Return objects with the attributes of SGLang's FlattenedTensorMetadata."""
-    whole = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
+    bucket = Bucket(specs=tuple(specs), num_bytes=sum(spec.num_bytes for spec in specs))
     return [
         SimpleNamespace(
             name=spec.name,
@@ -154,7 +154,7 @@ def _metadata(specs: Sequence[TensorSpec]) -> list[SimpleNamespace]:
             end_idx=place.stop,
             numel=spec.num_bytes,
         )
-        for spec, place in whole.places()
+        for spec, place in bucket.places()
     ]
 
 

@@ -164,8 +164,8 @@ def _check_batch(body: ServerBody, count: int, *, batch: bool) -> None:
 def _check_ids(where: str, ids: Sequence[int | str], limits: RequestLimits) -> None:
     """Raise BadRequest for an id outside the vocabulary; the keys of a map are ids as texts."""
     for name in ids:
-        id = int(name) if isinstance(name, str) and re.fullmatch(r"-?\d+", name) else name
-        if isinstance(id, str) or not 0 <= id < limits.vocab_size:
+        token = int(name) if isinstance(name, str) and re.fullmatch(r"-?\d+", name) else name
+        if isinstance(token, str) or not 0 <= token < limits.vocab_size:
             raise BadRequest(f"{where}: want token ids in 0 .. {limits.vocab_size - 1}, got {name!r:.80}")
 
 
