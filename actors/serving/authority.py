@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 NewestEpoch = Callable[[], Awaitable[int]]
 """Returns the newest learner epoch, read from the bus. Raises BusError."""
-
-
 Record = Callable[[int | None, str], None]
 """Records an epoch that is named by a command. Raises StaleEpoch when a higher one was seen."""
 
@@ -67,10 +65,8 @@ class Authority:
         device = str(handle.get("device", ""))
         if not sees(self._visible, device):
             devices = ", ".join(self._visible) or "no GPU"
-            reason = (
-                f"handle: device: want one that this engine sees ({devices}), got {device!r:.60}; cure: "
-                "weights.staging: host"
-            )
+            want, cure = f"want one that this engine sees ({devices})", "cure: weights.staging: host"
+            reason = f"handle: device: {want}, got {device!r:.60}; {cure}"
             self.note(reason)
             raise BadRequest(reason)
 

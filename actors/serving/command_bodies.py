@@ -7,13 +7,12 @@ from msgspec import Meta, Struct
 from tidemill.actors.body_decoder import decode
 from tidemill.actors.errors import UpdateRefused
 from tidemill.actors.serving.port import COMMAND_S
+from tidemill.actors.serving.updates import KV_CACHE, WEIGHTS
 from tidemill.weightstore.errors import WeightstoreError
 from tidemill.weightstore.format.manifest import TensorSpec
 
 MAX_S = 1e6
 """Maximum time limit in seconds that a request may set."""
-MEMORY = frozenset({"kv_cache", "weights"})
-"""Kinds of memory that an engine can release."""
 PAUSE_MODES = ("abort", "retract", "in_place")
 """Modes of SGLang's /pause_generation: end every response, or continue all later; retract also frees their cache."""
 
@@ -118,13 +117,13 @@ class MemoryBody(Struct, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ValueError for an unknown kind."""
-        if unknown := (self.tags or frozenset()) - MEMORY:
-            raise ValueError(f"tags: want null, or some of {', '.join(sorted(MEMORY))}, got {min(unknown)!r:.80}")
+        if unknown := (self.tags or frozenset()) - {WEIGHTS, KV_CACHE}:
+            raise ValueError(f"tags: want null, or some of {KV_CACHE}, {WEIGHTS}, got {min(unknown)!r:.80}")
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of memory."""
-        return self.tags or MEMORY
+        return self.tags or frozenset({WEIGHTS, KV_CACHE})
 
 
 class ChecksumBody(Struct, kw_only=True):

@@ -104,13 +104,8 @@ class BuiltinBackend:
         model: Model,
         peer_snapshots: Callable[[], PeerSnapshotServer],
     ) -> None:
-        self._host, self._scheduler, self._shape, self._model, self._peer_snapshots = (
-            host,
-            scheduler,
-            shape,
-            model,
-            peer_snapshots,
-        )
+        self._host, self._scheduler, self._shape, self._model = host, scheduler, shape, model
+        self._peer_snapshots = peer_snapshots
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         """Answer POST /generate, as a stream if requested. Raises EngineFailed when a response fails."""
@@ -235,13 +230,12 @@ class BuiltinBackend:
     async def abort(self, rid: str | None, body: Body) -> web.Response:
         """End the request ``rid``, its response ``<rid>_<place>``, or all (None), with the tokens so far."""
         if rid is None:
-            await _shielded(self._scheduler.abort(lambda sequence: True))
+            ending = self._scheduler.abort(lambda sequence: True)
         else:
-            await _shielded(
-                self._scheduler.abort(
-                    lambda sequence: sequence.rid == rid or sequence.rid.rpartition("_")[0] == rid, ABORTED_BY_ID
-                )
+            ending = self._scheduler.abort(
+                lambda sequence: rid in (sequence.rid, sequence.rid.rpartition("_")[0]), ABORTED_BY_ID
             )
+        await _shielded(ending)
         return web.Response()
 
     async def flush_cache(self, request: web.Request) -> web.Response:
@@ -307,7 +301,6 @@ class BuiltinBackend:
         """Return the routes of pushes in one request, and of snapshots for peers."""
 
         async def receive_push(request: web.Request) -> web.Response:
-            """Check the epoch of a push in one request, and receive it."""
             return await self._receive_push(await command(request))
 
         return {

@@ -13,7 +13,6 @@ token.
 
 import contextlib
 import math
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -86,17 +85,12 @@ def forward(
 ) -> Tensor:
     """Return the hidden state before the last norm, [B, T, E]. ``chosen`` gets the experts of each layer, [B, T, J]."""
     x_BTE = functional.embedding(tokens_BT, weights.embedding_VE)
-    with _kernels(x_BTE.device):
+    with sdpa_kernel(KERNELS) if x_BTE.is_cuda else contextlib.nullcontext():
         for index, layer in enumerate(weights.layers):
-            x_BTE = x_BTE + _after(
-                weights, layer.attention_post_norm, _attend(weights, layer, index, x_BTE, rope, attention)
-            )
+            attended_BTE = _attend(weights, layer, index, x_BTE, rope, attention)
+            x_BTE = x_BTE + _after(weights, layer.attention_post_norm, attended_BTE)
             x_BTE = x_BTE + _after(weights, layer.mlp_post_norm, _mlp(weights, layer, x_BTE, chosen))
     return x_BTE
-
-
-def _kernels(device: torch.device) -> AbstractContextManager[None]:
-    return sdpa_kernel(KERNELS) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def logits(weights: Weights, x_BE: Tensor) -> Tensor:
@@ -147,9 +141,8 @@ def _mlp(weights: Weights, layer: LayerWeights, x_BTE: Tensor, chosen: list[Tens
 def _experts(sizes: ExpertSizes | None, layer: LayerWeights, x_NE: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weighted sum of each token's experts, and their ids, by one product per expert that has tokens."""
     assert sizes is not None and layer.router_XE is not None
-    scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(
-        -1
-    )  # in float32, as the learner has them
+    # In float32, as the learner has them.
+    scores_NX = functional.linear(x_NE.float(), layer.router_XE.float()).softmax(-1)
     shares_NJ, chosen_NJ = scores_NX.topk(sizes.per_token, -1)
     if sizes.normalised:
         shares_NJ = shares_NJ / shares_NJ.sum(-1, keepdim=True)

@@ -53,11 +53,10 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         shape = ModelShape.read(self.model_dir)
         self._read_limits(shape.vocab_size, shape.max_positions, experts=shape.routed is not None)
         text, context = self.text, self.limits.max_context
-        if config.device == "cuda" and not torch.cuda.is_available():
+        has_gpu = torch.cuda.is_available()
+        if config.device == "cuda" and not has_gpu:
             raise NoDevice("engine.device", "auto or cpu where torch finds no GPU", config.device)
-        device = torch.device(
-            config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        )
+        device = torch.device(("cuda" if has_gpu else "cpu") if config.device == "auto" else config.device)
         dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
         self._to_gpu = device.type == "cuda"
         weights = Weights(shape, dtype=getattr(torch, dtype), device=device)
@@ -77,14 +76,8 @@ class BuiltinEngine(EngineHost[BuiltinUpdates]):
         self.eos_ids = frozenset(shape.eos_ids)
         model = Model(eos_ids=self.eos_ids, max_context=context, text=text)
         self._backend = BuiltinBackend(self, self.scheduler, shape, model, lambda: self.peer_snapshots)
-        log.info(
-            "engine loaded model=%s bytes=%d context=%d device=%s dtype=%s",
-            self.model_dir,
-            weights.size_bytes,
-            context,
-            device,
-            dtype,
-        )
+        sizes = f"bytes={weights.size_bytes} context={context}"
+        log.info("engine loaded model=%s %s device=%s dtype=%s", self.model_dir, sizes, device, dtype)
 
     async def _open(self) -> BuiltinBackend:
         self._loop = asyncio.get_running_loop()

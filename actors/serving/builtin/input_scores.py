@@ -78,7 +78,6 @@ def scores(
 
 
 def _attention(layer: int, query_BTHD: Tensor, key_BTKD: Tensor, value_BTKD: Tensor) -> Tensor:
-    """Attend causally, keeping no keys and values."""
     attended_BHTD = functional.scaled_dot_product_attention(
         query_BTHD.transpose(1, 2),
         key_BTKD.transpose(1, 2),
@@ -94,21 +93,13 @@ def _scores(weights: Weights, scoring: Scoring, x_TE: Tensor, version: int) -> I
     x_PE = x_TE[scoring.start : len(scoring.tokens) - 1]
     picked, ids, values = [], [], []
     width = max(1, LOGITS_AT_ONCE // weights.shape.vocab_size)
-    for first in range(0, len(x_PE), width):
+    for first in range(0, max(len(x_PE), 1), width):  # once where there is none: for empty results
         logits_PV = decoder.logits(weights, x_PE[first : first + width]) / (scoring.temperature or 1.0)
         log_probs_PV = logits_PV.log_softmax(-1)
         picked.append(log_probs_PV.gather(-1, targets_P[first : first + width, None])[:, 0])
         top = log_probs_PV.topk(scoring.top_k, -1)
         ids.append(top.indices)
         values.append(top.values)
-    if not picked:
-        empty = np.zeros((0, scoring.top_k))
-        return InputScores(
-            log_probs_P=np.zeros(0, np.float32),
-            top_ids_PK=empty.astype(np.int64),
-            top_log_probs_PK=empty.astype(np.float32),
-            version=version,
-        )
     result = InputScores(
         log_probs_P=torch.cat(picked).cpu().numpy(),
         top_ids_PK=torch.cat(ids).cpu().numpy(),

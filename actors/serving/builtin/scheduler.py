@@ -63,7 +63,6 @@ def between_steps(
 
     @wraps(method)
     def queued(self: "Scheduler", *args: Args.args, **kwargs: Args.kwargs) -> "Future[Result]":
-        """Queue the method. Returns the future of its result."""
         return self.call(lambda: method(self, *args, **kwargs))
 
     return queued
@@ -180,7 +179,6 @@ class Scheduler:
             return
 
         def fail(reason: str) -> None:
-            """Give every sequence that has no scores the reason."""
             for scoring in batch:
                 if not scoring.done.done():
                     scoring.done.set_exception(EngineFailed("builtin", reason))
@@ -220,11 +218,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Fill free rows, oldest request first, up to the token budget of one step."""
-        started, budget, shared = (
-            time.perf_counter(),
-            PREFILL_TOKENS,
-            self._donors.keys() if self._share_prefix else None,
-        )
+        started, budget = time.perf_counter(), PREFILL_TOKENS
+        shared = self._donors.keys() if self._share_prefix else None
         while self.waiting and len(self.running) < self._max_running and budget > 0:
             if self._can_copy(self.waiting[0]):
                 self._copy_prompt(self.waiting.popleft())
@@ -378,13 +373,9 @@ class Scheduler:
         """Pause decoding: ``in_place`` keeps rows, ``retract`` queues them again, ``abort`` ends every sequence."""
         self.paused = True
         if mode == "abort":
-            before, aborted = (
-                self.counters.requests_aborted_by_pushes,
-                self._abort(lambda sequence: True, "All aborted"),
-            )
-            self.counters.requests_aborted_by_pushes = (
-                before + aborted
-            )  # set, as some were counted already while an update is open
+            before = self.counters.requests_aborted_by_pushes
+            # Set, as some were counted already while an update is open.
+            self.counters.requests_aborted_by_pushes = before + self._abort(lambda sequence: True, "All aborted")
         elif mode == "retract":
             self._retract()
 

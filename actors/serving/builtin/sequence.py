@@ -81,30 +81,6 @@ class ResponseRequest:
 class Sequence:
     """A prompt and the tokens that follow it, with log-probs and the versions that generated them."""
 
-    __slots__ = (
-        "arrived_s",
-        "begun",
-        "cached_tokens",
-        "error",
-        "experts",
-        "finish",
-        "key",
-        "log_probs",
-        "max_new_tokens",
-        "params",
-        "prompt",
-        "retractions",
-        "rid",
-        "seed",
-        "sink",
-        "spans",
-        "stop_ids",
-        "stop_strings",
-        "stream",
-        "suppressed",
-        "tokens",
-    )
-
     def __init__(
         self,
         request: ResponseRequest,
@@ -115,14 +91,8 @@ class Sequence:
         experts: CapturedExperts | None = None,
     ) -> None:
         prompt, params = request.prompt, request.params
-        self.rid, self.prompt, self.params, self.seed, self.sink, self.stream = (
-            request.rid,
-            prompt,
-            params,
-            request.seed,
-            sink,
-            stream,
-        )
+        self.rid, self.prompt, self.params, self.seed = request.rid, prompt, params, request.seed
+        self.sink, self.stream = sink, stream
         self.key = prompt.tobytes()
         """Key of the context to prefill: equal keys = equal contexts."""
         self.begun: list[int] = prompt[len(prompt) - request.continued_tokens :].tolist()
@@ -191,11 +161,9 @@ class Sequence:
 
     def weight_versions(self, num_tokens: int) -> list[JsonObject]:
         """Return the spans of the first ``num_tokens`` tokens, empty ones left out."""
-        edges = [*(start for _, start in self.spans[1:]), num_tokens]
-        spans = (
-            (version, start, min(end, num_tokens)) for (version, start), end in zip(self.spans, edges, strict=False)
-        )
-        return [{"version": str(version), "start": start, "end": end} for version, start, end in spans if end > start]
+        ends = [min(start, num_tokens) for _, start in self.spans[1:]] + [num_tokens]
+        spans = zip(self.spans, ends, strict=False)
+        return [{"version": str(version), "start": start, "end": end} for (version, start), end in spans if end > start]
 
     def token_logprobs(self, num_tokens: int) -> list[tuple[float, int, None]]:
         """Return (log-prob in nats, token id, None) of the first ``num_tokens`` tokens, as in SGLang's JSON."""

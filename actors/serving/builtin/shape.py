@@ -150,16 +150,15 @@ class ModelShape:
         return shapes
 
     def _mlp(self, at: str, experts: ExpertSizes | None) -> dict[str, tuple[int, ...]]:
-        shapes: dict[str, tuple[int, ...]] = (
-            {} if experts is None else {f"{at}gate.weight": (experts.count, self.hidden)}
-        )
-        inner = self.intermediate if experts is None else experts.intermediate
-        for prefix in (at,) if experts is None else (f"{at}experts.{number}." for number in range(experts.count)):
-            halves = (("gate_up", 2 * inner),) if self.joint_gate_up else (("gate", inner), ("up", inner))
-            for part, rows, columns in (
-                *((half, rows, self.hidden) for half, rows in halves),
-                ("down", self.hidden, inner),
-            ):
+        shapes: dict[str, tuple[int, ...]] = {}
+        prefixes, inner = [at], self.intermediate
+        if experts is not None:
+            shapes[f"{at}gate.weight"] = (experts.count, self.hidden)
+            prefixes, inner = [f"{at}experts.{number}." for number in range(experts.count)], experts.intermediate
+        halves = {"gate_up": 2 * inner} if self.joint_gate_up else {"gate": inner, "up": inner}
+        parts = [*((half, rows, self.hidden) for half, rows in halves.items()), ("down", self.hidden, inner)]
+        for prefix in prefixes:
+            for part, rows, columns in parts:
                 shapes[f"{prefix}{part}_proj.weight"] = (rows, columns)
                 if self.mlp_bias:
                     shapes[f"{prefix}{part}_proj.bias"] = (rows,)
@@ -187,11 +186,8 @@ def _check_supported(config: JsonMapping, where: str) -> None:
 
 def _from_config(config: JsonMapping, *, eos_ids: tuple[int, ...], where: str) -> ModelShape:
     try:
-        family, heads, hidden = (
-            str(config["model_type"]),
-            int(config["num_attention_heads"]),
-            int(config["hidden_size"]),
-        )
+        family, heads = str(config["model_type"]), int(config["num_attention_heads"])
+        hidden = int(config["hidden_size"])
         head_dim = int(config.get("head_dim") or hidden // heads)
         bias = bool(config.get("attention_bias", False))
         return ModelShape(

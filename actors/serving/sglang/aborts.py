@@ -101,15 +101,11 @@ class Aborts:
         try:
             yield watch
             if watch.aborted:
-                updated = (
-                    self._updates.under_way
-                    or self._updates.completed != watch.since
-                    or self._updates.pauses.mode == "abort"
-                )
+                updates = self._updates
+                is_updated = updates.under_way or updates.completed != watch.since or updates.pauses.mode == "abort"
                 self._counters["requests_aborted"] += watch.aborted
-                self._counters["requests_aborted_by_pushes"] += watch.aborted * (
-                    updated and not watch.aborted_by_client
-                )
+                if is_updated and not watch.aborted_by_client:
+                    self._counters["requests_aborted_by_pushes"] += watch.aborted
         finally:
             self._watches.discard(watch)
             watch.close()
@@ -157,9 +153,8 @@ class Watch:
             if left_s > 0:
                 await asyncio.sleep(min(left_s, SETTLE_S))
                 continue
-            for name in [
-                own_id for own_id, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client
-            ]:
+            ids = [name for name, client_id in self.ids.at_server.items() if client_id in self.aborted_by_client]
+            for name in ids:
                 with contextlib.suppress(EngineError):  # the request itself fails with the same error
                     await api.call("POST", "/abort_request", {"rid": name}, timeout_s=ABORT_S)
             await asyncio.sleep(again_s)

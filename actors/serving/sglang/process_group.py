@@ -26,9 +26,8 @@ SIGTERM_S = 1.0
 def main(command: list[str]) -> int:
     """Run the command. Returns its exit code (128 + signal, as a shell does)."""
     ending = threading.Event()
-    signal.signal(
-        signal.SIGTERM, lambda *_: ending.set()
-    )  # outlived: the server ends by it, and this process after the server
+    # Outlived: the server ends by it, and this process after the server.
+    signal.signal(signal.SIGTERM, lambda *_: ending.set())
     server = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, preexec_fn=lambda: signal.signal(signal.SIGTERM, signal.SIG_DFL)
     )

@@ -80,10 +80,8 @@ class Proxy:
         if not host.updates.under_way or not host.servable:  # otherwise it serves at the end of the update
             host.require_servable()
         try:
-            size = size_of(body.get("text"))
-            count, fields = await beside_loop(
-                size, lambda: responses_in(body, host.limits, most=host.config.max_waiting)
-            )
+            size, limit = size_of(body.get("text")), host.config.max_waiting
+            count, fields = await beside_loop(size, lambda: responses_in(body, host.limits, max_responses=limit))
         except BadRequest:
             self._counters["refused"] += 1
             raise
@@ -95,10 +93,8 @@ class Proxy:
             host.accept(count)
             self._counters["requests"] += count
             try:
-                yield (
-                    {name: value for name, value in body.items() if name not in OURS} | {"rid": watch.ids.given},
-                    watch,
-                )
+                accepted = {name: value for name, value in body.items() if name not in OURS}
+                yield accepted | {"rid": watch.ids.given}, watch
             finally:
                 host.ended(count)
 
@@ -128,23 +124,16 @@ class Proxy:
         previous weights: no span would show that its keys and values are of both. (Not a stream of several responses:
         the others may have been seen.)
         """
-        weights, can_again = (
-            self._host.updates,
-            not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced),
-        )
+        weights = self._host.updates
+        can_again = not body.get("stream") or (len(watch.ids.responses) == 1 and watch.ids.replaced)
         for attempt in range(1, ATTEMPTS + 1):
             keyed_body, completed = await self._keyed(body, watch, again=attempt > 1), weights.completed
             version = str(self._host.version)
             async with self._translated(), self._api.open("POST", "/generate", keyed_body) as answer:
                 raw = await read(answer.content)
                 changed = (weights.completed != completed or weights.under_way) and weights.keeps_cache
-                if not (
-                    can_again
-                    and changed
-                    and attempt < ATTEMPTS
-                    and not watch.is_aborted
-                    and _cached_before(raw, version)
-                ):
+                can_repeat = can_again and changed and attempt < ATTEMPTS and not watch.is_aborted
+                if not (can_repeat and _cached_before(raw, version)):
                     yield _chunks(raw, answer.content, watch.ids)
                     return
                 self._counters["asked_again"] += 1
@@ -227,15 +216,14 @@ class Proxy:
         """Return the server's information without its keys, with the version, phase and epoch known here."""
         host = self._host
         info = await self._api.call("GET", "/server_info", timeout_s=COMMAND_S)
+        routed = self._routed if info.get(RETURNS_EXPERTS) else None
         ours = {
             "engine": "sglang",
             "weight_version": str(host.version),
             "context_length": host.limits.max_context,
             "phase": host.phase,
             "epoch": host.epoch,
-            "routed_experts": self._routed.described()
-            if self._routed is not None and info.get(RETURNS_EXPERTS)
-            else None,
+            "routed_experts": None if routed is None else routed.described(),
         }
         return {**_without_keys(info), **ours}
 
@@ -265,12 +253,8 @@ async def _chunks(begin: bytes, content: aiohttp.StreamReader, ids: RequestIds) 
 def keyed(body: JsonMapping, key: str) -> JsonObject:
     """Return the request with ``key`` before its own keys in SGLang's cache."""
     keys = body.get("extra_key")
-    return {
-        **body,
-        "extra_key": [f"{key} {own_key or ''}" for own_key in keys]
-        if isinstance(keys, list)
-        else f"{key} {keys or ''}",
-    }
+    keyed_keys = [f"{key} {own_key or ''}" for own_key in keys] if isinstance(keys, list) else f"{key} {keys or ''}"
+    return {**body, "extra_key": keyed_keys}
 
 
 def _require_not_aborted(watch: Watch) -> None:
@@ -288,11 +272,8 @@ def _cached_before(raw: bytes, version: str) -> bool:
     answer = json.loads(state)
     for response in answer if isinstance(answer, list) else [answer]:
         meta = response.get("meta_info") or {}
-        begun = (
-            meta["weight_versions"][0]["version"]
-            if meta.get("weight_versions")
-            else meta.get("weight_version", version)
-        )
+        spans = meta.get("weight_versions")
+        begun = spans[0]["version"] if spans else meta.get("weight_version", version)
         if begun != version and meta.get("cached_tokens") and (meta.get("finish_reason") or {}).get("type") != "abort":
             return True
     return False

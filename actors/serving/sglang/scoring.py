@@ -119,9 +119,8 @@ def _hooked(config: EngineConfig, passes: Path) -> EngineConfig:
         "hook_factory": f"{file.stem}:{hooks.hook.__name__}",
         "config": {"directory": str(passes)},
     }
-    path = os.pathsep.join(
-        filter(None, (str(file.parent), settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))))
-    )
+    path = settings.environment.get("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    path = os.pathsep.join(filter(None, (str(file.parent), path)))
     arguments = {name.replace("-", "_"): value for name, value in settings.arguments.items()}
     arguments = {name: value for name, value in arguments.items() if not name.startswith(GRAPHS)}
     arguments |= {**ONE_PASS, "forward_hooks": json.dumps([hook])}

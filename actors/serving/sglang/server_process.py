@@ -149,9 +149,7 @@ async def _started(
     api = Api(f"http://127.0.0.1:{port.number}", key)
     stack.push_async_callback(api.close)
     words = command_line(settings.python, model_dir, port.number, arguments)
-    log_file = (
-        Path(settings.log) if settings.log else Path(tempfile.gettempdir()) / f"tidemill-sglang-{port.number}.log"
-    )
+    log_file = Path(settings.log or f"{tempfile.gettempdir()}/tidemill-sglang-{port.number}.log")
     child = server_child(words, settings.environment, log_file)
     stack.push_async_callback(child.end, STOP_S, group=True)
     await child.start()
@@ -190,18 +188,8 @@ def command_line(python: str, model_dir: Path, port: int, arguments: Mapping[str
 
     Raises ValueError for one of ``OWN``.
     """
-    words = [
-        python,
-        "-m",
-        "sglang.launch_server",
-        "--model-path",
-        str(model_dir),
-        "--host",
-        "127.0.0.1",
-        "--port",
-        str(port),
-    ]
-    words += ["--weight-version", "0"]
+    words = [python, "-m", "sglang.launch_server", "--model-path", str(model_dir)]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--weight-version", "0"]
     for name, value in arguments.items():
         flag = name.replace("_", "-")
         if flag in OWN:

@@ -11,7 +11,7 @@ is passed on as the learner has shared it. This was not tried on a GPU.
 
 import base64
 import io
-import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -64,10 +64,10 @@ def report_of(checksums: Mapping[str, str], layout: ServerLayout) -> ChecksumRep
     """Return the report on the tensors as they were sent, for the checksums of /weights_checker."""
     dtype, padding, sums = layout.dtype, layout.padding, dict(checksums)
     sums.setdefault(HEAD, sums[EMBEDDING])  # tied: one parameter
-    parts = (
+    parts = [
         TensorChecksum(names=_names(name), dtype=dtype, sum=checksum, zeros=padding if name in (EMBEDDING, HEAD) else 0)
         for name, checksum in sums.items()
-    )
+    ]
     return ChecksumReport(scheme="sha256", parts=tuple(parts))
 
 
@@ -86,8 +86,7 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def free_shared_memory() -> int:
     """Return the free bytes of /dev/shm."""
-    stats = os.statvfs(SHARED_MEMORY)
-    return stats.f_bavail * stats.f_frsize
+    return shutil.disk_usage(SHARED_MEMORY).free
 
 
 class SharedBucket:

@@ -102,8 +102,8 @@ class ServerBody(Struct, kw_only=True):
             raise ValueError("positional_embed_overrides: not supported by this engine; remove the field")
 
 
-def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tuple[int, ServerBody]:
-    """Validate a body of /generate. Returns the number of responses, at most ``most``, and the fields."""
+def responses_in(body: JsonMapping, limits: RequestLimits, *, max_responses: int) -> tuple[int, ServerBody]:
+    """Validate a body of /generate. Returns the number of responses, at most ``max_responses``, and the fields."""
     params = body.get("sampling_params")
     maps = [_without_nulls(values) for values in params] if isinstance(params, list) else _without_nulls(params)
     fields = decode({**_without_nulls(body), "sampling_params": maps}, ServerBody)
@@ -127,9 +127,9 @@ def responses_in(body: JsonMapping, limits: RequestLimits, *, most: int) -> tupl
         _check_ids("sampling_params.stop_token_ids", sampling.stop_token_ids, limits)
         _check_ids("sampling_params.logit_bias", [*sampling.logit_bias], limits)
     total = sum(sampling.n for sampling in samplings)
-    if total > most:
+    if total > max_responses:
         raise BadRequest(
-            f"sampling_params.n: want at most {most} responses to a request (engine.max_waiting), got {total}"
+            f"sampling_params.n: want at most {max_responses} responses to a request (engine.max_waiting), got {total}"
         )
     return total, fields
 
