@@ -112,13 +112,10 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
     def _grow(self, text: str) -> Iterator[JsonObject]:
-        place = len(self._output)
-        item = _message(str(self._head["id"]), "", place)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        item = _message(str(self._head["id"]), "", len(self._output))
+        at = self._place(item)
         if not self._text:
-            yield self._event(
-                "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
-            )
+            yield self._added({**item, "content": []})
             yield self._event("response.content_part.added", **at, part=item["content"][0])
         self._text += text
         yield self._event("response.output_text.delta", **at, delta=text, logprobs=[])
@@ -126,40 +123,42 @@ class ResponseEvents:
     def _end(self) -> Iterator[JsonObject]:
         if not self._text:
             return
-        place = len(self._output)
-        item = _message(str(self._head["id"]), self._text, place)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
+        item = _message(str(self._head["id"]), self._text, len(self._output))
+        at = self._place(item)
         yield self._event("response.output_text.done", **at, text=self._text, logprobs=[])
         yield self._event("response.content_part.done", **at, part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=place, item=item)
-        self._output.append(item)
+        yield self._done(item)
         self._text = ""
 
     def _thought(self, text: str) -> Iterator[JsonObject]:
         """Yield the events of the model's reasoning, which comes as a whole."""
-        place, item = len(self._output), _reasoning(str(self._head["id"]), text)
-        at = {"item_id": item["id"], "output_index": place, "content_index": 0}
-        (part,) = item["content"]
-        yield self._event(
-            "response.output_item.added", output_index=place, item={**item, "content": [], "status": "in_progress"}
-        )
+        item = _reasoning(str(self._head["id"]), text)
+        at, (part,) = self._place(item), item["content"]
+        yield self._added({**item, "content": []})
         yield self._event("response.content_part.added", **at, part={**part, "text": ""})
         yield self._event("response.reasoning_text.delta", **at, delta=text)
         yield self._event("response.reasoning_text.done", **at, text=text)
         yield self._event("response.content_part.done", **at, part=part)
-        yield self._event("response.output_item.done", output_index=place, item=item)
-        self._output.append(item)
+        yield self._done(item)
 
     def _called(self, item: JsonObject) -> Iterator[JsonObject]:
-        place = len(self._output)
-        at = {"item_id": item["id"], "output_index": place}
-        yield self._event(
-            "response.output_item.added", output_index=place, item={**item, "arguments": "", "status": "in_progress"}
-        )
+        at = {"item_id": item["id"], "output_index": len(self._output)}
+        yield self._added({**item, "arguments": ""})
         yield self._event("response.function_call_arguments.delta", **at, delta=item["arguments"])
         yield self._event("response.function_call_arguments.done", **at, name=item["name"], arguments=item["arguments"])
-        yield self._event("response.output_item.done", output_index=place, item=item)
+        yield self._done(item)
+
+    def _place(self, item: JsonObject) -> JsonObject:
+        """Return the fields that name the only part of the item that is open."""
+        return {"item_id": item["id"], "output_index": len(self._output), "content_index": 0}
+
+    def _added(self, item: JsonObject) -> JsonObject:
+        item = {**item, "status": "in_progress"}
+        return self._event("response.output_item.added", output_index=len(self._output), item=item)
+
+    def _done(self, item: JsonObject) -> JsonObject:
         self._output.append(item)
+        return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
 
 def _response(
@@ -236,9 +235,8 @@ def _tools(tools: object) -> list[JsonObject]:
     functions = []
     for place, tool in enumerate(tools):
         if not isinstance(tool, Mapping) or tool.get("type") != "function" or not isinstance(tool.get("name"), str):
-            raise BadRequest(
-                f'tools[{place}]: want {{"type": "function", "name": ..., "parameters": ...}}, got {tool!r}'
-            )
+            want = 'want {"type": "function", "name": ..., "parameters": ...}'
+            raise BadRequest(f"tools[{place}]: {want}, got {tool!r}")
         function = {name: tool[name] for name in ("name", "description", "parameters") if tool.get(name) is not None}
         functions.append({"type": "function", "function": function})
     return functions
@@ -255,9 +253,8 @@ def _form(text: object) -> JsonObject | None:
             return {"type": "json_schema", "json_schema": {"schema": schema}}
         case {"verbosity": _, **more} if not more:
             return None
-    raise BadRequest(
-        f'text: want {{"format": {{"type": "text"}}}}, json_object, or json_schema with a schema, got {text!r}'
-    )
+    want = 'want {"format": {"type": "text"}}, json_object, or json_schema with a schema'
+    raise BadRequest(f"text: {want}, got {text!r}")
 
 
 def _messages(items: object) -> list[JsonObject]:

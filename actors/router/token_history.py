@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
@@ -233,9 +234,9 @@ class TokenHistory:
         if isinstance(context, Answer):
             return context
         generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
-        builder = openai_api.ResponseBuilder(
+        builder = ResponseBuilder(
             parsed,
-            id=request.id or secrets.token_hex(12),
+            chat_id=request.id or secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
@@ -301,7 +302,7 @@ class TokenHistory:
     async def _openai_events(
         self,
         states: AsyncGenerator[JsonMapping, None],
-        builder: openai_api.ResponseBuilder,
+        builder: ResponseBuilder,
         owners: "_Owners",
         session: str,
         chat: AskedChat | None,
@@ -328,7 +329,7 @@ class TokenHistory:
         for part in builder.last():
             yield part
 
-    def _note_chat(self, chat: AskedChat | None, answer: JsonMapping, builder: openai_api.ResponseBuilder) -> None:
+    def _note_chat(self, chat: AskedChat | None, answer: JsonMapping, builder: ResponseBuilder) -> None:
         if chat is not None:
             self._chats.remember(chat, answer, builder.message(answer))
 

@@ -15,6 +15,7 @@ from tidemill.actors.errors import BadRequest, EngineError, EngineFailed, Engine
 from tidemill.actors.events import DONE, event
 from tidemill.actors.http_api import body_of
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.serving.port import Backend
 from tidemill.actors.text.text import beside_loop, size_of
 from tidemill.actors.text.tool_calls import ChatTemplate
@@ -64,9 +65,9 @@ class OpenAiRoutes:
         parsed = openai_api.parse(body_of(request), chat=chat)
         size = size_of(parsed.messages if parsed.chat else parsed.prompts)
         prompts = await beside_loop(size, lambda: openai_api.prompt_ids(parsed, text, self._template))
-        builder = openai_api.ResponseBuilder(
+        builder = ResponseBuilder(
             parsed,
-            id=secrets.token_hex(12),
+            chat_id=secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=None if text is None else lambda token: text.decode([token], skip_special=False),
@@ -81,7 +82,7 @@ class OpenAiRoutes:
         return web.json_response(builder.whole(answers))
 
     async def _stream(
-        self, request: web.Request, states: AsyncGenerator[JsonMapping, None], builder: openai_api.ResponseBuilder
+        self, request: web.Request, states: AsyncGenerator[JsonMapping, None], builder: ResponseBuilder
     ) -> web.StreamResponse:
         """Stream the answer. It begins with the first state, so that an earlier refusal still has an HTTP status."""
         first = await anext(states, None)
@@ -112,7 +113,7 @@ class OpenAiRoutes:
         raise (EngineUnavailable if code == 503 else EngineFailed)(self._engine.url, message)
 
 
-async def _write_state(response: web.StreamResponse, state: JsonMapping, builder: openai_api.ResponseBuilder) -> None:
+async def _write_state(response: web.StreamResponse, state: JsonMapping, builder: ResponseBuilder) -> None:
     if (error := state.get("error")) is not None:
         await response.write(event(openai_api.error(str(error.get("message")), int(error.get("code") or 500))))
         return
