@@ -80,9 +80,7 @@ def shortened(value: object) -> str:
 
 
 def _nearest(name: object, names: Sequence[str]) -> str:
-    """Return the end of an error that proposes the name most like ``name``, or else shows them, unless they are
-    many.
-    """
+    """Return the end of an error, which proposes the nearest name, or shows the names unless they are many."""
     nearest = difflib.get_close_matches(str(name), names, n=1, cutoff=0.6)
     if nearest:
         return f"; did you mean {nearest[0]}?"

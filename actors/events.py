@@ -40,8 +40,8 @@ async def data_in(chunks: AsyncIterator[bytes], *, max_line_bytes: int = MAX_LIN
     """
     unended = b""
     async for chunk in chunks:
-        *whole, unended = (unended + chunk).split(b"\n")
-        for line in whole:
+        *lines, unended = (unended + chunk).split(b"\n")
+        for line in lines:
             if (data := data_of(line)) is not None:
                 yield data
         if len(unended) > max_line_bytes:

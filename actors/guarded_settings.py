@@ -39,9 +39,7 @@ _REWARDS = frozenset({"reward", "reward_parts", "group_reward"})
 
 
 def checked(patterns: Sequence[str]) -> tuple[str, ...]:
-    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for one that no guarded
-    setting can fit.
-    """
+    """Return the patterns, ``SETTING=VALUE`` each, with ``*`` for anything. Raises ValueError for a useless one."""
     for pattern in patterns:
         name, equals, _ = pattern.partition("=")
         if not equals or not any(fnmatchcase(path, name) or name.startswith(f"{path}.") for path in GUARDED):
@@ -73,9 +71,7 @@ def refuse_foreign(
 
 
 def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, str]]:
-    """Yield (path, kind of thing it names, value as text) of every guarded setting of the row that is not always
-    allowed.
-    """
+    """Yield (path, kind of thing, value as text) of every guarded setting of the row that is not always allowed."""
     rollouts = row.get("rollouts")
     for name, entry in rollouts.items() if role == "actor" and isinstance(rollouts, Mapping) else ():
         if isinstance(entry, Mapping) and entry.get("use") == DATASET:  # no actor runs anything for it
@@ -85,9 +81,13 @@ def _guarded(row: Mapping[str, object], role: str) -> Iterator[tuple[str, str, s
                 yield f"rollouts.{name}.{setting}", what, str(text)
         # Options of a program that ships name tools, environments and harnesses by import path.
         options = entry.get("options") if isinstance(entry, Mapping) else None
-        for option, given in options.items() if isinstance(options, Mapping) else ():
-            if not isinstance(given, int | float | None):
-                text = given if isinstance(given, str) else json.dumps(given, sort_keys=True, default=str)
+        for option, option_value in options.items() if isinstance(options, Mapping) else ():
+            if not isinstance(option_value, int | float | None):
+                text = (
+                    option_value
+                    if isinstance(option_value, str)
+                    else json.dumps(option_value, sort_keys=True, default=str)
+                )
                 yield f"rollouts.{name}.options.{option}", "code", text
     for path, what in GUARDED.items():
         section, _, setting = path.partition(".")
@@ -112,9 +112,7 @@ def _without_scorers(row: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def _loading_rewards(row: Mapping[str, object]) -> tuple[str, ...]:
-    """Return the roles whose processes may load the rewards of a run. Actors do so unless ``actor.scorers.enabled`` is
-    exactly true.
-    """
+    """Return the roles that load the rewards of a run: actors, unless ``actor.scorers.enabled`` is exactly true."""
     actor = row.get("actor")
     scorers = actor.get("scorers") if isinstance(actor, Mapping) else None
     return ("scorer",) if isinstance(scorers, Mapping) and scorers.get("enabled") is True else ("actor", "scorer")

@@ -32,17 +32,14 @@ log = logging.getLogger(__name__)
 NONCE_HEADER = "X-Tidemill-Nonce"
 """Header of an engine's answer to GET /health: the nonce of its live row."""
 BODIES_BYTES = 1 << 30
-"""Maximum number of bytes of request bodies that an engine or a router holds, with the prompts of all requests that
-wait."""
+"""Maximum number of bytes of request bodies that an engine or a router holds, waiting requests included."""
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 """A surrogate in JSON, with its other half (an emoji) or without."""
 
 
 @web.middleware
 async def translate(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Return the handler's response; errors of ``tidemill.actors.errors`` become their status codes, any other
-    exception a 500 with its repr.
-    """
+    """Turn errors of ``tidemill.actors.errors`` into their statuses, and any other exception into a 500."""
     try:
         return await handler(request)
     except BadRequest as error:
@@ -69,10 +66,7 @@ async def translate(request: web.Request, handler: Handler) -> web.StreamRespons
 
 
 def body_of(request: web.Request) -> Mapping[str, object]:
-    """Return the body of a request as a map; empty for a request without one.
-
-    Raises BadRequest unless it is a JSON map.
-    """
+    """Return the body as a map; empty without one. Raises BadRequest unless it is a JSON map."""
     raw = body_in(request)
     return json_map(raw) if raw else {}
 

@@ -105,9 +105,7 @@ class RolloutConfig:
     max_calls_in_flight: Positive = 16
     """Model calls of one episode at once; others wait."""
     drain_s: NotNegativeFloat | None = None
-    """Time that an actor which drains gives running episodes before it hands them back; null =
-    ``actor.drain_finish_s``.
-    """
+    """Time for running episodes when the actor drains, before it hands them back; null = ``actor.drain_finish_s``."""
     again: Annotated[str, OneOf(AGAIN)] = "restart"
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     unlogged: Literal["continue", "fail"] | None = None
@@ -217,13 +215,13 @@ class RolloutPrograms:
 
     def only(self, names: Collection[str]) -> "RolloutPrograms":
         """Return those with these names."""
-        return dataclasses.replace(self, rollouts={name: one for name, one in self.rollouts.items() if name in names})
+        return dataclasses.replace(
+            self, rollouts={name: rollout for name, rollout in self.rollouts.items() if name in names}
+        )
 
 
 def served(rollouts: Mapping[str, RolloutConfig], names: Sequence[str]) -> tuple[str, ...]:
-    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns by their name. Raises
-    ValueError.
-    """
+    """Return the rollouts that an actor with ``actor.rollouts: names`` serves, single turns too. Raises ValueError."""
     able = (SINGLE_TURN, *(name for name, rollout in rollouts.items() if not rollout.recorded))
     for name in names:
         if name not in able:

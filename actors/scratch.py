@@ -14,10 +14,7 @@ _LOCK = ".lock"
 
 
 class Scratch:
-    """``path`` is a directory with nothing but its lock.
-
-    It blocks to remove the directories of killed processes, maybe whole models.
-    """
+    """``path`` is a directory with nothing but its lock. Blocks to remove the directories of killed processes."""
 
     def __init__(self, what: str) -> None:
         prefix = f"tidemill-{what}-"

@@ -37,14 +37,11 @@ class TeacherConfig:
     urls: Annotated[
         tuple[Server, ...], Strict(False), BeforeValidator(lambda urls: [urls] if isinstance(urls, str) else urls)
     ] = ()
-    """Addresses of its servers, each with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several.
-    """
+    """Addresses of its servers with SGLang's HTTP API: SGLang, ``tidemill teacher``, or a router before several."""
     url: Server | None = None
     """One more of these addresses."""
     model: str = ""
-    """Directory of its model: ``tidemill up`` starts the built-in engine with it on this machine's CPUs, and sets
-    ``urls``.
-    """
+    """Directory of its model: ``tidemill up`` serves it on this machine's CPUs (built-in engine), and sets ``urls``."""
     when: JsonObject = field(default_factory=dict)
     """Metadata that a row must have for this teacher to score its samples; empty = any row."""
 

@@ -41,9 +41,7 @@ class Scores:
 def request_of(
     tokens: NDArray[np.int32], response_length: int, *, temperature: float, top_k: int, rid: str
 ) -> dict[str, object]:
-    """Return the body of /generate for the scores of the last ``response_length`` tokens, of which at least one has a
-    token before it.
-    """
+    """Return the body of /generate for the scores of the last ``response_length`` tokens, not of a first token."""
     return {
         "rid": rid,
         "input_ids": tokens.tolist(),
@@ -56,9 +54,7 @@ def request_of(
 
 
 def scores_in(answer: object, response: NDArray[np.int32], *, temperature: float, top_k: int, url: str) -> Scores:
-    """Return the scores in an answer. Raises EngineFailed for any other answer, also for scores at another
-    temperature.
-    """
+    """Return the scores in an answer. Raises EngineFailed for any other, also for another temperature."""
     try:
         meta = answer["meta_info"]  # type: ignore[index]
         _require_temperature(meta, temperature, url)
@@ -101,9 +97,7 @@ def _require_temperature(meta: JsonMapping, temperature: float, url: str) -> Non
 
 
 def _bounded(log_probs: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return log-probs within the bounds of a sample: a teacher may exclude a token further than any sampler draws
-    one.
-    """
+    """Return log-probs within a sample's bounds: a teacher may exclude a token further than any sampler draws."""
     return np.clip(log_probs, MIN_LOG_PROB, 0.0).astype(np.float32)
 
 
@@ -153,14 +147,14 @@ class Teachers:
             raise TeacherFailed(
                 teacher.name, f"it has no urls, because `tidemill up` alone serves its model; {cure}", outside=True
             )
-        left = 0
-        asked = []
+        start = 0
+        sequences = []
         for size in sample.sizes if sample.response_length else ():
-            tokens = sample.tokens[left : left + size.num_tokens]
-            asked.append((tokens, size.response_length))
-            left += size.num_tokens
+            tokens = sample.tokens[start : start + size.num_tokens]
+            sequences.append((tokens, size.response_length))
+            start += size.num_tokens
         scores = await asyncio.gather(
-            *(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in asked)
+            *(self._sequence(teacher, *sequence, sample.sampling.temperature) for sequence in sequences)
         )
         return _with_scores(sample, scores, self._top_k)
 
@@ -180,7 +174,7 @@ class Teachers:
         deadline, pause_s, failures = time.monotonic() + self._timeout_s, FIRST_PAUSE_S, 0
         last: dict[str, float] = {}
         while True:
-            url = min(teacher.servers, key=lambda one: (last.get(one, 0.0), self._in_flight[one]))
+            url = min(teacher.servers, key=lambda server: (last.get(server, 0.0), self._in_flight[server]))
             try:
                 left_s = max(deadline - time.monotonic(), LAST_S)
                 each_s = min(
@@ -214,15 +208,15 @@ class Teachers:
         )
 
 
-def _with_scores(sample: Sample, found: Sequence[Scores], top_k: int) -> Sample:
+def _with_scores(sample: Sample, scores: Sequence[Scores], top_k: int) -> Sample:
     """Return the sample with the scores of its sequences, one after the other; 0 where its tokens are not trainable."""
     trainable_R = sample.loss_mask != 0
-    log_probs = np.concatenate([np.zeros(0, np.float32), *(scores.log_probs for scores in found)])
+    log_probs = np.concatenate([np.zeros(0, np.float32), *(scores.log_probs for scores in scores)])
     sample = replace(sample, teacher_log_probs=np.where(trainable_R, log_probs, np.float32(0)))
     if not top_k:
         return sample
     return replace(
         sample,
-        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(scores.top_ids for scores in found)]),
-        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(scores.top_log_probs for scores in found)]),
+        teacher_top_ids=np.concatenate([np.zeros(0, np.int32), *(scores.top_ids for scores in scores)]),
+        teacher_top_log_probs=np.concatenate([np.zeros(0, np.float32), *(scores.top_log_probs for scores in scores)]),
     )

@@ -45,8 +45,7 @@ class WorkerDiscovery:
         self._config, self._ask = config, ask
         self._by_hand: dict[str, None] = dict.fromkeys(config.workers)
         self._removed: dict[str, str] = {}
-        """Engines removed by hand: URL -> process, until it is added again or has another process. Its row may
-        disappear and return."""
+        """Engines removed by hand: URL -> process, until added again or in another process. A row may come back."""
         self._on_bus = BusDiscovery(view) if view is not None else None
         self._rows: dict[str, ServerStatus] = {}
         """Last known rows by URL."""
@@ -62,12 +61,12 @@ class WorkerDiscovery:
 
     def remove(self, url: str) -> bool:
         """Send an engine no more requests, wherever it is known from. Returns False when it is not known."""
-        known = url in self.urls()
+        is_known = url in self.urls()
         self._by_hand.pop(url, None)
-        if known:
+        if is_known:
             self._removed[url] = self._rows[url].process if url in self._rows else ""
             self._health.pop(url, None)
-        return known
+        return is_known
 
     def urls(self) -> list[str]:
         """Return the URLs of all known engines."""
@@ -82,7 +81,7 @@ class WorkerDiscovery:
         if self._on_bus is not None:
             try:
                 async with asyncio.timeout(READ_S):
-                    self._rows = {seen.url.rstrip("/"): seen for seen in await self._on_bus.discover()}
+                    self._rows = {row.url.rstrip("/"): row for row in await self._on_bus.discover()}
             except (
                 BusError,
                 TimeoutError,
@@ -97,9 +96,7 @@ class WorkerDiscovery:
 
     @asynccontextmanager
     async def watch(self, wake: Callable[[], None]) -> AsyncIterator[None]:
-        """While entered, ``wake`` is called when an engine's row changes, or when it begins or ceases to serve by its
-        health checks.
-        """
+        """While entered, call ``wake`` when an engine's row changes, or it begins or ceases to serve by its checks."""
         self._wake = wake
         on_bus: AbstractAsyncContextManager[None] = nullcontext() if self._on_bus is None else self._on_bus.watch(wake)
         async with on_bus:

@@ -82,10 +82,7 @@ class RouterServer:
     """The server of a router. Call ``start``, and ``close`` at the end."""
 
     def __init__(self, config: RouterConfig, view: LiveView | None = None, keys: RunKeys | None = None) -> None:
-        """``keys``: keys of the run, required of clients and sent to engines.
-
-        Raises ValueError for a middleware that does not exist.
-        """
+        """``keys``: keys of the run, required of clients and sent to engines. Raises FunctionRefused."""
         self._config, self._view, self._keys = config, view, keys
         self._middleware = [load_middleware(path, config) for path in config.middleware]
         self._works: list[asyncio.Task[None]] = []
@@ -104,10 +101,7 @@ class RouterServer:
         self.url, self._draining = "", False
 
     async def start(self) -> str:
-        """Start discovery and listen; return the URL.
-
-        Raises ValueError for an address that other machines reach without a key, OSError.
-        """
+        """Start discovery and listen. Raises OSError, ValueError for an address that others reach without a key."""
         config = self._config
         self._session = open_session(total_s=config.health_timeout_s)
         self.discovery = WorkerDiscovery(config, Asker(self._session, self._keys), self._view)
@@ -153,7 +147,6 @@ class RouterServer:
         return sum(engine["in_flight"] for engine in self.engines.overview())
 
     # -- its own paths
-    # --------------------------------------------------------------------------------------------------
 
     async def _health(self, request: web.Request) -> web.Response:
         serving = 0 if self._draining else sum(engine["serving"] for engine in self.engines.overview())
@@ -184,14 +177,14 @@ class RouterServer:
 
     async def _list(self, request: web.Request) -> web.Response:
         urls = self.discovery.urls()
-        seen = {engine["url"]: engine for engine in self.engines.overview()}
+        engines = {engine["url"]: engine for engine in self.engines.overview()}
         unseen = {"id": "", "serving": False, "version": -1, "in_flight": 0, "failures": 0, "remark": "not checked yet"}
-        workers = [seen.get(url, {"url": url, **unseen}) for url in urls]
+        workers = [engines.get(url, {"url": url, **unseen}) for url in urls]
         return web.json_response({"urls": urls, "workers": workers, "sessions": len(self.forwarder.sessions)})
 
     def _loads(self) -> dict[str, int]:
-        seen = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
-        return {url: seen.get(url, 0) for url in self.discovery.urls()}
+        in_flight = {engine["url"]: engine["in_flight"] for engine in self.engines.overview()}
+        return {url: in_flight.get(url, 0) for url in self.discovery.urls()}
 
     async def _abort(self, request: web.Request) -> web.Response:
         """Send the abort to all engines: the router does not know which of them has the request."""
@@ -218,58 +211,56 @@ class RouterServer:
             return False
 
     # -- forwarding
-    # -----------------------------------------------------------------------------------------------------
 
-    async def _pass_on(self, given: web.Request) -> web.StreamResponse:
+    async def _pass_on(self, incoming: web.Request) -> web.StreamResponse:
         if self._draining:
-            return await self._give(given, refusal(503, "the router is draining", "no_available_workers"))
-        request = _request(given, body_in(given))
+            return await self._give(incoming, refusal(503, "the router is draining", "no_available_workers"))
+        request = _request(incoming, body_in(incoming))
         try:
             answer = await self._handle(request)
         except EngineError as error:
             if isinstance(error, BadRequest):
                 raise
             answer = refusal(502, str(error), "bad_gateway")
-        return await self._give(given, answer)
+        return await self._give(incoming, answer)
 
-    async def _refuse(self, given: web.Request) -> web.StreamResponse:
+    async def _refuse(self, incoming: web.Request) -> web.StreamResponse:
         where = "a command goes to one engine directly; for a path of requests start the router with --path PATH"
-        return await self._give(given, refusal(404, f"{given.path}: not forwarded; {where}", "not_found"))
+        return await self._give(incoming, refusal(404, f"{incoming.path}: not forwarded; {where}", "not_found"))
 
-    async def _give(self, given: web.Request, answer: Answer) -> web.StreamResponse:
-        """Send the answer chunk by chunk.
-
-        When the engine breaks off, so does this: the client must not accept half an answer.
-        """
+    async def _give(self, incoming: web.Request, answer: Answer) -> web.StreamResponse:
+        """Send the answer chunk by chunk. When the engine breaks off, so does this: half an answer is no answer."""
         headers = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_HEADERS}
         response = web.StreamResponse(status=answer.status, headers=headers)
         try:
             async with answer:
-                await response.prepare(given)
+                await response.prepare(incoming)
                 async for chunk in answer.chunks:
                     async with asyncio.timeout(self._config.idle_s):
                         await response.write(chunk)
         except (EngineError, TimeoutError) as error:
-            log.warning("answer broken off path=%s error=%s", given.path, error or "the client does not read")
+            log.warning("answer broken off path=%s error=%s", incoming.path, error or "the client does not read")
             raise ConnectionResetError("answer broken off") from error  # the client sees that the answer is incomplete
         await response.write_eof()
         return response
 
 
 def load_middleware(path: str, config: RouterConfig) -> Middleware:
-    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused when it does
-    not exist.
-    """
+    """Return the result of ``package.module:factory``, called with the settings. Raises FunctionRefused."""
     factory: Callable[[RouterConfig], Middleware] = find_function(path, "middleware", want="package.module:factory")
     return factory(config)
 
 
-def _request(given: web.Request, body: bytes) -> Request:
+def _request(incoming: web.Request, body: bytes) -> Request:
     """Return the request with its session, taken out of header or body: engines do not receive it."""
     request = Request(
-        method=given.method, path=given.path, query=given.rel_url.raw_query_string, headers=given.headers, body=body
+        method=incoming.method,
+        path=incoming.path,
+        query=incoming.rel_url.raw_query_string,
+        headers=incoming.headers,
+        body=body,
     )
-    session = next((given.headers[name] for name in SESSION_HEADERS if given.headers.get(name)), "")
+    session = next((incoming.headers[name] for name in SESSION_HEADERS if incoming.headers.get(name)), "")
     if f'"{SESSION_FIELD}"'.encode() in body and SESSION_FIELD in (fields := request.map):
         named = fields.pop(SESSION_FIELD)
         request, session = request.with_body(fields), session or str(named or "")

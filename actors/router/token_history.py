@@ -22,6 +22,7 @@ from pathlib import Path
 
 from tidemill.actors.errors import BadRequest, EngineError
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.actors.router.chats import AskedChat, Chats, TemplateChats
 from tidemill.actors.router.config import RouterConfig
 from tidemill.actors.router.dialects import DIALECTS
@@ -99,21 +100,17 @@ class TokenHistory:
         return await answering(request, handler)
 
     async def pieces(self, text: str, session: str = "", *, add_special: bool = True) -> list[TokenPiece]:
-        """Return a text as its remembered pieces and, tokenised, the rest.
-
-        Raises BadRequest for text that has no tokens.
-        """
-        known, end = self.tree.find(text, session)
-        if end == len(text) and known:
-            return known
+        """Return a text as its remembered pieces and, tokenised, the rest. Raises BadRequest."""
+        remembered, end = self.tree.find(text, session)
+        if end == len(text) and remembered:
+            return remembered
         try:
             ids = await self._text.encoded(text[end:], add_special=add_special and end == 0)
         except ValueError as error:
             raise BadRequest(str(error)) from None
-        return [*known, TokenPiece(text=text[end:], tokens=tuple(ids))]
+        return [*remembered, TokenPiece(text=text[end:], tokens=tuple(ids))]
 
     # -- /generate
-    # ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: Request, handler: Handler) -> Answer:
         body = request.json()
@@ -121,9 +118,9 @@ class TokenHistory:
         if text is None:
             return await handler(replace(request, value=body))
         texts = text if isinstance(text, list) else [text]
-        if not texts or not all(isinstance(each, str) for each in texts):
+        if not texts or not all(isinstance(prompt, str) for prompt in texts):
             raise BadRequest(f"text: want a string or a list of strings, got {text!r}")
-        prompts = [await self.pieces(each, request.session) for each in texts]
+        prompts = [await self.pieces(prompt, request.session) for prompt in texts]
         owners = _Owners(prompts, body.get("sampling_params"))
         ids = [_ids(prompt) for prompt in prompts]
         # The log-probs are remembered with the tokens, so they are requested even if the client does not want them.
@@ -183,53 +180,48 @@ class TokenHistory:
     def remember(
         self, prompt: Sequence[TokenPiece], answer: Mapping[str, object], session: str = ""
     ) -> list[TokenPiece]:
-        """Remember a prompt with its finished response, and return the pieces of both; a response without ids and
-        log-probs is left out.
-        """
-        whole = [*prompt, *self._sampled(answer)]
-        self.tree.remember(whole, session)
-        return whole
+        """Remember a prompt with its finished response, unless that lacks ids or log-probs. Returns their pieces."""
+        pieces = [*prompt, *self._sampled(answer)]
+        self.tree.remember(pieces, session)
+        return pieces
 
     def _sampled(self, answer: JsonMapping) -> list[TokenPiece]:
-        """Return up to two pieces: the visible text, and the ending that the client may append (``<|im_end|>``, a stop
-        string).
-        """
-        if (whole := sampled_piece(answer)) is None:
+        """Return up to two pieces: the visible text, and the ending that the client may append (a stop string)."""
+        if (sampled := sampled_piece(answer)) is None:
             return []
-        ids, matched = list(whole.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
-        cut, seen, tail = self._cut(ids, str(answer.get("text") or ""), matched)
-        if cut and not seen:  # ids without visible text belong to the text that is visible
-            cut, seen, tail = len(ids), tail, ""
-        pieces = [_part(whole, seen, slice(cut))] if cut else []
-        return [*pieces, _part(whole, tail, slice(cut, None))] if cut < len(ids) else pieces
+        ids, matched = list(sampled.tokens), (answer["meta_info"].get("finish_reason") or {}).get("matched")
+        cut, visible, tail = self._cut(ids, str(answer.get("text") or ""), matched)
+        if cut and not visible:  # ids without visible text belong to the text that is visible
+            cut, visible, tail = len(ids), tail, ""
+        pieces = [_part(sampled, visible, slice(cut))] if cut else []
+        return [*pieces, _part(sampled, tail, slice(cut, None))] if cut < len(ids) else pieces
 
-    def _cut(self, ids: list[int], seen: str, matched: object) -> tuple[int, str, str]:
+    def _cut(self, ids: list[int], visible: str, matched: object) -> tuple[int, str, str]:
         """Return (number of visible tokens, their text, the text of the others)."""
         if isinstance(matched, int) and ids[-1] == matched:
-            return len(ids) - 1, seen, self._text.decode(ids[-1:], skip_special=False)
-        whole = self._text.decode(ids)
-        if not isinstance(matched, str) or whole == seen:
-            return len(ids), seen, ""
+            return len(ids) - 1, visible, self._text.decode(ids[-1:], skip_special=False)
+        text = self._text.decode(ids)
+        if not isinstance(matched, str) or text == visible:
+            return len(ids), visible, ""
         cut = len(ids)
-        while cut and not seen.startswith(self._text.decode(ids[:cut])):
+        while cut and not visible.startswith(self._text.decode(ids[:cut])):
             cut -= 1
         shown = self._text.decode(ids[:cut])
-        return cut, shown, whole[len(shown) :]
+        return cut, shown, text[len(shown) :]
 
     # -- OpenAI's paths
-    # -------------------------------------------------------------------------------------------------
 
     async def _openai(self, request: Request, handler: Handler) -> Answer:
-        asked = None
+        chat = None
         try:
             parsed = openai_api.parse(request.json(), chat=request.path == "/v1/chat/completions")
             if parsed.chat:
                 parsed = parsed.stopping_at(self._chats.stop_token_ids)
-                asked = await self._ask(parsed, request.session)
+                chat = await self._ask(parsed, request.session)
             prompts = (
                 [await self._prompt(each, request.session) for each in parsed.prompts]
-                if asked is None
-                else [list(asked.pieces)]
+                if chat is None
+                else [list(chat.pieces)]
             )
         except BadRequest as error:
             return Answer.of(400, openai_api.error(str(error), 400))
@@ -242,13 +234,13 @@ class TokenHistory:
         if isinstance(context, Answer):
             return context
         generate = parsed.generate([_ids(prompt) for prompt in prompts], max_context=context)
-        builder = openai_api.ResponseBuilder(
+        builder = ResponseBuilder(
             parsed,
-            id=request.id or secrets.token_hex(12),
+            chat_id=request.id or secrets.token_hex(12),
             model=self._model,
             created=int(time.time()),
             piece=lambda token: self._text.decode([token], skip_special=False),
-            read=None if asked is None else self._chats.reader(asked),
+            read=None if chat is None else self._chats.reader(chat),
         )
         answer = await handler(request.with_body(generate, "/generate"))
         async with answer:
@@ -256,12 +248,12 @@ class TokenHistory:
                 return await _refused(answer)
             if answer.streamed:
                 states = answer.states if answer.states is not None else states_in(answer.chunks)
-                return answer.with_states(self._openai_events(states, builder, owners, request.session, asked))
+                return answer.with_states(self._openai_events(states, builder, owners, request.session, chat))
             read = await answer.json()
             answers = read if isinstance(read, list) else [read]
             self._note(answers, owners, request.session)
             for place, each in enumerate(answers):
-                self._note_chat(asked, {**each, "index": place}, builder)
+                self._note_chat(chat, {**each, "index": place}, builder)
             whole = builder.whole(answers) | ({"prompt_token_ids": _ids(prompts[0])} if parsed.token_ids else {})
             return answer.with_content(whole)
 
@@ -284,9 +276,7 @@ class TokenHistory:
             return answer.with_content(dialect.whole_of(reply, body) if answer.status == 200 else dialect.error(reply))
 
     async def _context(self, request: Request, handler: Handler) -> int | Answer:
-        """Return the context length of an engine in tokens, which may be less than its model's; an Answer when no
-        engine serves.
-        """
+        """Return the context length of an engine, maybe less than its model's; an Answer when no engine serves."""
         if time.monotonic() < self._engine_context_until_s:
             return self._engine_context
         answer = await handler(replace(request, method="GET", path="/v1/models", query="", body=b"", value=None))
@@ -312,41 +302,38 @@ class TokenHistory:
     async def _openai_events(
         self,
         states: AsyncGenerator[JsonMapping, None],
-        builder: openai_api.ResponseBuilder,
+        builder: ResponseBuilder,
         owners: "_Owners",
         session: str,
-        asked: AskedChat | None,
+        chat: AskedChat | None,
     ) -> AsyncGenerator[JsonMapping, None]:
-        """Yield the chunks. Raises EngineError for states that end before each response has its last one, or an error
-        is sent instead.
-        """
-        sent, open = self._sent(owners, session), set(range(owners.count))
+        """Yield the chunks. Raises EngineError when the states end before each response has its last one."""
+        sent, unfinished = self._sent(owners, session), set(range(owners.count))
         try:
             async with aclosing(states):
                 async for state in states:
                     if "error" in state:
-                        open.clear()
+                        unfinished.clear()
                         yield state
                         continue
                     if sent.take(state):
-                        open.discard(state.get("index", 0))
-                        self._note_chat(asked, state, builder)
+                        unfinished.discard(state.get("index", 0))
+                        self._note_chat(chat, state, builder)
                     for part in builder.parts(state):
                         yield part
                         sent.seen(state, builder.shown(state))
         finally:
             sent.note_cut()
-        if open:
-            raise EngineError(f"the engine's stream ended, and {len(open)} of its responses had not")
+        if unfinished:
+            raise EngineError(f"the engine's stream ended, and {len(unfinished)} of its responses had not")
         for part in builder.last():
             yield part
 
-    def _note_chat(self, asked: AskedChat | None, answer: JsonMapping, builder: openai_api.ResponseBuilder) -> None:
-        if asked is not None:
-            self._chats.remember(asked, answer, builder.message(answer))
+    def _note_chat(self, chat: AskedChat | None, answer: JsonMapping, builder: ResponseBuilder) -> None:
+        if chat is not None:
+            self._chats.remember(chat, answer, builder.message(answer))
 
     # -- /retrieve_from_text
-    # --------------------------------------------------------------------------------------------
 
     async def _retrieve(self, request: Request, handler: Handler) -> Answer:
         """Return tokens, log-probs and versions of ``text``, or of ``messages`` as the template renders them."""
@@ -393,10 +380,7 @@ def _ids(pieces: Sequence[TokenPiece]) -> list[int]:
 
 
 class _Owners:
-    """Prompts by response: ``n`` responses of the first, ``n`` of the second, ...
-
-    A large ``n`` costs nothing here: engines refuse it.
-    """
+    """Prompts by response: ``n`` of the first prompt, ``n`` of the second, ... Engines refuse a large ``n``."""
 
     def __init__(self, prompts: Sequence[list[TokenPiece]], params: object) -> None:
         samplings = params if isinstance(params, list) else [params] * len(prompts)

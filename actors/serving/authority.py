@@ -15,8 +15,6 @@ log = logging.getLogger(__name__)
 
 NewestEpoch = Callable[[], Awaitable[int]]
 """Returns the newest learner epoch, read from the bus. Raises BusError."""
-
-
 Record = Callable[[int | None, str], None]
 """Records an epoch that is named by a command. Raises StaleEpoch when a higher one was seen."""
 
@@ -61,19 +59,14 @@ class Authority:
         self.refused = ""
 
     def require_visible(self, handle: Mapping[str, object]) -> None:
-        """Check that the engine sees the GPU of a handle, if it is one of GPU memory. Raises BadRequest.
-
-        A server of SGLang that opens memory of another GPU ends.
-        """
+        """Raise BadRequest for GPU memory that the engine does not see: a server of SGLang that opens it ends."""
         if self._visible is None or "shares" not in handle:
             return
         device = str(handle.get("device", ""))
         if not sees(self._visible, device):
-            seen = ", ".join(self._visible) or "no GPU"
-            reason = (
-                f"handle: device: want one that this engine sees ({seen}), got {device!r:.60}; cure: "
-                "weights.staging: host"
-            )
+            devices = ", ".join(self._visible) or "no GPU"
+            want, cure = f"want one that this engine sees ({devices})", "cure: weights.staging: host"
+            reason = f"handle: device: {want}, got {device!r:.60}; {cure}"
             self.note(reason)
             raise BadRequest(reason)
 

@@ -118,19 +118,18 @@ async def run_engine(
     Raises BusUnavailable when there is no bus within five minutes, and the engine's error for a model that it cannot
     load.
     """
-    id = places.id or default_id()
+    engine_id = places.id or default_id()
     async with AsyncExitStack() as stack:
-        bus = await connected(stack, places.bus_url, places.run, places.bus, name=f"engine {id}", draining=draining)
+        bus = await connected(
+            stack, places.bus_url, places.run, places.bus, name=f"engine {engine_id}", draining=draining
+        )
         if bus is None:
             return
-        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", id)))
-        served = _Served(bus, id, heartbeat, AcceleratorLease(bus) if engine_config.colocated else None, places.devices)
-        at = reach(
-            engine_config.host,
-            engine_config.advertise,
-            await asyncio.to_thread(route_to, places.bus_url),
-            name="engine.host",
-        )
+        heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, first_row("engine", engine_id)))
+        turns = AcceleratorLease(bus) if engine_config.colocated else None
+        served = _Served(bus, engine_id, heartbeat, turns, places.devices)
+        route = await asyncio.to_thread(route_to, places.bus_url)
+        at = reach(engine_config.host, engine_config.advertise, route, name="engine.host")
         engine = factory(
             places.model_dir,
             replace(engine_config, host=at.bind, advertise=at.advertised),
@@ -155,10 +154,15 @@ class _Served:
     """The engine's live row, and its use of a shared accelerator."""
 
     def __init__(
-        self, bus: Bus, id: str, heartbeat: HeartbeatPublisher, turns: AcceleratorLease | None, devices: HeldDevices
+        self,
+        bus: Bus,
+        engine_id: str,
+        heartbeat: HeartbeatPublisher,
+        turns: AcceleratorLease | None,
+        devices: HeldDevices,
     ) -> None:
-        self._bus, self._id, self._heartbeat, self._turns = bus, id, heartbeat, turns
-        self._devices = devices
+        self._bus, self._engine_id, self._heartbeat = bus, engine_id, heartbeat
+        self._turns, self._devices = turns, devices
         self._waits_for, self._place = "", shared_memory_domain()
         self.authority = Authority(admin_keys(bus), VersionRegistry(bus).newest_epoch, devices.visible)
         self.engine: ServedEngine | None = None
@@ -166,37 +170,35 @@ class _Served:
         self.own_address: OwnAddress | None = None
 
     @asynccontextmanager
-    async def taking_memory(self, ended: asyncio.Event | None = None) -> AsyncIterator[None]:
-        """Wait until the engines own the accelerator, or ``ended`` is set.
-
-        A learner that acquires it waits until this context is left.
+    async def taking_memory(self, draining: asyncio.Event | None = None) -> AsyncIterator[None]:
+        """Wait until the engines own the accelerator, or ``draining`` is set. Until this context is left the learner
+        cannot acquire it.
         """
         if self._turns is not None:
-            while not await self._begins_taking(self._turns, ended):
-                self._take(False)
+            while not await self._begin_taking(self._turns, draining):
+                self._report_taking(False)
         try:
             yield
         finally:
-            self._take(False)
+            self._report_taking(False)
 
-    async def _begins_taking(self, turns: AcceleratorLease, ended: asyncio.Event | None) -> bool:
+    async def _begin_taking(self, turns: AcceleratorLease, draining: asyncio.Event | None) -> bool:
         if self.engine is None:
             self._heartbeat.update(waits_for=MEMORY)
-        await turns.wait_until_available(ended)
-        if ended is not None and ended.is_set():
+        await turns.wait_until_available(draining)
+        if draining is not None and draining.is_set():
             return True
-        self._take(True)
+        self._report_taking(True)
         try:
+            # Either this sees then that the learner owns it, or the learner sees this row.
             async with asyncio.timeout(STORED_S):
-                await (
-                    self._heartbeat.stored()
-                )  # so that either this sees that the learner owns it, or the learner sees this row
+                await self._heartbeat.stored()
             return await turns.available()
         except (BusError, TimeoutError) as error:
             log.warning("memory is not taken before the live row is stored error=%r", error)
             return False
 
-    def _take(self, taking: bool) -> None:
+    def _report_taking(self, taking: bool) -> None:
         if self._turns is not None:
             self._heartbeat.update(taking_memory=taking)
         self.update_row()
@@ -204,10 +206,12 @@ class _Served:
     async def serve(self, engine: ServedEngine, draining: asyncio.Event, limits: EngineLimits) -> None:
         """Serve until ``draining`` is set. Raises the engine's error when it fails."""
         with contextlib.closing(await asyncio.to_thread(Scratch, "engine")) as scratch:
-            follower = _Follower(self, engine, scratch.path, limits, bus=self._bus, id=self._id, turns=self._turns)
+            follower = _Follower(
+                self, engine, scratch.path, limits, bus=self._bus, engine_id=self._engine_id, turns=self._turns
+            )
             own_address = self.own_address = OwnAddress(self._bus, engine.nonce)
-            beside = self._update_row_periodically(), own_address.run(self.update_row)
-            await first_of(follower.run(), *beside, draining.wait(), engine.failed())
+            rows = self._update_row_periodically(), own_address.run(self.update_row)
+            await first_of(follower.run(), *rows, draining.wait(), engine.failed())
 
     def set_waits_for(self, text: str) -> None:
         """Set the engine's reason for waiting, empty when there is none, and update the live row."""
@@ -215,9 +219,7 @@ class _Served:
         self.update_row()
 
     def update_row_soon(self) -> None:
-        """Update the live row a moment later: the learner, which waits for the answer to its push, is answered
-        first.
-        """
+        """Update the live row a moment later: the learner, which waits for the answer to its push, comes first."""
         asyncio.get_running_loop().call_later(ROW_AFTER_S, self.update_row)
 
     def update_row(self) -> None:
@@ -261,19 +263,16 @@ class _Follower:
         limits: EngineLimits,
         *,
         bus: Bus,
-        id: str,
+        engine_id: str,
         turns: AcceleratorLease | None,
     ) -> None:
         self._served, self._engine, self._limits, self._bus, self._turns = served, engine, limits, bus, turns
         self._joiner = Joiner(
-            engine=id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for
+            engine=engine_id, version=self._version, load=self._load, directory=directory, on_wait=served.set_waits_for
         )
 
     async def run(self) -> None:
-        """Catch up with the head, serve, and keep up with it, without end.
-
-        Raises EngineFailed when the engine cannot generate.
-        """
+        """Catch up with the head, serve, and keep up with it. Raises EngineFailed when the engine cannot generate."""
         engine = self._engine
         engine.phase = "catching up"
         await self._catch_up()
@@ -281,7 +280,8 @@ class _Follower:
             await asyncio.sleep(PROBE_AGAIN_S)
             await self._catch_up()
         gc.collect()
-        gc.freeze()  # the loaded objects stay: a full collection walks all of them, and nothing is decoded for a tenth of a second
+        # The loaded objects stay: a full collection would walk them all, and hold up decoding for a tenth of a second.
+        gc.freeze()
         engine.phase = "serving"
         self._served.update_row()
         log.info("serving version=%d url=%s", engine.version, engine.url)

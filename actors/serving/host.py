@@ -18,8 +18,9 @@ from tidemill.actors.generate_body import RequestLimits
 from tidemill.actors.http_api import listen
 from tidemill.actors.serving.authority import Authority
 from tidemill.actors.serving.handles import HandleListener
-from tidemill.actors.serving.port import PHASES, Backend, ServedEngine, Updates
+from tidemill.actors.serving.port import PHASES, Backend, ServedEngine
 from tidemill.actors.serving.server import EngineServer
+from tidemill.actors.serving.updates import Updates
 from tidemill.actors.text.text import Text
 from tidemill.bus.system.coroutines import Waiter
 from tidemill.bus.wire.subjects import nonce
@@ -77,15 +78,10 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """False once the engine cannot generate any more, for good."""
 
     def _read_limits(self, vocab_size: int, max_positions: int, *, experts: bool = False) -> None:
-        """Read the tokenizer and set the bounds of requests.
-
-        Raises UnsupportedModel for a context that is too long for the model.
-        """
-        if self.config.max_context > max_positions:
-            context = self.config.max_context
-            raise UnsupportedModel(
-                "engine.max_context", f"want <= {max_positions} (max_position_embeddings), got {context}"
-            )
+        """Read the tokenizer and set the bounds of requests. Raises UnsupportedModel for too long a context."""
+        if (context := self.config.max_context) > max_positions:
+            want = f"want <= {max_positions} (max_position_embeddings)"
+            raise UnsupportedModel("engine.max_context", f"{want}, got {context}")
         max_context, text = self.config.max_context or max_positions, Text.read(self.model_dir)
         self.text = text = None if text is None else text.bounded(max_context)
         self.limits = RequestLimits(
@@ -106,10 +102,7 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         return self.url
 
     async def drain(self, timeout_s: float) -> bool:
-        """Set the phase ``draining`` and wait until accepted responses have ended.
-
-        Returns False when some are left after ``timeout_s``.
-        """
+        """Refuse new requests, and wait until the accepted ones have ended. Returns False after ``timeout_s``."""
         self.phase = "draining"
         try:
             await self._until(lambda: self.unfinished == 0, timeout_s)
@@ -150,17 +143,14 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @property
     def version(self) -> int:
-        """Version of the served weights; -1 = none are complete."""
         return self._first_version if self._updates is None else self._updates.version
 
     @property
     def epoch(self) -> int:
-        """The highest learner epoch seen."""
         return 0 if self._updates is None else self._updates.epoch
 
     @property
     def whole(self) -> bool:
-        """True when there are weights to serve."""
         return self._updates is not None and self._updates.whole
 
     @property
@@ -170,7 +160,6 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
 
     @phase.setter
     def phase(self, phase: str) -> None:
-        """Set the phase, and log a change of it. Raises ValueError unless it is one of ``PHASES``."""
         if phase not in PHASES:
             raise ValueError(f"phase: want one of {', '.join(PHASES)}, got {phase!r}")
         if phase != self._phase:
@@ -204,9 +193,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         try:
             await self._until(lambda: self.version >= version, timeout_s)
         except TimeoutError:
-            raise VersionUnavailable(
-                self.url, f"version {version} is not served: version {self.version} is, after waiting {timeout_s:g} s"
-            ) from None
+            reason = f"version {version} is not served: version {self.version} is, after waiting {timeout_s:g} s"
+            raise VersionUnavailable(self.url, reason) from None
         finally:
             self.awaiting_version -= 1
 
@@ -214,9 +202,8 @@ class EngineHost(ServedEngine, Generic[AnyUpdates]):
         """Count responses that begin. Raises EngineUnavailable when there are too many."""
         limit = self.limits.max_responses
         if self.unfinished + count > limit:
-            raise EngineUnavailable(
-                self.url, f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
-            )
+            reason = f"the queue is full: {self.unfinished} unfinished requests, at most {limit}"
+            raise EngineUnavailable(self.url, reason)
         self.unfinished += count
 
     def ended(self, count: int) -> None:

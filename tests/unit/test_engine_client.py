@@ -8,6 +8,7 @@ import numpy as np
 from tidemill.actors.engines.engine_client import RequestBatcher, _whole
 from tidemill.actors.engines.port import Generation
 from tidemill.actors.openai import openai_api
+from tidemill.actors.openai.openai_answers import ResponseBuilder
 from tidemill.bus.wire.messages import Sampling, Span
 
 NOT_BEGUN = {
@@ -48,7 +49,7 @@ def test_a_partial_is_kept_when_its_continuation_does_not_start() -> None:
 
 def test_the_openai_answer_to_a_request_that_did_not_start() -> None:
     parsed = openai_api.parse({"messages": [{"role": "user", "content": "x"}]}, chat=True)
-    answer = openai_api.ResponseBuilder(parsed, id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
+    answer = ResponseBuilder(parsed, chat_id="i", model="m", created=0, piece=None).whole([NOT_BEGUN])
     assert answer["usage"]["total_tokens"] == 0
 
 

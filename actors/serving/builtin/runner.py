@@ -24,10 +24,7 @@ FIRST_LENGTH = 128
 
 
 class KVSlots:
-    """Keys and values of all layers, [layers, 2, S, L, K, D].
-
-    Unused positions hold finite numbers: a masked NaN would still spread.
-    """
+    """Keys and values, [layers, 2, S, L, K, D]. Unused positions are finite: a masked NaN would still spread."""
 
     def __init__(
         self,
@@ -84,9 +81,7 @@ class KVSlots:
         return DecodeAttention(self, positions_N, length)
 
     def prefilling(self, first_row: int, prompt_R: Tensor) -> "PrefillAttention":
-        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of prompt
-        ``prompt_R[r]``.
-        """
+        """Return the attention of whole prompts in rows ``first_row ..``; row r takes the keys of ``prompt_R[r]``."""
         return PrefillAttention(self, first_row, prompt_R)
 
     def _allocate(self, length: int) -> None:
@@ -99,10 +94,7 @@ class KVSlots:
 
 
 class DecodeAttention:
-    """Attention of one new token per row.
-
-    The query heads of a key head are handled as tokens of it: nothing is repeated.
-    """
+    """Attention of one new token per row. The query heads of a key head are tokens of it: nothing is repeated."""
 
     def __init__(self, slots: KVSlots, positions_N: Tensor, length: int) -> None:
         self._slots, self._positions_N, self._length = slots, positions_N, length
@@ -126,9 +118,7 @@ class DecodeAttention:
 
 
 class PrefillAttention:
-    """Causal attention within prompts that start at position 0, padded on the right: no real token attends to
-    padding.
-    """
+    """Causal attention of prompts from position 0, padded on the right, so that no real token attends to padding."""
 
     def __init__(self, slots: KVSlots, first_row: int, prompt_R: Tensor) -> None:
         self._slots, self._prompt_R = slots, prompt_R
@@ -170,8 +160,7 @@ class ModelRunner:
         self.captures = False
         """Keep the experts of the tokens of each pass, as ``experts_BTGJ``."""
         self.experts_BTGJ: NDArray[np.int64] | None = None
-        """Experts of the tokens of the last pass: those of a prefill by its contexts, padding included; of a decoding
-        step by its rows."""
+        """Experts of the last pass: of a prefill by context, padding included; of a decoding step by row."""
 
     def prefill(
         self, contexts: list[NDArray[np.int32]], prompt_of_R: list[int], *, first_row: int
@@ -208,10 +197,7 @@ class ModelRunner:
         return decoder.logits(self.weights, x_N1E[:, 0])
 
     def scores(self, batch: list[Scoring], version: int) -> list[InputScores]:
-        """Compute the log-probs of given tokens, keeping no keys and values.
-
-        Raises ValueError for scores that are NaN.
-        """
+        """Compute the log-probs of given tokens, keeping no keys and values. Raises ValueError for NaN."""
         assert self.weights is not None
         longest = max(len(scoring.tokens) for scoring in batch)
         angles = self._angles(torch.arange(longest, device=self.device)[None], length=longest)

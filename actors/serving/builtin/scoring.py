@@ -38,7 +38,7 @@ def module_outputs(
     Raises UnsupportedModel for a prompt that the model's vocabulary or context does not hold.
     """
     shape = weights.shape
-    found: dict[str, NDArray[np.float32]] = {}
+    outputs: dict[str, NDArray[np.float32]] = {}
     for number, tokens in enumerate(prompts):
         if len(tokens) > shape.max_positions or max(tokens) >= shape.vocab_size:
             limits = f"at most {shape.max_positions} tokens, each below {shape.vocab_size}"
@@ -47,8 +47,8 @@ def module_outputs(
             )
         for name, value in _outputs(weights, tokens).items():
             if fnmatchcase(name, names):
-                found[f"{number}.{name}"] = value.float().cpu().numpy()
-    return found
+                outputs[f"{number}.{name}"] = value.float().cpu().numpy()
+    return outputs
 
 
 def score_directory(
@@ -87,9 +87,7 @@ def _outputs(weights: Weights, tokens: Sequence[int]) -> dict[str, Tensor]:
 
 
 class _Taking(TorchFunctionMode):
-    """Takes outputs of a forward pass while entered, by the operands of the decoder's calls: weights, and the residual
-    stream.
-    """
+    """Takes outputs of a forward pass by the operands of the decoder's calls: weights, and the residual stream."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()

@@ -57,9 +57,7 @@ class Weights:
     def __init__(
         self, shape: ModelShape, *, dtype: torch.dtype, device: torch.device, order: Sequence[str] = ()
     ) -> None:
-        """``order``: names in their order in memory, as far as fused tensors allow; a push in that order can be
-        received directly (``place``).
-        """
+        """``order``: names in their order in memory, as far as fused tensors allow: a push in it needs no copy."""
         self.shape, self.dtype, self.device, self.order = shape, dtype, device, tuple(order)
         self.named: dict[str, Tensor] = {}
         """Views, by Hugging Face name, of the names in ``shape.tensors()``."""
@@ -86,9 +84,7 @@ class Weights:
         return self._finalized == self.writes
 
     def finalize(self) -> None:
-        """Compute the tensors derived from the named ones; call it when those are complete, before decoding with
-        them.
-        """
+        """Compute the tensors derived from the named ones, which are complete, before decoding with them."""
         self._finalized = self.writes
         if self._head_norm_LHD is None:
             return
@@ -126,10 +122,7 @@ class Weights:
         return self._memory[starts[0] : starts[0] + bucket.num_bytes]
 
     def _layout(self) -> tuple[dict[str, int], int]:
-        """Return the first byte of every piece of memory, by its first name, and the sum.
-
-        A piece is aligned like a tensor of its own.
-        """
+        """Return the first byte of every piece by its first name, and the sum. Pieces are aligned like tensors."""
         fused = {name: names for names in self._fused() for name in names}
         starts: dict[str, int] = {}
         end = 0
@@ -137,7 +130,7 @@ class Weights:
             names = fused.get(name, [name])
             if name in self._sizes and names[0] not in starts:
                 starts[names[0]] = end
-                num_bytes = sum(math.prod(self._sizes[each]) for each in names) * self.dtype.itemsize
+                num_bytes = sum(math.prod(self._sizes[part]) for part in names) * self.dtype.itemsize
                 end += -(-num_bytes // ALIGNED_BYTES) * ALIGNED_BYTES
         return starts, end
 
@@ -168,9 +161,9 @@ class Weights:
         if names[0] not in self._sizes:
             return None
         sizes = [self._sizes[name] for name in names]
-        whole = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
-        self.named.update(zip(names, whole.split([size[0] for size in sizes]), strict=True))
-        return whole
+        fused = self._piece(names[0], sum(size[0] for size in sizes), *sizes[0][1:])
+        self.named.update(zip(names, fused.split([size[0] for size in sizes]), strict=True))
+        return fused
 
     def _layer(self, layer: int) -> LayerWeights:
         at = f"model.layers.{layer}."

@@ -71,8 +71,7 @@ class Pauses:
         self.began_s = 0.0
         """Time of time.perf_counter at which the newest pause began."""
         self.since_s, self.last_s = float("inf"), (float("inf"), 0.0)
-        """Times of time.monotonic: earliest beginning of the pause, inf = there is none; beginning and end of the pause
-        before."""
+        """By time.monotonic: earliest beginning of the pause (inf = none); beginning and end of the pause before."""
 
     async def pause(self, mode: str) -> None:
         """Pause at a client's request."""
