@@ -109,11 +109,11 @@ def run(work: Callable[[], None], log: logging.Logger) -> int:
 
 def reason(lines: Iterable[str]) -> str:
     """Return the message of the last line written by ``report``; empty when there is none."""
-    found = ""
+    text = ""
     for line in lines:
         if line.startswith(LINE):
-            found = line.removeprefix(LINE).rstrip()
-    return found
+            text = line.removeprefix(LINE).rstrip()
+    return text
 
 
 def how(code: int) -> str:

@@ -186,8 +186,8 @@ class Sections(dict[str, Section], Generic[Section]):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         [entry] = typing.get_args(source)
-        made, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
-        named = dict[cls.names, Annotated[(made, BeforeValidator(functools.partial(_made, made)), *marks)]]  # type: ignore[valid-type, name-defined]
+        kind, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
+        named = dict[cls.names, Annotated[(kind, BeforeValidator(functools.partial(_made, kind)), *marks)]]  # type: ignore[valid-type, name-defined]
         return core_schema.no_info_wrap_validator_function(cls._read, handler(named))
 
     @classmethod
@@ -316,8 +316,8 @@ def _got(error: Any) -> str:
 
 
 def _listed(names: Iterable[object]) -> str:
-    *others, last = map(str, names)
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _unknown(kind: Any, path: str) -> str:

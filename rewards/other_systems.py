@@ -75,11 +75,11 @@ def _trl(request: RewardRequest, options: Mapping[str, object]) -> Call:
     """
     conversational = not isinstance(request.prompt, str)
     completion: object = [{"role": "assistant", "content": request.response}] if conversational else request.response
-    others = {name: value for name, value in options.items() if name != "label_column"}
+    keywords = {name: value for name, value in options.items() if name != "label_column"}
     columns = {**request.metadata, str(options.get("label_column", "label")): request.label}
     ids = request.tokens[len(request.tokens) - request.response_length :].tolist()
     named = {"prompts": request.prompt, "completions": completion, "completion_ids": ids}
-    return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **others}
+    return (), {**{name: [value] for name, value in {**columns, **named}.items()}, **keywords}
 
 
 SYSTEMS: Mapping[str, Callable[[RewardRequest, Mapping[str, object]], Call]] = {
@@ -149,7 +149,7 @@ def system_of(function: Callable[..., object]) -> str:
         names = tuple(inspect.signature(function).parameters)
     except (TypeError, ValueError):  # of some functions in C
         return ""
-    return next((system for known, system in SIGNATURES.items() if names[: len(known)] == known), "")
+    return next((system for first_names, system in SIGNATURES.items() if names[: len(first_names)] == first_names), "")
 
 
 def _number(value: object) -> float | None:

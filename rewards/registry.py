@@ -180,12 +180,12 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
     _check_options(name, function.__init__, own_options, contract)
     with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
-        made = function(**own_options)
-    if not callable(made):
+        instance = function(**own_options)
+    if not callable(instance):
         raise UnknownReward(
             name, f"want a class whose instances can be called with the {contract.argument}", contract.word
         )
-    return Bound(name, made, {}, contract)
+    return Bound(name, instance, {}, contract)
 
 
 def _reason(error: BaseException) -> str:

@@ -60,11 +60,11 @@ def parse(text: str) -> Address:
     login, servers = "", []
     scheme = body.partition("://")[0] if "://" in body else "nats"
     for part in body.split(","):
-        own, separator, host = part.strip().rpartition("://")
-        if (own if separator else scheme) != scheme or scheme not in _SCHEMES:
+        part_scheme, separator, host = part.strip().rpartition("://")
+        if (part_scheme if separator else scheme) != scheme or scheme not in _SCHEMES:
             raise ValueError(
                 "address of the bus: want nats://host:port or tls://host:port, one scheme for all, got "
-                f"{own or scheme}://"
+                f"{part_scheme or scheme}://"
             )
         before, at, host = host.rpartition("@")
         login = login or (before if at else "")

@@ -64,15 +64,15 @@ class FencedStream(Generic[R]):
 
     def checked(self, message: Message | Delivered) -> R:
         """Return the record in a message. Raises WireError for a message of no learner."""
-        found, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
-        if natural(named) != found.epoch:
-            raise WireError(subjects.EPOCH_HEADER, f"{found.epoch}, the epoch in the message", named[:40])
-        return found
+        decoded, named = self.decode(message), message.headers.get(subjects.EPOCH_HEADER, "")
+        if natural(named) != decoded.epoch:
+            raise WireError(subjects.EPOCH_HEADER, f"{decoded.epoch}, the epoch in the message", named[:40])
+        return decoded
 
     def epoch(self, message: Message | Delivered) -> int:
         """Return the epoch of the learner that wrote the message; -1 for a message of no learner."""
-        found = self.read(message)
-        return _NO_EPOCH if found is None else found.epoch
+        record = self.read(message)
+        return _NO_EPOCH if record is None else record.epoch
 
 
 class FencedWriter(Generic[R]):
@@ -155,22 +155,22 @@ class FencedWriter(Generic[R]):
         """
         while True:
             try:
-                found = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
+                stored = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
             except NotFound as error:
                 if error.what == "stream":
                     raise
                 return None
-            if found.headers.get(subjects.MESSAGE_ID) == message_id:
-                self._last = found.seq
-                return found.seq
-            seen = self._log.epoch(found)
-            if seen > self.epoch or (seen == self.epoch and not self._is_mine(found, seen)):
-                raise Fenced(self._stream, self.epoch, seen)
-            self._last = found.seq
+            if stored.headers.get(subjects.MESSAGE_ID) == message_id:
+                self._last = stored.seq
+                return stored.seq
+            epoch = self._log.epoch(stored)
+            if epoch > self.epoch or (epoch == self.epoch and not self._is_mine(stored, epoch)):
+                raise Fenced(self._stream, self.epoch, epoch)
+            self._last = stored.seq
 
-    def _is_mine(self, found: Message, epoch: int) -> bool:
+    def _is_mine(self, stored: Message, epoch: int) -> bool:
         """Return whether a message is ours, of a call that was cancelled before it was confirmed."""
-        return found.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
+        return stored.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
     async def _has_fenced(self, epoch: int) -> bool:
         """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is
@@ -219,15 +219,15 @@ class Fences(Generic[R]):
         """Read the fences raised since the last call."""
         while True:
             try:
-                found = await self._jet.next(self._stream, self._read_to + 1, self._subject)
+                fence = await self._jet.next(self._stream, self._read_to + 1, self._subject)
             except NotFound as error:
                 if error.what == "stream":
                     raise
                 return
-            self._read_to = found.seq
-            epoch = self._log.epoch(found)
+            self._read_to = fence.seq
+            epoch = self._log.epoch(fence)
             if epoch != _NO_EPOCH:
-                self._known.append((found.seq, epoch))
+                self._known.append((fence.seq, epoch))
 
     def voids(self, seq: int, epoch: int) -> bool:
         """Return whether a message comes after a fence of a newer epoch."""
@@ -246,16 +246,16 @@ async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIt
     await fences.refresh()
     epoch = fences.newest_below(start)
     async for delivered in _endless(stream, start) if follow else present(stream.jet, stream.name, start):
-        found = stream.read(delivered)
-        if found is None:
+        record = stream.read(delivered)
+        if record is None:
             continue
         if delivered.subject == stream.fence_subject:
-            epoch = max(epoch, found.epoch)
-        if found.epoch >= epoch:
-            yield delivered, found
+            epoch = max(epoch, record.epoch)
+        if record.epoch >= epoch:
+            yield delivered, record
         else:
             _log.warning(
-                "bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, found.epoch, epoch
+                "bus: void stream=%s seq=%d epoch=%d fenced_by=%d", stream.name, delivered.seq, record.epoch, epoch
             )
 
 

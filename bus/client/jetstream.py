@@ -110,13 +110,13 @@ class JetStream:
 
     async def subjects(self, stream: str, filter: str) -> dict[str, int]:
         """Return the number of messages of each subject that matches."""
-        found: dict[str, int] = {}
+        counts: dict[str, int] = {}
         while True:
-            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(found)})
+            fields = await self.call(f"STREAM.INFO.{stream}", {"subjects_filter": filter, "offset": len(counts)})
             page = fields["state"].get("subjects") or {}
-            found.update(page)
-            if not page or len(found) >= fields.get("total", 0):
-                return found
+            counts.update(page)
+            if not page or len(counts) >= fields.get("total", 0):
+                return counts
 
     async def message(self, stream: str, seq: int) -> Message:
         """Return a message by sequence, from the leader. Raises NotFound."""
@@ -148,10 +148,10 @@ class JetStream:
         ``*`` = any task's.
         """
         try:
-            held = await self.subjects(stream, subject_of("*"))
+            counts = await self.subjects(stream, subject_of("*"))
         except NotFound:
             return
-        for task in {subjects.task_named(subject) for subject in held}:
+        for task in {subjects.task_named(subject) for subject in counts}:
             if task is not None and task < below:
                 await self.purge_subject(stream, subject_of(task))
 

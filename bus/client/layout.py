@@ -117,14 +117,14 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
         info = await jet.call(f"STREAM.INFO.{name}")
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
-    there = info["config"]
+    present = info["config"]
     changes = {
         field: config[field]
         for field in _CHANGED_IN_PLACE
-        if field in config and there.get(field, False) != config[field]
+        if field in config and present.get(field, False) != config[field]
     }
     if changes:
-        info = await jet.call(f"STREAM.UPDATE.{name}", {**there, **changes})
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **changes})
     _compare(name, config, info["config"])
 
 
@@ -154,10 +154,10 @@ async def _created(jet: JetStream, verb: str, request: JsonObject, info: str) ->
 
 def _compare(name: str, want: JsonObject, got: JsonObject) -> None:
     for field, value in want.items():
-        found = got.get(field)
-        if found is None and value in (False, 0):  # the server leaves out settings that are off
+        actual = got.get(field)
+        if actual is None and value in (False, 0):  # the server leaves out settings that are off
             continue
         if field == "subjects":
-            value, found = sorted(value), sorted(found or [])
-        if found != value:
-            raise ConfigMismatch(name, field, value, found)
+            value, actual = sorted(value), sorted(actual or [])
+        if actual != value:
+            raise ConfigMismatch(name, field, value, actual)

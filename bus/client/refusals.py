@@ -45,10 +45,10 @@ class Refusals:
 
     def refuse(self, place: str, at: object, reason: object) -> None:
         """Count one refusal, and log it unless another one of this place was logged within a minute."""
-        one = (place, str(at))
-        if one in self._known:
+        message = (place, str(at))
+        if message in self._known:
             return
-        self._known[one] = None
+        self._known[message] = None
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
         self.counts[place] += 1

@@ -95,16 +95,16 @@ class Rows:
             async with limit:
                 return key, *await self.read(key)
 
-        found = await asyncio.gather(*[read_one(key) for key in await self.keys(under)])
-        return {key: (value, revision) for key, value, revision in found if value is not None}
+        rows = await asyncio.gather(*[read_one(key) for key in await self.keys(under)])
+        return {key: (value, revision) for key, value, revision in rows if value is not None}
 
     async def keys(self, under: str = "") -> list[str]:
         """Return all keys, or the keys that begin with ``under`` and a dot, sorted. The row of a key may be deleted or
         unreadable.
         """
         prefix = subjects.row(self._jet.run, self.bucket, "")
-        found = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
-        return sorted(key for subject in found if _KEY.fullmatch(key := subject.removeprefix(prefix)))
+        counts = await self._jet.subjects(self._stream, f"{self._subject(under)}.>" if under else f"{prefix}>")
+        return sorted(key for subject in counts if _KEY.fullmatch(key := subject.removeprefix(prefix)))
 
     async def put(self, key: str, value: Value) -> int:
         """Write a row. Returns the new revision."""
@@ -115,8 +115,8 @@ class Rows:
         try:
             return await self._write(key, value, 0)
         except RowConflict:
-            found, revision, error = await self._read_row(key)
-            if found is not None or error is not None or not revision:
+            present, revision, error = await self._read_row(key)
+            if present is not None or error is not None or not revision:
                 raise
             return await self._write(key, value, revision)  # in place of the marker that a deleted row has left
 
@@ -172,7 +172,9 @@ class Rows:
             try:
                 async for row in self.watch(key, every_s, unreadable=True):
                     if row is None:
-                        await self.change(key, lambda found: value if found is None else None, replace_unreadable=True)
+                        await self.change(
+                            key, lambda present: value if present is None else None, replace_unreadable=True
+                        )
             except BusUnavailable as error:
                 if self._jet.connection.closed:
                     raise
@@ -187,7 +189,7 @@ class Rows:
         ``unreadable``: also yield None for a row that cannot be read.
         """
         waiter = Waiter()
-        seen = -1
+        last_revision = -1
         async with self.on_change(key, waiter.wake):
             while True:
                 try:
@@ -196,9 +198,9 @@ class Rows:
                     if self._jet.connection.closed:
                         raise
                 else:
-                    if revision != seen and (value is not None or unreadable or not revision):
+                    if revision != last_revision and (value is not None or unreadable or not revision):
                         yield None if value is None else (value, revision)
-                    seen = revision
+                    last_revision = revision
                 await waiter.wait(every_s)
 
     async def written(self, keys: str, start: int) -> AsyncIterator[tuple[Value, Delivered]]:

@@ -118,8 +118,8 @@ class RunAccess:
         try:
             # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once
             # more with the newest ones. A request without a key does not make this process read the bus.
-            known = (await self.keys.known()).admits(presented, admin=admin)
-            if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
+            is_admitted = (await self.keys.known()).admits(presented, admin=admin)
+            if is_admitted or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
                 return
             has = (await self.keys.known()) != Keys()
         except BusError as error:

@@ -115,12 +115,12 @@ class LiveView:
         heartbeat is stored, every row counts as just changed.
         """
         rows, now = await self._rows.all(role), time.monotonic()
-        kept = {key: seen for key, seen in self._seen.items() if role and not key.startswith(f"{role}.")}
+        kept = {key: change for key, change in self._seen.items() if role and not key.startswith(f"{role}.")}
         self._seen = kept | {key: self._changed(key, revision, now) for key, (_, revision) in rows.items()}
         if any(now - self._seen[key][1] > self._dead_after_s for key in rows) and await self._bus.full():
             self._seen = kept | {key: (revision, now) for key, (_, revision) in rows.items()}
-        found = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
-        return [(row, age) for row, age in found if row is not None]
+        parsed = [(self._row(key, *row), now - self._seen[key][1]) for key, row in sorted(rows.items())]
+        return [(row, age) for row, age in parsed if row is not None]
 
     def _row(self, key: str, value: Value, revision: int) -> LiveRow | None:
         return self._refusals.read(_BUCKET, f"{key} (revision {revision})", partial(_parse, key, value))
@@ -136,8 +136,8 @@ class LiveView:
         return self._rows.on_change(f"{token(role)}.*", wake)
 
     def _changed(self, key: str, revision: int, now: float) -> tuple[int, float]:
-        seen = self._seen.get(key)
-        return seen if seen is not None and seen[0] == revision else (revision, now)
+        change = self._seen.get(key)
+        return change if change is not None and change[0] == revision else (revision, now)
 
 
 async def processes(bus: Bus, *, look_s: float = 2.0) -> list[tuple[LiveRow, float]]:

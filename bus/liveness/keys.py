@@ -53,9 +53,9 @@ class Keys:
         time.
         """
         wanted = (self.admin,) if admin else (self.admin, self.api)
-        given = presented.encode(errors="surrogateescape")
+        presented_bytes = presented.encode(errors="surrogateescape")
         # A list, not a generator: all keys are compared, so that the time does not show which one fits.
-        return any([bool(key) and hmac.compare_digest(key.encode(), given) for key in wanted])
+        return any([bool(key) and hmac.compare_digest(key.encode(), presented_bytes) for key in wanted])
 
 
 class RunKeys:
@@ -129,13 +129,15 @@ async def make_keys(bus: Bus, *, last: str = "") -> Keys:
     ``last``: the admin key that the run had, which is stored again in the place of an unreadable one; empty = not
     known: a new one is made, and engines read it when a command brings it. Raises BusUnavailable.
     """
-    made: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
+    new_row: Value = {"key": last or secrets.token_urlsafe(_KEY_BYTES)}
     row = (
-        await bus.rows("keys").change(ADMIN_KEY, lambda found: made if found is None else None, replace_unreadable=True)
-    ).after or made
+        await bus.rows("keys").change(
+            ADMIN_KEY, lambda present: new_row if present is None else None, replace_unreadable=True
+        )
+    ).after or new_row
     keys = Keys.of(str(row["key"]))
     api: Value = {"key": keys.api}
-    await bus.rows("run").change(API_KEY, lambda found: None if found == api else api, replace_unreadable=True)
+    await bus.rows("run").change(API_KEY, lambda present: None if present == api else api, replace_unreadable=True)
     return keys
 
 

@@ -29,9 +29,9 @@ def encode(message: Mapping[str, object]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def encode_call(id: int, request: bytes) -> bytes:
+def encode_call(number: int, request: bytes) -> bytes:
     """Return the frame of a call, with the JSON of its request."""
-    body = b'{"id": %d, "request": %s}' % (id, request)
+    body = b'{"id": %d, "request": %s}' % (number, request)
     return _LENGTH.pack(len(body)) + body
 
 

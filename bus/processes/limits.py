@@ -78,8 +78,8 @@ def limit_process(memory_mb: int) -> None:
         limits[resource.RLIMIT_DATA] = memory_mb << 20
     for kind, value in limits.items():
         soft, hard = resource.getrlimit(kind)
-        most = min([value, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
-        resource.setrlimit(kind, (most, most))
+        bound = min([value, *(limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)])
+        resource.setrlimit(kind, (bound, bound))
 
 
 def limit_cpu(seconds: float) -> None:
@@ -88,8 +88,8 @@ def limit_cpu(seconds: float) -> None:
     """
     used = resource.getrusage(resource.RUSAGE_SELF)
     _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    most = int(used.ru_utime + used.ru_stime + seconds) + 2
-    resource.setrlimit(resource.RLIMIT_CPU, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+    bound = int(used.ru_utime + used.ru_stime + seconds) + 2
+    resource.setrlimit(resource.RLIMIT_CPU, (bound if hard == resource.RLIM_INFINITY else min(bound, hard), hard))
 
 
 def children_of(parents: set[int]) -> set[int]:

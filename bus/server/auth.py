@@ -95,14 +95,14 @@ class _Rights:
 
     def learner(self) -> _Lists:
         """All rights on its run."""
-        own = [subjects.everything(self._run), *self._rows_of.values()]
+        subjects_of_run = [subjects.everything(self._run), *self._rows_of.values()]
         api = [_api("INFO"), _api("STREAM.NAMES")]
         for stream in self._streams:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
         return (
-            [*own, *api],
+            [*subjects_of_run, *api],
             [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)],
             [],
         )
@@ -171,13 +171,13 @@ class _Rights:
     def operator(self) -> _Lists:
         """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
         publish, subscribe, denied = self.viewer()
-        own = [
+        writing = [
             self._rows_of["wanted"],
             subjects.row(self._run, "run", "cursor.*"),
             subjects.dead_decision(self._run, "*"),
         ]
         return (
-            [*own, *publish],
+            [*writing, *publish],
             [subject for subject in subscribe if subject not in (self._rows_of["wanted"], self._rows_of["run"])],
             denied,
         )
@@ -203,7 +203,7 @@ class _Rights:
         """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and
         ``wanted``.
         """
-        rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
+        rows = [subjects.row(self._run, "live", f"{role}.*") for role in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
 
@@ -223,19 +223,19 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
     """
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    wanted = {
+    roles = {
         **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
     }
     file = directory / USERS_FILE
-    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    for user in wanted:
-        if user not in known or not credentials_file(directory, user).exists():
-            known[user] = _new_user(directory, user)
-    known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
-    write_whole(file, json.dumps(known, indent=1) + "\n", private=True)
-    allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
-    lines = ["accounts {", *_account_lines(allowed, known), "}"]
+    hashes: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    for user in roles:
+        if user not in hashes or not credentials_file(directory, user).exists():
+            hashes[user] = _new_user(directory, user)
+    hashes.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
+    write_whole(file, json.dumps(hashes, indent=1) + "\n", private=True)
+    allowed = {user: permissions(role, user, run, config) for user, role in roles.items()}
+    lines = ["accounts {", *_account_lines(allowed, hashes), "}"]
     write_whole(directory / SERVER_FILE, "\n".join(lines) + "\n", private=True)
     return lines
 
@@ -285,10 +285,10 @@ def _hashed(password: str) -> str:
     """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as
     secret as the users'.
     """
-    found = ctypes.util.find_library("crypt")
-    if found is None:
+    libcrypt = ctypes.util.find_library("crypt")
+    if libcrypt is None:
         return password
-    crypt = ctypes.CDLL(found).crypt
+    crypt = ctypes.CDLL(libcrypt).crypt
     crypt.restype = ctypes.c_char_p
     salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
     hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())

@@ -80,8 +80,10 @@ class EmbeddedBus:
         places = [f"127.0.0.1:{port.number}" for port in self._routes]
         lines = self._cluster_lines(f"n{number}", places[number], places)
         port = config.port + number if config.port > 0 else config.port
-        own = dataclasses.replace(config, port=port)
-        return EmbeddedServer(self._directory / f"n{number}", own, extra=[*users, *lines], read_only=self._read_only)
+        server_config = dataclasses.replace(config, port=port)
+        return EmbeddedServer(
+            self._directory / f"n{number}", server_config, extra=[*users, *lines], read_only=self._read_only
+        )
 
     def _cluster_lines(self, name: str, listen: str, routes: Sequence[str]) -> list[str]:
         """Return the lines of the routes, which carry all traffic between servers; with users or TLS they require a
@@ -104,10 +106,8 @@ def _check_account(store: Path, *, with_users: bool) -> None:
     """Raise ServerFailed for a store of the other kind: streams made without users are invisible with them, and the
     other way round.
     """
-    other = NO_ACCOUNT if with_users else ACCOUNT
-    there = store / "jetstream" / other / "streams"
-    if there.is_dir() and any(there.iterdir()):
-        made, want = ("without", "false") if with_users else ("with", "true")
-        raise ServerFailed(
-            f"the streams in {store} were made {made} users: want bus.auth: {want}, or another directory"
-        )
+    other_account = NO_ACCOUNT if with_users else ACCOUNT
+    account_streams = store / "jetstream" / other_account / "streams"
+    if account_streams.is_dir() and any(account_streams.iterdir()):
+        how, want = ("without", "false") if with_users else ("with", "true")
+        raise ServerFailed(f"the streams in {store} were made {how} users: want bus.auth: {want}, or another directory")

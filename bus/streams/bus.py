@@ -184,7 +184,7 @@ async def runs_on(connection: Connection) -> list[str]:
     """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its
     streams.
     """
-    found: list[str] = []
+    names_of_runs: list[str] = []
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
@@ -194,10 +194,10 @@ async def runs_on(connection: Connection) -> list[str]:
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
-        found += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        names_of_runs += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
         offset += len(names)
         if not names or offset >= int(answer.get("total", 0)):
-            return sorted(found)
+            return sorted(names_of_runs)
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
@@ -209,12 +209,12 @@ async def find_run(url: str, *, name: str, wait_s: float) -> str:
     deadline = time.monotonic() + wait_s
     async with open_connection(url, name, wait_s) as connection:
         while True:
-            found = await runs_on(connection)
-            if len(found) == 1:
-                return found[0]
-            if found:
+            names = await runs_on(connection)
+            if len(names) == 1:
+                return names[0]
+            if names:
                 raise SeveralRuns(
-                    f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one"
+                    f"--run: {parse(url)} carries {len(names)} runs ({', '.join(names)}); want the name of one"
                 )
             if time.monotonic() > deadline:
                 raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")

@@ -72,10 +72,10 @@ class DeadLetters:
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
         """Return the decisions so far, by task."""
-        found = [
+        records = [
             self._read(delivered) async for delivered in present(self._jet, self._stream, 1, filters=[self._decisions])
         ]
-        return {decision.task: decision for decision in found if isinstance(decision, DeadLetterDecision)}
+        return {decision.task: decision for decision in records if isinstance(decision, DeadLetterDecision)}
 
     async def of(self, task: int) -> Dead | None:
         """Return the dead letter of one task; None when there is none, or none that can be read."""
@@ -87,17 +87,17 @@ class DeadLetters:
     async def scan(self, start: int = 1) -> AsyncIterator[tuple[int, Dead]]:
         """Yield the dead tasks from sequence ``start`` to the present end."""
         async for delivered in present(self._jet, self._stream, start, filters=[self._tasks]):
-            found = self._read(delivered)
-            if isinstance(found, Dead):
-                yield delivered.seq, found
+            record = self._read(delivered)
+            if isinstance(record, Dead):
+                yield delivered.seq, record
 
     async def follow(self, start: int = 1) -> AsyncIterator[tuple[int, Dead | DeadLetterDecision]]:
         """Yield dead tasks and the decisions on them, from sequence ``start`` on, for ever."""
         async with OrderedPull(self._jet, self._stream, max(1, start), filters=[self._tasks, self._decisions]) as pull:
             async for delivered in pull:
-                found = self._read(delivered)
-                if found is not None:
-                    yield delivered.seq, found
+                record = self._read(delivered)
+                if record is not None:
+                    yield delivered.seq, record
 
     def _read(self, delivered: Delivered) -> Dead | DeadLetterDecision | None:
         return self._jet.refusals.read(subjects.DEAD, delivered.seq, partial(_decode, delivered))
@@ -108,11 +108,11 @@ def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
     none of a prompt.
     """
     *_, kind, named = delivered.subject.split(".")
-    found = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
-    if found.task != subjects.natural(named) or found.task < 1:
-        raise WireError("task", f"that of the subject, {named[:40]}", found.task)
-    if isinstance(found, Dead):
-        place = (found.reissues, found.prompt_epoch, found.offset)
-        if not (-1 <= found.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
-            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (found.root, *place))
-    return found
+    letter = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
+    if letter.task != subjects.natural(named) or letter.task < 1:
+        raise WireError("task", f"that of the subject, {named[:40]}", letter.task)
+    if isinstance(letter, Dead):
+        place = (letter.reissues, letter.prompt_epoch, letter.offset)
+        if not (-1 <= letter.root < _IDS and min(place) >= 0 and max(place) < _COUNTS):
+            raise WireError("root, reissues, prompt_epoch, offset", "those of a task", (letter.root, *place))
+    return letter

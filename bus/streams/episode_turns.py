@@ -112,8 +112,8 @@ class EpisodeLog:
             None,
         )  # a call that is cancelled here leaves it unknown whether the record is stored
         try:
-            id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
-            self._last = await self._turns.store(record, id, last, NEEDED_S if needed else STORE_S)
+            message_id = f"turn.{self._task}.{self._index}.{self._attempt}.{self._count}"
+            self._last = await self._turns.store(record, message_id, last, NEEDED_S if needed else STORE_S)
         except Superseded:
             self._superseded = True
             raise

@@ -101,15 +101,15 @@ class History:
         """Return the sequence of the first sample with its oldest token of this version, or else of the next version
         that has one.
         """
-        for found in sorted(v for v in await self._versions() if v >= version):
-            firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
+        for candidate in sorted(v for v in await self._versions() if v >= version):
+            firsts = [await self._first(subjects.samples(self._jet.run, kind, candidate)) for kind in Kind]
             if any(firsts):
                 return min(seq for seq in firsts if seq)
         return (await self.state()).last_seq + 1
 
     async def _versions(self) -> set[int]:
-        found = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
-        return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
+        counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _first(self, subject: str) -> int:
         """Return the sequence of the first message on a subject; 0 when there is none."""

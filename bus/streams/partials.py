@@ -44,7 +44,7 @@ class Partials:
         """Return the stored partials of a task: the newest of each index. Empty where the run has no such stream;
         raises BusUnavailable.
         """
-        found: dict[int, Partial] = {}
+        by_index: dict[int, Partial] = {}
         try:
             for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):
                 try:
@@ -54,10 +54,10 @@ class Partials:
                     _log.warning("partial not usable subject=%s error=%s", subject, error)
                     continue
                 if (partial.run, partial.task) == (self._jet.run, task):
-                    found[partial.index] = partial
+                    by_index[partial.index] = partial
         except NotFound:  # trimmed meanwhile, or the run is older than the stream
             pass
-        return found
+        return by_index
 
     async def trim(self, below: int) -> None:
         """Remove the partials of tasks with ids < ``below``. Raises BusUnavailable."""

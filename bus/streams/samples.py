@@ -421,6 +421,6 @@ def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``,
     ``versions``, ...
     """
-    task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
-    found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
-    return {"task": task, "index": rest.partition(".")[0], **found}
+    task, _, after_task = headers.get(subjects.MESSAGE_ID, "").partition(".")
+    summary = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": after_task.partition(".")[0], **summary}

@@ -65,9 +65,9 @@ class Lease:
 
         async def ack() -> None:
             """Acknowledge once, and wait for the confirmation."""
-            left = deadline - time.monotonic()
-            await connection.wait_up(left)
-            await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
+            left_s = deadline - time.monotonic()
+            await connection.wait_up(left_s)
+            await connection.request(self._reply, ACK, min(left_s, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
             """Log the error that another try follows, or the last one."""
@@ -160,9 +160,9 @@ class TaskQueue:
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
         """Yield every valid task from id ``start`` to the present end, in order."""
-        async for _, found in valid(self._log, start, follow=False):
-            if isinstance(found, Task):
-                yield found
+        async for _, record in valid(self._log, start, follow=False):
+            if isinstance(record, Task):
+                yield record
 
     async def fetch(self, id: int) -> Task:
         """Return one task. Raises NotFound."""
@@ -175,9 +175,9 @@ class TaskQueue:
         if (
             rollout is None and kind is Kind.TRAIN
         ):  # also those that the settings of this process do not name, as an onlooker's
-            there = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
-            rollouts = {subjects.rollout_of(subject) for subject in there if subjects.trains(subject)}
-            names = [subjects.consumer(kind, each) for each in sorted({"", *self.jet.config.rollouts, *rollouts})]
+            num_messages = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
+            rollouts = {subjects.rollout_of(subject) for subject in num_messages if subjects.trains(subject)}
+            names = [subjects.consumer(kind, name) for name in sorted({"", *self.jet.config.rollouts, *rollouts})]
         else:
             names = [subjects.consumer(kind, rollout or "")]
         infos = [await self.jet.call(f"CONSUMER.INFO.{self._stream}.{name}") for name in names]
@@ -250,8 +250,8 @@ class TaskQueue:
         often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            message = await self._slots[kind, rollout].take(left)
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = await self._slots[kind, rollout].take(left_s)
             if message is None:
                 return None
             try:

@@ -66,8 +66,8 @@ def _place(frames: Sequence[traceback.FrameSummary]) -> str:
     foreign = [frame for frame in frames if not frame.filename.startswith(_OURS)]
     written = [frame for frame in foreign if not frame.filename.startswith((*_PYTHON, *_PACKAGES))]
     entered = [frame for frame in foreign if frame.filename.startswith(_PACKAGES)]
-    found = written[-1:] or entered[:1]
-    return f" ({found[0].filename}, line {found[0].lineno})" if found else ""
+    user_frames = written[-1:] or entered[:1]
+    return f" ({user_frames[0].filename}, line {user_frames[0].lineno})" if user_frames else ""
 
 
 def repr_of(error: BaseException) -> str:

@@ -243,9 +243,9 @@ class Child:
     async def _look(self) -> None:
         """Look at the process now and then, for the case that the kernel kills it."""
         while True:
-            seen = look(self.pid)
-            if seen.rss_bytes:  # it has none when it has ended
-                self._last_look = seen
+            last = look(self.pid)
+            if last.rss_bytes:  # it has none when it has ended
+                self._last_look = last
             await asyncio.sleep(_LOOK_EVERY_S)
 
     async def exited(self) -> int:

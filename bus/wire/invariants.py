@@ -223,8 +223,8 @@ def check_sequences(sample: Sample) -> None:
         if not 1 <= size.response_length < size.num_tokens:
             raise WireError(f"sequences[{place}]", "[L, R] with 1 <= R < L", list(size))
     for axis, total, name in ((0, len(sample.tokens), "tokens"), (1, sample.response_length, "response tokens")):
-        if (found := sum(size[axis] for size in sample.sequences)) != total:
-            raise WireError("sequences", f"to sum to {total} {name}", found)
+        if (actual := sum(size[axis] for size in sample.sequences)) != total:
+            raise WireError("sequences", f"to sum to {total} {name}", actual)
     ends = np.cumsum([size.response_length for size in sample.sequences])
     crossed = np.setdiff1d(ends, np.cumsum([span.num_tokens for span in sample.spans]))
     if len(crossed):

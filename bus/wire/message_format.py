@@ -240,8 +240,8 @@ class MessageFormat(Generic[M]):
             if (value_on_wire := getattr(wire, name)) is default or _is(value_on_wire, default):
                 setattr(wire, name, msgspec.UNSET)
         if self._keeps_unknown and value.extra:
-            known = {name: item for name, item in msgspec.structs.asdict(wire).items() if item is not msgspec.UNSET}
-            return _ENCODER.encode(known | self._extra(value))
+            fields = {name: item for name, item in msgspec.structs.asdict(wire).items() if item is not msgspec.UNSET}
+            return _ENCODER.encode(fields | self._extra(value))
         return _ENCODER.encode(wire)
 
     def _extra(self, value: Any) -> JsonObject:
@@ -270,11 +270,11 @@ class MessageFormat(Generic[M]):
         type_of(data, self.name)
         fields = _raw_fields(data)
         unknown = fields.keys() - set(self._layout.struct.__struct_fields__)
-        known = _ENCODER.encode({name: raw for name, raw in fields.items() if name not in unknown})
+        known_bytes = _ENCODER.encode({name: raw for name, raw in fields.items() if name not in unknown})
         try:
-            wire = self._decoder.decode(known)
+            wire = self._decoder.decode(known_bytes)
         except UNFIT as error:
-            raise self._refused(error, known) from None
+            raise self._refused(error, known_bytes) from None
         message = self._message(wire)
         if not self._keeps_unknown:
             return message
@@ -312,9 +312,9 @@ def type_of(data: bytes, *types: str) -> str:
     """
     fields = _raw_fields(data)
     name, schema = (_decoded(field, fields[field]) if field in fields else "nothing" for field in ("type", "schema"))
-    known = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
-    if type(schema) is not int or schema not in known:
-        raise UnknownSchema("schema", " or ".join(map(str, known)), shown(schema))
+    schemas = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
+    if type(schema) is not int or schema not in schemas:
+        raise UnknownSchema("schema", " or ".join(map(str, schemas)), shown(schema))
     if name not in types:
         raise WireError("type", " or ".join(types), shown(name))
     return str(name)

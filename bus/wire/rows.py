@@ -363,7 +363,7 @@ def _head(value: JsonObject) -> tuple[type, ...]:
 
 
 def _kind(bucket: str, key: str) -> type:
-    for known, kind in _ROWS[bucket].items():
-        if key == known or (known.endswith("*") and key.startswith(known[:-1])):
+    for pattern, kind in _ROWS[bucket].items():
+        if key == pattern or (pattern.endswith("*") and key.startswith(pattern[:-1])):
             return kind
     return _Anything

@@ -230,10 +230,10 @@ def delivery(reply: str) -> Delivery | None:
     if not (digits.isascii() and digits.isdigit()):
         return None
     try:
-        found = Delivery(*map(int, numbers))
+        parsed = Delivery(*map(int, numbers))
     except (ValueError, TypeError):  # an empty text, or one of thousands of digits; fewer than five
         return None
-    return found if max(found) < _LIMIT else None
+    return parsed if max(parsed) < _LIMIT else None
 
 
 def dead(run: str) -> str:

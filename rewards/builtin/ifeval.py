@@ -61,8 +61,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
     check = INSTRUCTIONS.get(name) or ifbench.INSTRUCTIONS.get(name)
     if check is None:
-        known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
-        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
+        names = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {names}")
     if not isinstance(arguments, Mapping):
         raise RewardFailed("ifeval", f"instruction {name!r}: want a map of arguments, got {arguments!r}"[:500])
     try:

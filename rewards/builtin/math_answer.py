@@ -71,8 +71,8 @@ def find_gold(label: object) -> str:
 
 def is_right(response: str, gold: str) -> bool:
     """Return whether the answer in a response is ``gold``."""
-    answer, whole = _answer(response)
-    return same_answer(answer, gold, whole=whole)
+    answer, is_box = _answer(response)
+    return same_answer(answer, gold, whole=is_box)
 
 
 def find_answer(response: str) -> str | None:
@@ -135,9 +135,9 @@ def to_number(text: str) -> Fraction | None:
         number = number[1:-1]
     mixed = _MIXED.fullmatch(number)
     if mixed is not None:
-        sign, whole, above, below = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
+        sign, integer, above, below = mixed[1], mixed[2], mixed[3] or mixed[5], mixed[4] or mixed[6]
         part = to_number(f"{above}/{below}")
-        return None if part is None else (Fraction(whole) + part) * (-1 if sign == "-" else 1)
+        return None if part is None else (Fraction(integer) + part) * (-1 if sign == "-" else 1)
     if fraction := _FRACTION.fullmatch(number):
         minus = (fraction[1] == "-") != (fraction[2] == "-")
         number = f"{'-' if minus else ''}{fraction[3] or fraction[4]}/{fraction[5] or fraction[6]}"

@@ -162,7 +162,7 @@ class _Parser:
 
 
 def _token(match: re.Match[str]) -> str:
-    number, command, letter, other = match.groups()
+    number, command, letter, sign = match.groups()
     if command:
         return "" if command in _SILENT else _TIMES.get(command, f"\\{command}")
-    return str(number or letter or other or "").strip()
+    return str(number or letter or sign or "").strip()

@@ -68,11 +68,11 @@ def deepscaler(request: RewardRequest, *, think: bool = True) -> float:
     ``think``: a response without ``</think>`` or ``###Response`` scores 0. Raises RewardFailed for a label that holds
     no answer.
     """
-    _, ended, solution = request.response.rpartition("</think>")
-    if not ended:
-        _, ended, behind_header = request.response.partition("###Response")
+    _, marker, solution = request.response.rpartition("</think>")
+    if not marker:
+        _, marker, behind_header = request.response.partition("###Response")
         solution = behind_header.partition("###Response")[0]
-    if not ended:
+    if not marker:
         if think:
             return 0.0
         solution = request.response

@@ -34,8 +34,8 @@ def digits(request: RewardRequest) -> float:
     """
     label, response = str(request.label), request.response
     right = sum(got == want for got, want in zip(response, label, strict=False))
-    ended = request.status is Status.COMPLETED and len(response) == len(label)
-    return (right + ended) / (max(len(label), len(response)) + 1)
+    right_end = request.status is Status.COMPLETED and len(response) == len(label)
+    return (right + right_end) / (max(len(label), len(response)) + 1)
 
 
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
@@ -99,7 +99,7 @@ def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: 
         if request.response.count(opened) != 1 or request.response.count(closed) != 1:
             return 0.0
         before, opening, remaining = remaining.partition(opened)
-        inside, ended, remaining = remaining.partition(closed)
-        if not opening or not ended or not inside.strip() or (before.strip() and not outside):
+        inside, closing, remaining = remaining.partition(closed)
+        if not opening or not closing or not inside.strip() or (before.strip() and not outside):
             return 0.0
     return float(outside or not remaining.strip())

@@ -144,16 +144,16 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
     """
     assert process.stdin is not None and process.stdout is not None
     end_s = time.monotonic() + bounds.seconds
-    found = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
+    received = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as waiting, process.stdin, process.stdout:
-        for descriptor in found:
+        for descriptor in received:
             waiting.register(descriptor, selectors.EVENT_READ)
         waiting.register(process.stdin, selectors.EVENT_WRITE)
-        while any(descriptor in waiting.get_map() for descriptor in found):
+        while any(descriptor in waiting.get_map() for descriptor in received):
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                return bytes(found[process.stdout.fileno()]), b"", "time"
+                return bytes(received[process.stdout.fileno()]), b"", "time"
             for key, _ in waiting.select(left_s):
                 if key.fileobj is process.stdin:
                     stdin = _write(process.stdin.fileno(), stdin)
@@ -162,12 +162,12 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
                         process.stdin.close()
                     continue
                 piece = os.read(key.fd, 1 << 16)
-                found[key.fd] += piece
+                received[key.fd] += piece
                 if not piece:
                     waiting.unregister(key.fd)
-                elif len(found[key.fd]) > bounds.output_bytes:
-                    return bytes(found[process.stdout.fileno()]), b"", "output"
-        return bytes(found[process.stdout.fileno()]), bytes(found[result_at]), ""
+                elif len(received[key.fd]) > bounds.output_bytes:
+                    return bytes(received[process.stdout.fileno()]), b"", "output"
+        return bytes(received[process.stdout.fileno()]), bytes(received[result_at]), ""
 
 
 def _write(descriptor: int, data: bytes) -> bytes:

@@ -60,7 +60,7 @@ class Calls:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             try:
-                found = read(await self._permitted(body))
+                result = read(await self._permitted(body))
             except _CallRefused as error:
                 raise RewardFailed(self._name, str(error), outside=error.status not in OF_THE_BODY) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
@@ -70,7 +70,7 @@ class Calls:
                 self._note_failure()
                 continue
             self._failures = 0
-            return found
+            return result
         raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)", outside=True)
 
     async def _permitted(self, body: object) -> Any:

@@ -92,8 +92,8 @@ def bearer(variable: str, where: str = "") -> dict[str, str]:
         return {}
     token = os.environ.get(variable, "")
     if not token:
-        wanted = f"want the variable {variable} set"
-        raise ValueError(f"{where}: {wanted}" if where else f"{wanted} where the actor runs")
+        problem = f"want the variable {variable} set"
+        raise ValueError(f"{where}: {problem}" if where else f"{problem} where the actor runs")
     return {"Authorization": f"Bearer {token}"}
 
 
