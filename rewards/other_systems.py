@@ -36,9 +36,7 @@ class SlimeArgs(SimpleNamespace):
 
 
 def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``--custom-rm-path``: ``(args, sample)``. Source: slime at 624b824a8,
-    ``slime/rollout/rm_hub``.
-    """
+    """Return ``(args, sample)`` of ``--custom-rm-path``. Source: slime at 624b824a8, ``slime/rollout/rm_hub``."""
     sample = SimpleNamespace(
         prompt=request.prompt,
         response=request.response,
@@ -57,10 +55,9 @@ def _slime(request: RewardRequest, options: Mapping[str, object]) -> Call:
 
 
 def _verl(request: RewardRequest, options: Mapping[str, object]) -> Call:
-    """Return the arguments of ``custom_reward_function``: ``(data_source, solution_str, ground_truth, extra_info,
-    **reward_kwargs)``.
+    """Return the arguments of ``custom_reward_function``; ``data_source`` is taken from the metadata.
 
-    ``data_source`` is taken from the metadata. Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
+    Source: verl at 904e7bf3, ``docs/preparation/reward_function.rst``.
     """
     extra = dict(request.metadata)
     named = {"solution_str": request.response, "ground_truth": request.label, "extra_info": extra}

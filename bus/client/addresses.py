@@ -117,10 +117,9 @@ HERE = Reach(LOOPBACK, LOOPBACK)
 def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
     """Return where a process listens, and its advertised address.
 
-    ``host``: auto, or an address to bind; ``advertise``: empty = the bound one, or where that is a wildcard the one of
-    the route.
-    Raises ValueError, with ``name`` for the setting, for an address that would be advertised and that the machine of
-    the bus cannot reach.
+    ``host``: auto, or an address to bind; ``advertise``: empty = the bound address, or the route's where that is a
+    wildcard. Raises ValueError, with ``name`` for the setting, for an advertised address that the machine of the bus
+    cannot reach.
     """
     bind = route.local if host == AUTO else host.strip("[]")  # an IPv6 address may be given as URLs have it
     shown = advertise or (route.local if is_wildcard(bind) else bind)
@@ -133,9 +132,7 @@ def reach(host: str, advertise: str, route: Route, *, name: str) -> Reach:
 
 
 def route_to(url: str) -> Route:
-    """Return the kernel's route to the first reachable server of the bus; nothing is sent. Blocking. Raises
-    ValueError.
-    """
+    """Return the kernel's route to the first reachable server of the bus; sends nothing. Blocking. Raises ValueError."""
     failures = []
     for server in parse(url).servers:
         parts = urlsplit(server)

@@ -59,10 +59,9 @@ FOREIGN = (nats.errors.Error, OSError, asyncio.TimeoutError)
 
 
 class _Client(Client):
-    """The client library, patched: it would stop reading for ever from a connection on which headers arrive that it
-    cannot parse.
+    """The client library, patched: headers that it cannot parse would end its reading of a connection for ever.
 
-    There is no public hook for them: see ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
+    There is no public hook: ``docs/decisions/017-headers-that-the-client-cannot-parse.md``.
     """
 
     def __init__(self) -> None:
@@ -138,8 +137,8 @@ class Connection:
     def on_forbidden(self, listener: Callable[[Forbidden], bool]) -> Callable[[], None]:
         """Call ``listener`` whenever the server refuses a publish. Returns a function that removes it.
 
-        ``subject`` of the error is in lower case. The listener returns whether the publish was its own; an unclaimed
-        one is logged.
+        ``subject`` of the error is in lower case. The listener returns whether it claims the publish; others are
+        logged.
         """
         self._forbidden_listeners.add(listener)
         return lambda: self._forbidden_listeners.discard(listener)
@@ -161,12 +160,10 @@ class Connection:
         self.check_allowed(subject)
 
         def end() -> None:
-            """End the request now, as if its time were over."""
             if not scope.expired():
                 scope.reschedule(loop.time())
 
         def refused(error: Forbidden) -> bool:
-            """End the request if the refusal is of its subject. Returns whether it is."""
             if error.subject == subject.lower():
                 end()
             return error.subject == subject.lower()
@@ -189,11 +186,7 @@ class Connection:
             raise self.unavailable(subject, error) from None
 
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
-        """Publish without an answer. Raises BusUnavailable when not connected: the client library would send it later,
-        too late.
-
-        Raises Forbidden when the server refused this subject within the last 10 s.
-        """
+        """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
         self.check_allowed(subject)
         if not self.connected:
             raise BusUnavailable(subject, "not connected")
@@ -214,9 +207,7 @@ class Connection:
 
     @asynccontextmanager
     async def subscribed(self, subject: str, on_message: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
-        """While entered, call ``on_message`` with every message on a subject, except those published while the
-        connection is broken.
-        """
+        """While entered, call ``on_message`` with every message on a subject that arrives while connected."""
         try:
             sub = await self.nc.subscribe(subject, cb=on_message)
         except FOREIGN as error:
@@ -232,10 +223,7 @@ class Connection:
         return BusUnavailable(where, str(error) or type(error).__name__)
 
     async def open(self, url: str, name: str, wait_s: float) -> None:
-        """Connect within ``wait_s``.
-
-        ``url``: as ``tidemill.bus.client.addresses`` reads it. Raises BusUnavailable, ValueError; Denied at once.
-        """
+        """Connect to ``url`` within ``wait_s``. Raises BusUnavailable, ValueError; Denied at once."""
         since = time.monotonic()
         address = parse(url)
         self._what, self._opening, self.user = f"{name} at {address}", address, address.user
@@ -275,10 +263,9 @@ class Connection:
         self._set_connected()
 
     async def close(self) -> None:
-        """Flush for at most a second and close within another: after a failed TLS handshake the library would wait for
-        ever.
+        """Flush for at most a second and close within another; a cancellation is raised afterwards.
 
-        A cancellation is raised when the connection is closed: a close that is cut short leaves the library's tasks and
+        After a failed TLS handshake the library would wait for ever, and a close that is cut short leaves its tasks and
         its socket behind.
         """
         await to_the_end(self._close())
@@ -305,9 +292,7 @@ class Connection:
                 await ended(flushing)
 
     async def _on_error(self, error: Exception) -> None:
-        """Handle a refused publish, which the client library reports only here: its caller would wait for the
-        answer.
-        """
+        """Handle a refused publish, which the library reports only here: its caller would wait for the answer."""
         self.last_error = str(error) or type(error).__name__
         if self._opening is not None:
             _raise_if_denied(self._what, self._opening, error)
@@ -389,7 +374,6 @@ def _login(address: Address) -> dict[str, object]:
 
 
 def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
-    """Raise Denied for an error that waiting does not cure."""
     reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
         raise Denied(
@@ -426,12 +410,10 @@ async def retry(
     outage_s: float | None = None,
     report: Callable[[BusUnavailable], None] | None = None,
 ) -> T:
-    """Return the result of ``ask``, which is called again for as long as it raises BusUnavailable and ``before_retry``
-    does not.
+    """Return the result of ``ask``, called again while it raises BusUnavailable and ``before_retry`` does not.
 
-    A full bus is waited for without end. ``report`` is called with each error that another try follows.
-
-    With ``outage_s`` that try waits for the connection, at most so long.
+    A full bus is waited for without end. ``report`` gets each error that another try follows; with ``outage_s`` that
+    try waits for the connection, at most so long.
     """
     while True:
         try:
@@ -449,11 +431,7 @@ async def retry(
 async def before_retry(
     connection: Connection, error: BusUnavailable, *, pause_s: float = RETRY_S, deadline: float = math.inf
 ) -> None:
-    """Wait between a failed try and the next one. Raises ``error`` when the connection was closed, or the next would be
-    past ``deadline``.
-
-    ``deadline`` is a time of the monotonic clock.
-    """
+    """Wait before the next try. Raises ``error`` when closed, or when that is past ``deadline`` (monotonic clock)."""
     if connection.closed or time.monotonic() + pause_s >= deadline:
         raise error
     await asyncio.sleep(pause_s)
@@ -463,7 +441,7 @@ async def cancellable(work: Coroutine[object, None, T]) -> T:
     """Return the result of ``work``, which ends for certain when this is cancelled.
 
     ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
-    result (CPython issue 86296); an endless loop would then go on. So ``work`` is cancelled again until it ends.
+    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
     """
     task = asyncio.create_task(work)
     try:

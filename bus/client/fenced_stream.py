@@ -108,9 +108,7 @@ class FencedWriter(Generic[R]):
         return self._jet.connection.max_payload - parts.HEADER_RESERVE_BYTES
 
     async def append(self, subject: str, payload: bytes) -> int:
-        """Append a message and return its sequence. Retries for ever; cancellable. Raises Fenced, and WireError for one
-        too large.
-        """
+        """Append a message and return its sequence. Retries for ever. Raises Fenced; WireError for one too large."""
         assert self.epoch, f"{self._stream}: fence() comes before the first message"
         # No try of such a message can succeed, and the client library's refusal looks like an outage.
         if not parts.fits(payload, self._jet.connection.max_payload):
@@ -150,9 +148,7 @@ class FencedWriter(Generic[R]):
                 return mine
 
     async def _find_own(self, message_id: str) -> int | None:
-        """Read on after the last known message. Return the sequence of our message if it is there. Raises Fenced at a
-        newer learner's.
-        """
+        """Return the sequence of our message if it is after the last known one. Raises Fenced at a newer learner's."""
         while True:
             try:
                 stored = await retry(self._jet.connection, partial(self._jet.next, self._stream, self._last + 1))
@@ -173,9 +169,7 @@ class FencedWriter(Generic[R]):
         return stored.headers.get(subjects.MESSAGE_ID, "").startswith(f"{epoch}.{self._nonce}.")
 
     async def _has_fenced(self, epoch: int) -> bool:
-        """Return whether our fence is the newest already (an earlier call was cancelled). Raises Fenced when another is
-        as new or newer.
-        """
+        """Return whether our fence is the newest already. Raises Fenced when another is as new or newer."""
         fence = await self._newest_fence()
         if fence is None:
             return False
@@ -239,9 +233,7 @@ class Fences(Generic[R]):
 
 
 async def valid(stream: FencedStream[R], start: int, *, follow: bool) -> AsyncIterator[tuple[Delivered, R]]:
-    """Yield the messages from ``start`` on that no fence voids, with their records, fences included; to the present
-    end, or for ever.
-    """
+    """Yield the messages from ``start`` that no fence voids, fences included; to the present end, or for ever."""
     fences = Fences(stream)
     await fences.refresh()
     epoch = fences.newest_below(start)

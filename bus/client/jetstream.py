@@ -69,8 +69,7 @@ class JetStream:
     async def call(
         self, verb: str, request: Mapping[str, object] | None = None, *, retry_for_s: float = RETRY_FOR_S
     ) -> JsonObject:
-        """Return the answer to ``$JS.API.<verb>``, requested again while the server is away; only for requests that may
-        be repeated.
+        """Return the answer to ``$JS.API.<verb>``, a request that may be repeated: it is, while the server is away.
 
         Raises NotFound, Refused, and BusUnavailable after ``retry_for_s``.
         """
@@ -78,7 +77,6 @@ class JetStream:
         deadline = time.monotonic() + retry_for_s
 
         async def ask() -> JsonObject:
-            """Send the request once, when the connection is up."""
             await self.connection.wait_up(deadline - time.monotonic(), verb)
             try:
                 answer = await self.connection.request(
@@ -91,9 +89,7 @@ class JetStream:
         return await retry(self.connection, ask, pause_s=RETRY_S, deadline=deadline)
 
     async def retry_for_ever(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable only when the
-        connection was closed.
-        """
+        """Return the result of ``ask``, called again while the bus is away. Raises BusUnavailable once closed."""
         return await retry(self.connection, ask, report=lambda error: _log.warning("bus: waiting reason=%s", error))
 
     async def state(self, stream: str) -> StreamState:
@@ -144,9 +140,7 @@ class JetStream:
         await self.call(f"STREAM.PURGE.{stream}", {"filter": subject})
 
     async def purge_tasks(self, stream: str, subject_of: Callable[[int | str], str], below: int) -> None:
-        """Remove a stream's messages of tasks with ids < ``below``. ``subject_of``: the filter of a task's subjects,
-        ``*`` = any task's.
-        """
+        """Remove messages of tasks with ids < ``below``. ``subject_of``: filter of a task's subjects, ``*`` = any."""
         try:
             counts = await self.subjects(stream, subject_of("*"))
         except NotFound:

@@ -51,8 +51,7 @@ class Delivered(NamedTuple):
 
 
 class OrderedPull:
-    """Async iterator over the messages from ``start`` on, without an end. ``next`` returns one of them, or None after a
-    timeout.
+    """Endless async iterator over the messages from ``start`` on.
 
     ``on_open`` gets the state of the stream and the position, before the first message and after every re-opening.
     """
@@ -144,9 +143,7 @@ class OrderedPull:
         return Delivered(numbers.seq, message.subject, headers, message.data, numbers.pending, numbers.stored_ns / _NS)
 
     def _status(self, headers: dict[str, str]) -> None:
-        """Handle a status message: 100 is a heartbeat. Any other ends a request: 408 expired, 409 limit reached or
-        consumer deleted, 503 no responders.
-        """
+        """Handle a status: 100 heartbeat, 408 expired, 409 limit reached or consumer deleted, 503 no responders."""
         status, what = headers.get("Status", ""), headers.get("Description", "")
         if status == "100":
             return
@@ -251,7 +248,6 @@ class OrderedPull:
 
 
 def _unsent(headers: dict[str, str], otherwise: int) -> int:
-    """Return the number of messages of a request that the server will not send any more."""
     unsent = natural(headers.get("Nats-Pending-Messages", ""))
     return otherwise if unsent is None else unsent
 
@@ -259,9 +255,7 @@ def _unsent(headers: dict[str, str], otherwise: int) -> int:
 async def present(
     jet: JetStream, stream: str, start: int, *, filters: Sequence[str] = (), headers_only: bool = False
 ) -> AsyncIterator[Delivered]:
-    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound when there is no such
-    stream.
-    """
+    """Yield the messages from ``start`` to the present end of the stream. Raises NotFound without such a stream."""
     last = (await jet.state(stream)).last_seq
     async with OrderedPull(jet, stream, max(1, start), filters=filters, headers_only=headers_only) as pull:
         while pull.position <= last:

@@ -21,8 +21,7 @@ _MAX_TEXT = 160
 class Refusals:
     """The refusals of one connection. Memory is bounded, whatever arrives.
 
-    Each message is counted once: a stream's by its sequence, a row by key and revision. (After thousands of others it
-    is forgotten, and would be counted again.)
+    Each message is counted once (until thousands of others): by its sequence, a row by key and revision.
     """
 
     def __init__(self) -> None:
@@ -65,6 +64,5 @@ class Refusals:
 
 
 def _short(text: str) -> str:
-    """Return the text as one line that any terminal can show."""
     plain = "".join(letter if letter.isprintable() else "?" for letter in text[:_MAX_TEXT])
     return plain if len(text) <= _MAX_TEXT else f"{plain}..."

@@ -130,9 +130,7 @@ def body_in(request: web.Request) -> bytes:
 
 
 def json_in(raw: bytes) -> object:
-    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH``
-    deep.
-    """
+    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, at most ``MAX_DEPTH`` deep."""
     # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is
     # bounded.
     nested = raw.count(b"[") + raw.count(b"{")

@@ -22,9 +22,7 @@ class BadFrame(Exception):
 
 
 def encode(message: Mapping[str, object]) -> bytes:
-    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON does not
-    have.
-    """
+    """Return the frame of a message. Raises TypeError, ValueError or RecursionError for values that JSON lacks."""
     body = json.dumps(message).encode()
     return _LENGTH.pack(len(body)) + body
 

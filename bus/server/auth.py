@@ -83,9 +83,7 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it
-    writes: a cycle.
-    """
+    """(publish, subscribe, denied) of every role. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name, self._rollouts = run, name, config.rollouts
@@ -108,9 +106,7 @@ class _Rights:
         )
 
     def actor(self) -> _Lists:
-        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of
-        failures.
-        """
+        """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
         publish = [
             subjects.samples_of(self._run, self._name),
             subjects.manifest(subjects.samples_of(self._run, self._name)),
@@ -155,9 +151,7 @@ class _Rights:
         )
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the
-        consumers of tasks.
-        """
+        """Reads everything but secret rows, by consumers of its own; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
@@ -200,9 +194,7 @@ class _Rights:
             yield _api(f"DIRECT.GET.{stream}")
 
     def _subscriptions(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and
-        ``wanted``.
-        """
+        """Return the subjects of row changes: live rows of some roles, some keys of weights, all of run and wanted."""
         rows = [subjects.row(self._run, "live", f"{role}.*") for role in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
@@ -216,8 +208,7 @@ def _api(verb: str) -> str:
 
 
 def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
-    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only
-    its owner can read.
+    """Return lines of the server's configuration. Makes the missing users, each with a private file ``<user>.env``.
 
     Users that exist keep their passwords, so that running processes can still connect.
     """
@@ -241,9 +232,7 @@ def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
 
 
 def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
-    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a
-    password.
-    """
+    """Return the lines of a server with the viewer as its only user; no lines without a password."""
     if not password:
         return []
     return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
@@ -260,9 +249,7 @@ def credentials_file(directory: Path, user: str) -> Path:
 
 
 def read_credentials(file: Path) -> tuple[str, str]:
-    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its
-    content.
-    """
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming only the file."""
     try:
         pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
     except OSError as error:
@@ -282,9 +269,7 @@ def _new_user(directory: Path, user: str) -> str:
 
 
 def _hashed(password: str) -> str:
-    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as
-    secret as the users'.
-    """
+    """Return the bcrypt hash of the C library, or where it has none the password itself."""
     libcrypt = ctypes.util.find_library("crypt")
     if libcrypt is None:
         return password

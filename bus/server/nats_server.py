@@ -124,18 +124,15 @@ def end_reader(directory: Path) -> None:
 
 
 class EmbeddedServer:
-    """A nats-server with its data in ``directory``; the same port after every restart. Synchronous; also a context
-    manager.
-    """
+    """A nats-server with its data in ``directory`` and one port for ever. Synchronous; also a context manager."""
 
     def __init__(
         self, directory: Path, config: BusConfig, *, extra: Sequence[str] = (), read_only: bool = False
     ) -> None:
         """``extra``: more lines of its configuration (users, the cluster it is part of).
 
-        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes of
-        the run that wait for their bus must not find it), and this process is signalled to end when the run's own
-        server is started.
+        ``read_only``: for reading a run that has ended. It takes any free port, which is not remembered (processes that
+        wait for their bus must not find it), and this process is signalled to end when the run's own server starts.
         """
         self.directory = Path(directory).absolute()
         self._reader = ReaderLock(self.directory) if read_only else None
@@ -190,9 +187,7 @@ class EmbeddedServer:
         return self._url
 
     def _lost_its_port(self, error: BaseException) -> bool:
-        """Return whether a program took a port that no process of this run knows yet: a reserved one can be had by its
-        number.
-        """
+        """Return whether a program took a port that no process of this run knows yet."""
         chosen = self._reader is None and self.config.port < 0 and not self._url
         return chosen and isinstance(error, ServerFailed) and "address already in use" in str(error)
 
@@ -257,8 +252,7 @@ class EmbeddedServer:
         return self._await_ports(Path(binary).name)
 
     def _lock(self) -> int:
-        """Return a lock on the directory that the server inherits and holds while it lives: two servers on one store
-        would destroy it.
+        """Return a lock on the directory that the server inherits: two servers on one store would destroy it.
 
         A read-only server waits for another one of its kind; the run's own signals such a one to end.
         """
@@ -292,9 +286,7 @@ class EmbeddedServer:
         return self.directory / "port"
 
     def _port(self) -> int:
-        """Return the configured port, or else the last one or any free one, reserved until ``stop``, so that no other
-        process gets it while a killed server is started again. For reading, any but the last one.
-        """
+        """Return the configured port, or the last one or any free one, reserved while a killed server is restarted."""
         if self._reader is None and self.config.port >= 0:
             return self.config.port
         if self._kept is None:
@@ -324,7 +316,6 @@ class EmbeddedServer:
             return 0
 
     def _let_go(self) -> None:
-        """Release the port and the lock, which are kept while the server may be started again."""
         if self._kept is not None:
             self._kept.close()
             self._kept = None
@@ -351,9 +342,7 @@ class EmbeddedServer:
         return path
 
     def _most_stored(self) -> int:
-        """Return the limit of the store. By default nats-server takes a share of the free room, less than a store may
-        hold already.
-        """
+        """Return the limit of the store; by default a full store's server would get less than it holds already."""
         files = [entry.stat() for entry in self.store.rglob("*") if entry.is_file()]
         return sum(file.st_blocks * _BLOCK_BYTES for file in files) + int(
             STORE_SHARE * shutil.disk_usage(self.directory).free
@@ -394,5 +383,4 @@ def _of_reader(pid: int) -> str:
 
 
 def _reachable(url: str, config: BusConfig) -> str:
-    """Return the URL with the scheme that clients must use."""
     return f"{'tls' if config.tls_cert else 'nats'}://{url.partition('://')[2]}"

@@ -21,9 +21,7 @@ _FLOCK = "hhqqi"
 
 
 class ReaderLock:
-    """A lock held by at most one process per directory. A process opens it once: closing any descriptor of the file
-    releases the lock.
-    """
+    """A lock per directory. A process opens it once: closing any descriptor of the file releases the lock."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / FILE

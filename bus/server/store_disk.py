@@ -85,9 +85,7 @@ class StoreKeeper:
         """Reason for which messages are not stored at present, with the missing room; empty when they are stored."""
 
     def look(self) -> None:
-        """Start every server again that has ended, or has stopped storing, as soon as its disk has room. Raises
-        ServerFailed.
-        """
+        """Start every server again that ended or stopped storing, once its disk has room. Raises ServerFailed."""
         now = self._clock()
         if now - self._checked_s < CHECK_S and all(server.running for server in self._servers):
             return

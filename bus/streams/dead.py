@@ -33,9 +33,7 @@ class DeadLetters:
         self._tasks, self._decisions = subjects.dead_task(jet.run, "*"), subjects.dead_decision(jet.run, "*")
 
     async def report(self, task: int, *, reason: str, actor: str, attempt: str) -> int:
-        """Store one failure. Returns the number of attempts at this task reported so far; the same attempt counts
-        once.
-        """
+        """Store one failure. Returns the number of attempts at this task reported so far, each counted once."""
         subject = subjects.dead_report(self._jet.run, task)
         payload = msgpack.packb(
             {"schema": SCHEMA, "type": "report", "task": task, "reason": reason, "actor": actor, "attempt": attempt}
@@ -104,9 +102,7 @@ class DeadLetters:
 
 
 def _decode(delivered: Delivered) -> Dead | DeadLetterDecision:
-    """Return the record in a message. Raises WireError, also when its task is not that of its subject, or its place is
-    none of a prompt.
-    """
+    """Return the record in a message. Raises WireError, also for another task than its subject's."""
     *_, kind, named = delivered.subject.split(".")
     letter = decode_decision(delivered.data) if kind == "word" else decode_dead(delivered.data)
     if letter.task != subjects.natural(named) or letter.task < 1:

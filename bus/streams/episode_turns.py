@@ -42,15 +42,11 @@ _TAKES = 8
 
 
 class Superseded(Exception):
-    """Another actor makes the sample now, or it is made. This one ends the episode, and neither acks nor naks the
-    task.
-    """
+    """The sample is made, or by another actor now. This one ends the episode without acking or nak'ing the task."""
 
 
 class NotStored(Exception):
-    """A record is not stored, or the log of earlier actors not read. Raised to the episode only where its log is
-    needed: it must end.
-    """
+    """A record is not stored, or earlier ones are not read, of an episode that needs its log: it must end."""
 
     def __init__(self, reason: str, *, lasting: bool = False) -> None:
         """``lasting``: another try would end in the same way."""
@@ -85,9 +81,7 @@ class EpisodeLog:
 
     @property
     def kept(self) -> bool:
-        """True while records are stored, or refused; False once one was not stored in time, and the log is not
-        needed.
-        """
+        """False once a record was not stored in time, and the log is not needed."""
         return self._superseded or self._needed or self._last is not None
 
     async def append(self, kind: TurnKind, **fields: Any) -> None:
@@ -183,9 +177,7 @@ class TurnStream:
         return EpisodeLog(self, task, index, attempt, None)
 
     async def _settled(self, task: int) -> bool:
-        """Return whether a task is settled. Read after the episode is taken: the floor is raised before records are
-        removed (``trim``).
-        """
+        """Return whether a task is settled, read after the take: the floor is raised before records are removed."""
         row, _ = await self._rows.read(subjects.FLOOR_KEY)
         return row is not None and row["floor"] >= task
 
@@ -241,11 +233,7 @@ class TurnStream:
             self.counters.unlogged += 1
 
     async def _read(self, task: int, index: int) -> tuple[list[TurnRecord], int, int]:
-        """Return the usable records of a sample in order, the last sequence of its subject, or 0, and the number of
-        unusable records.
-
-        Raises BusUnavailable.
-        """
+        """Return a sample's usable records, the last sequence of its subject (or 0), and the number of others."""
         subject = subjects.turn(self.run, task, index)
         records: list[TurnRecord] = []
         seq = refused = 0
@@ -272,9 +260,7 @@ class TurnStream:
         return record
 
     async def trim(self, below: int) -> None:
-        """Remove the logs of tasks with ids < ``below``, which are settled: not above the task floor. Raises
-        BusUnavailable.
-        """
+        """Remove the logs of settled tasks, with ids < ``below``. Raises BusUnavailable."""
         if not self._jet.config.rollouts:  # then there is no such stream
             return
         await self._jet.purge_tasks(self._stream, lambda task: subjects.turn(self.run, task), below)

@@ -28,9 +28,7 @@ class StoredSample:
 
 
 class History:
-    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server
-    keeps in memory.
-    """
+    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -67,9 +65,7 @@ class History:
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last
-        if none was.
-        """
+        """Return the sequence of the first message of stream ``name`` stored then or later, or the next sequence."""
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
@@ -88,9 +84,7 @@ class History:
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task
-        is gone.
-        """
+        """Return ``at_time`` of the issue of a task: no earlier message refers to it. 1 when the task is gone."""
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:
@@ -98,9 +92,7 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Return the sequence of the first sample with its oldest token of this version, or else of the next version
-        that has one.
-        """
+        """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
         for candidate in sorted(v for v in await self._versions() if v >= version):
             firsts = [await self._first(subjects.samples(self._jet.run, kind, candidate)) for kind in Kind]
             if any(firsts):

@@ -25,8 +25,8 @@ class Partials:
     async def store(self, partial: Partial) -> bool:
         """Store a partial, tried for ever under its message id. Cancellable.
 
-        Returns False when it cannot be stored: it is larger than a message may be, or the run is older than the stream.
-        Raises WireError when it breaks an invariant.
+        Returns False when it is larger than a message may be, or the run is older than the stream. Raises WireError
+        when it breaks an invariant.
         """
         check_partial(partial)
         data = encode_partial(partial)
@@ -41,9 +41,7 @@ class Partials:
         return True
 
     async def of(self, task: int) -> dict[int, Partial]:
-        """Return the stored partials of a task: the newest of each index. Empty where the run has no such stream;
-        raises BusUnavailable.
-        """
+        """Return the newest partial of each index of a task; none without such a stream. Raises BusUnavailable."""
         by_index: dict[int, Partial] = {}
         try:
             for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):

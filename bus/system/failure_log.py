@@ -28,9 +28,7 @@ class FailureLog:
     def __call__(
         self, kind: str, text: str, *, level: int = logging.WARNING, error: BaseException | None = None
     ) -> None:
-        """Log ``text`` with the traceback of ``error`` if it is the first of its ``kind``; else count it, and log when
-        it is time.
-        """
+        """Log the first of its ``kind``, with the traceback of ``error``; count others, and log them now and then."""
         now, tally = self._clock(), self._tallies.get(kind)
         if tally is None:
             self._tallies[kind] = _Tally(now)

@@ -62,12 +62,11 @@ def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Call
 
 
 def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
-    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's
-    import too.
+    """Return the object at ``module:name`` (the name may have dots). Raises FunctionRefused, for any error of the
+    import.
     """
 
     def refused(defect: Defect, reason: str) -> FunctionRefused:
-        """Return the error."""
         return FunctionRefused(path, defect, reason, setting, want)
 
     module_name, _, name = path.partition(":")
@@ -90,8 +89,7 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
 
 
 def present_name(module_name: str) -> str:
-    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for
-    others.
+    """Return the name below ``tidemill`` of a module that is named as before the packages moved; empty for others.
 
     A user's own ``rewards.py`` or ``bus/`` is such a name's rightful owner.
     """

@@ -122,9 +122,7 @@ def _check_tokens(sample: Sample, limit: int) -> None:
 
 
 def _check_response(sample: Sample) -> None:
-    """Check trainable tokens (log-probability from MIN_LOG_PROB to 0) and environment tokens (mask 0 and
-    log-probability 0).
-    """
+    """Check trainable tokens (log-prob from MIN_LOG_PROB to 0) and environment tokens (mask 0 and log-prob 0)."""
     mask, log_probs = sample.loss_mask, sample.rollout_log_probs
     if not len(mask):
         return
@@ -240,9 +238,7 @@ def check_sequences(sample: Sample) -> None:
 
 
 def check_turns(sample: Sample, *, max_reward: float, max_seconds: float) -> None:
-    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens. Raises WireError
-    naming the column.
-    """
+    """Check that turns lie in one sequence each, do not overlap, and cover the trainable tokens. Raises WireError."""
     turns = sample.turns
     if turns is None:
         return

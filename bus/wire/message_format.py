@@ -41,16 +41,13 @@ RawFields = dict[str, msgspec.Raw]
 
 
 def _array(dtype: str) -> tuple[Convert, Convert]:
-    """Return functions that pack and unpack a 1-D array: raw little-endian bytes (``dtype`` as in numpy), unpacked as a
-    read-only view.
-    """
+    """Return functions that pack and unpack a 1-D array of a ``dtype`` as raw little-endian bytes."""
     wire = np.dtype(dtype)
     native = wire.newbyteorder("=")
     swap = sys.byteorder != "little" and wire.itemsize > 1
     want = f"a one-dimensional array of {native.name}, raw little-endian bytes"
 
     def pack(value: object) -> bytes:
-        """Return the bytes of an array of exactly this dtype and one dimension."""
         if not isinstance(value, np.ndarray) or value.dtype != native or value.ndim != 1:
             raise ValueError(want)
         return value.astype(wire).tobytes() if swap else value.tobytes()
@@ -78,9 +75,7 @@ _ARRAYS: Mapping[object, tuple[Convert, Convert]] = {
 
 
 def check_open(value: object, levels: int = MAX_LEVELS) -> None:
-    """Check a value that may be anything: depth, and types that come back as they were written. Raises ValueError,
-    TypeError.
-    """
+    """Check a value that may be anything: depth, and types that come back unchanged. Raises ValueError, TypeError."""
     if type(value) in _SCALARS:
         return
     if isinstance(value, dict | list | tuple):
@@ -119,9 +114,7 @@ class _Conversion(NamedTuple):
 
 
 class _Layout:
-    """The fields of a dataclass as msgspec reads and writes them: a struct made from its annotations, in which arrays
-    are bytes.
-    """
+    """The fields of a dataclass as msgspec reads and writes them: a struct of its annotations, with arrays as bytes."""
 
     def __init__(
         self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Collection[_Declared] = ()
@@ -194,12 +187,11 @@ class _Layout:
 
 
 class MessageFormat(Generic[M]):
-    """Encoder and decoder of one message type: its dataclass has the fields in wire order, with the types that msgspec
-    checks.
+    """Encoder and decoder of a message type, whose dataclass has the fields in wire order with their types.
 
-    ``later_from``: the first of the last fields that came after the first release: they are written only where they
-    differ from the default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field:
-    they would change its meaning.
+    ``later_from``: the first of the fields that came after the first release, which are written only where they differ
+    from the default. Unknown fields are kept in ``extra`` where the message has it, and refused inside a field: they
+    would change its meaning.
     """
 
     def __init__(self, message: type[M], name: str, *, later_from: str = "") -> None:
@@ -252,9 +244,7 @@ class MessageFormat(Generic[M]):
         return {name: _converted(name, _checked, item) for name, item in unknown.items()}
 
     def _unchecked_bytes(self, value: Any) -> bytes:
-        """Return the bytes of a message with values of any type, of the newest schema. Raises WireError for a value
-        without bytes.
-        """
+        """Return the bytes of an unchecked message, of the newest schema. Raises WireError for a value without any."""
         fields: JsonObject = {"schema": self._newest, "type": self.name, **self._layout.unchecked(value)}
         if self._keeps_unknown:
             fields |= self._extra(value)
@@ -264,9 +254,7 @@ class MessageFormat(Generic[M]):
             raise _unwritable(fields) from None
 
     def _read_fields(self, data: bytes) -> M:
-        """Return a message with unknown fields. Raises WireError naming the field that cannot be read,
-        UnknownSchema.
-        """
+        """Return a message with unknown fields. Raises WireError naming the wrong field, UnknownSchema."""
         type_of(data, self.name)
         fields = _raw_fields(data)
         unknown = fields.keys() - set(self._layout.struct.__struct_fields__)
@@ -307,9 +295,7 @@ def unpack(data: bytes, *types: str) -> JsonObject:
 
 
 def type_of(data: bytes, *types: str) -> str:
-    """Return the type of a message, which is one of ``types``. Raises WireError, and UnknownSchema also where the type
-    is not known.
-    """
+    """Return the type of a message, one of ``types``. Raises WireError; UnknownSchema also for an unknown type."""
     fields = _raw_fields(data)
     name, schema = (_decoded(field, fields[field]) if field in fields else "nothing" for field in ("type", "schema"))
     schemas = range(SCHEMA, (_NEWEST.get(name, SCHEMA) if isinstance(name, str) else SCHEMA) + 1)
@@ -342,7 +328,6 @@ def _in_place(step: Callable[[Any], None]) -> Convert:
     """Return a function that converts the fields of a message inside another, and returns this message."""
 
     def convert(wire: object) -> object:
-        """Convert its fields."""
         step(wire)
         return wire
 
@@ -357,7 +342,6 @@ def _named(error: Exception, name: str, value: object) -> WireError:
 
 
 def _converted(name: str, convert: Convert, value: object) -> Any:
-    """Return the converted value of a field. Raises WireError naming it."""
     try:
         return convert(value)
     except UNFIT as error:

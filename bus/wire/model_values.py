@@ -18,7 +18,7 @@ RENAMED = ("qwen3_moe",)
 
 
 def in_older_keys(values: JsonMapping) -> JsonObject:
-    """Return those values that transformers 4 has under other keys, under these keys; empty for a file of version 4.
+    """Return the values that transformers 4 has under other keys, under these keys; none for a file of version 4.
 
     ``rope_scaling`` is None for plain positions. Raises ValueError for rotary positions by kind of layer, which no
     family here has.

@@ -85,9 +85,7 @@ class RoutedShape:
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":
-        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError
-        for wrong sizes.
-        """
+        """Return the sizes in a config.json; None for a dense model. Raises KeyError, TypeError, ValueError."""
         layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
         if not layers:
             return None

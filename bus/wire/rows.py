@@ -41,9 +41,7 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Capabilities of an engine to receive weights, and to serve them to other engines. A learner's row has its devices
-    alone.
-    """
+    """Capabilities of an engine to receive weights and to serve them to others; of a learner, its devices alone."""
 
     single_request_push: bool = False
     """It receives a push in one request (``receive_push``); otherwise begin, each bucket and the end have a request

@@ -76,9 +76,7 @@ def row(run: str, bucket: str, key: str) -> str:
 
 
 def task(run: str, kind: str, rollout: str = "") -> str:
-    """Return the subject of a task. ``kind``: train, eval, or fence. Tasks of a rollout are on a subject of their
-    own.
-    """
+    """Return the subject of a task, its rollout's own where it has one. ``kind``: train, eval, or fence."""
     return f"tm.{run}.task.{kind}-{rollout}" if rollout else f"tm.{run}.task.{kind}"
 
 
@@ -88,9 +86,7 @@ def consumer(kind: Kind, rollout: str = "") -> str:
 
 
 def queues(rollouts: Sequence[str]) -> dict[tuple[Kind, str], str]:
-    """Return the durable consumers of TASKS by kind and rollout: one for tasks without a rollout, and one for each
-    rollout.
-    """
+    """Return the durable consumers of TASKS by kind and rollout; the empty rollout has single turns."""
     plain = {(kind, ""): name for kind, name in CONSUMERS.items()}
     return plain | {(kind, rollout): consumer(kind, rollout) for rollout in rollouts for kind in Kind}
 
@@ -112,9 +108,7 @@ def plan(run: str, kind: str) -> str:
 
 
 def sample(run: str, kind: str, version: int, actor: str) -> str:
-    """Return the subject of a sample. ``version``: the oldest that generated one of its tokens; ``none`` for an empty
-    response.
-    """
+    """Return the subject of a sample. ``version``: the oldest of its tokens; -1 for an empty response."""
     return f"tm.{run}.sample.{kind}.{version if version >= 0 else 'none'}.{token(actor)}"
 
 
@@ -161,17 +155,13 @@ def refused(actor: str) -> str:
 
 
 def actor_of_sample(subject: str) -> str:
-    """Return the actor that a subject of SAMPLES names, fit to be shown: on a bus with users, the user that stored the
-    message.
-    """
+    """Return the actor (on a bus with users, the user that stored the message) in a subject, fit to be shown."""
     tokens = subject.split(".", 6)
     return token(tokens[5])[:_LONGEST_NAME] if len(tokens) > 5 else "_"
 
 
 def acks(run: str, rollouts: Sequence[str] = ()) -> list[str]:
-    """Return the subjects on which actors acknowledge training tasks, of each queue without a JetStream domain and with
-    one.
-    """
+    """Return the subjects of acknowledgements of training tasks, without a JetStream domain and with one."""
     names = [name for (kind, _), name in queues(rollouts).items() if kind is Kind.TRAIN]
     tasks = stream(run, TASKS)
     return [subject for name in names for subject in (f"$JS.ACK.{tasks}.{name}.>", f"$JS.ACK.*.*.{tasks}.{name}.>")]
@@ -262,9 +252,7 @@ def metric(run: str, source: str = ">") -> str:
 
 
 def full(run: str) -> str:
-    """Return the subject of requests for the reason for which the bus stores nothing; only while there is one it is
-    answered.
-    """
+    """Return the subject of requests for the reason for which the bus stores nothing; else no process answers."""
     return f"tm.{run}.full"
 
 

@@ -21,8 +21,7 @@ _WORD = re.compile(r"\w+")
 
 
 def gpqa(request: RewardRequest) -> float:
-    """Return 1.0 if the response has the letter of the right choice, or no letter and the text of that choice alone,
-    else 0.0.
+    """Return 1.0 if the response has the letter of the right choice, or none but that choice's text alone, else 0.0.
 
     Raises RewardFailed for a label that names no choice, and for metadata that is no list.
     """
@@ -33,8 +32,8 @@ def gpqa(request: RewardRequest) -> float:
 
 
 def find_letter(response: str, valid: str = LETTERS) -> str | None:
-    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone. Thoughts do not
-    count.
+    r"""Return the last letter in ``\boxed{}``, else after "answer is", else the last that stands alone, behind any
+    thoughts.
     """
     text = response.rpartition("</think>")[2]
     for pattern in (*_MARKED, _ALONE):
@@ -53,9 +52,7 @@ def _choice_in(request: RewardRequest, valid: str) -> str | None:
 
 
 def _texts(request: RewardRequest, key: str, default: str = "") -> list[str]:
-    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for anything else than a list
-    or a text.
-    """
+    """Return the texts, or the letters of one text, in the metadata. Raises RewardFailed for any other type."""
     value = request.metadata.get(key, default)
     if not isinstance(value, (str, list, tuple)):
         raise RewardFailed("gpqa", f"metadata.{key}: want a list, got {value!r}"[:300])

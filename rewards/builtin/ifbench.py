@@ -326,9 +326,7 @@ def _quotes_kept(text: str) -> str:
 
 
 def _is_special(field: str) -> bool:
-    """Return whether a field begins with a quote and has a character that is no word's and no space before its last
-    quote.
-    """
+    """Return whether a field begins with a quote, and has neither a word character nor a space up to its last one."""
     return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
 
 

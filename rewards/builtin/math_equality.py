@@ -35,9 +35,7 @@ def same_math(answer: str, gold: str) -> bool:
 
 
 def plain(text: str) -> str:
-    r"""Return an answer without the parts that do not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final
-    full stop.
-    """
+    r"""Return an answer without ``$``, ``\left``, ``\text{}``, units, ``x =`` and a final full stop."""
     text = ungrouped(WRAPPED.sub(r"\1", text[: 10 * MAX_CHARACTERS])).replace("\N{GREEK SMALL LETTER PI}", r"\pi")
     text = _DROPPED.sub("", text).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
     text = _LISTED.sub(", ", ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
@@ -62,9 +60,7 @@ def _equal(left: str, right: str, depth: int) -> bool:
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)``, ``{1, 2}`` or ``1, 2``; None for a single
-    value.
-    """
+    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)`` or ``1, 2``; None for a single value."""
     brackets = ""
     if text[:1] in _OPEN and text[-1:] in _CLOSE and _wraps(text):
         brackets, inner = text[0] + text[-1], text[1:-1]

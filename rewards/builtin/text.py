@@ -18,7 +18,6 @@ def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = 
     """Return 1.0 if the response equals the label (or one of the labels, if it is a list), else 0.0."""
 
     def normal(text: object) -> str:
-        """Return the text in the form in which it is compared."""
         plain = str(text).strip() if strip else str(text)
         return plain if case_sensitive else plain.casefold()
 
@@ -41,8 +40,7 @@ def digits(request: RewardRequest) -> float:
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
     """Return 1.0 if ``pattern`` is found in the response (``whole``: if it describes all of it), else 0.0.
 
-    ``group``: name or number of a group; its text in the last match, stripped, must equal the label. Dots match line
-    ends.
+    ``group``: a group whose text in the last match, stripped, must equal the label. Dots match line ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if whole:
@@ -90,8 +88,7 @@ def _f1(answer: list[str], gold: list[str]) -> float:
 def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: bool = False) -> float:
     """Return 1.0 if the response is ``<think>...</think><answer>...</answer>`` with text in each, else 0.0.
 
-    ``tags``: their names in order, with spaces between. ``outside``: other text may stand before, between and after
-    them.
+    ``tags``: their names in order. ``outside``: other text may stand before, between and after them.
     """
     remaining = request.response
     for tag in tags.split():

@@ -186,9 +186,7 @@ def restrict(settings: "dict[str, int]") -> None:
 
 
 def run(settings: "dict[str, object]") -> "dict[str, object]":
-    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit
-    is its end.
-    """
+    """Run the program to its end or exit, and then the call or the tests that the settings have."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.argv = ["solution.py"]
     try:
@@ -214,9 +212,7 @@ def run(settings: "dict[str, object]") -> "dict[str, object]":
 
 
 def imported(program: str) -> "dict[str, object]":
-    """Return the names of ``MODULES`` that a program reads and never binds: nothing is imported for one that imports
-    what it uses.
-    """
+    """Return the names of ``MODULES`` that a program reads and never binds, which it imports where it has to."""
     namespace: dict[str, object] = {}
     for name in missing(program):
         if name in MODULES:

@@ -76,8 +76,7 @@ def run(
     imports: bool = False,
     python: str = "",
 ) -> ProgramOutcome:
-    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that
-    raises).
+    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code).
 
     ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises
     RewardFailed where no process can be started or confined.
@@ -113,7 +112,7 @@ def run(
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start an interpreter; return it, and the descriptor from which its result is read. Raises RewardFailed."""
+    """Start an interpreter; return it, and the descriptor of its result. Raises RewardFailed."""
     settings_at = os.memfd_create("settings", os.MFD_CLOEXEC)
     os.write(settings_at, json.dumps(settings).encode())
     os.lseek(settings_at, 0, os.SEEK_SET)
@@ -139,9 +138,7 @@ def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[byte
 
 
 def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:
-    """Write the input and read output and result until both end. Returns them, and the reason to end the process
-    before.
-    """
+    """Write the input, read output and result until both end; return them, and the reason to end the process before."""
     assert process.stdin is not None and process.stdout is not None
     end_s = time.monotonic() + bounds.seconds
     received = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
@@ -183,9 +180,7 @@ def _write(descriptor: int, data: bytes) -> bytes:
 def _outcome(
     code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]
 ) -> ProgramOutcome:
-    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even
-    this process's.
-    """
+    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result."""
     text = output.decode(errors="replace")
     if reason:
         return ProgramOutcome(output=text, reason=reason)

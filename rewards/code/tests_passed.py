@@ -96,9 +96,7 @@ def passes(program: str, test: Case, bounds: Bounds, *, imports: bool = True, py
 
 
 def same_output(got: str, want: str) -> bool:
-    """Compare outputs line by line without spaces at line ends and empty lines at the end; numbers that differ by 1e-6
-    are equal.
-    """
+    """Compare lines without blanks at their ends and empty lines at the end; numbers may differ by 1e-6."""
     lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (got, want)]
     if lines[0] == lines[1]:
         return True

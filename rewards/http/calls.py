@@ -50,9 +50,9 @@ class Calls:
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.
 
-        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is
-        repeated. While the server is left alone, calls wait: failing at once would use up prompts as fast as they come.
-        Raises RewardFailed with the last reason.
+        A call without an answer, with one of ``AGAIN``, or with one that ``read`` refuses by ValueError is repeated.
+        While the server is left alone, calls wait: failing at once would use up prompts as fast as they come. Raises
+        RewardFailed with the last reason.
         """
         pause_s, reason = FIRST_PAUSE_S, ""
         for attempt in range(self._retries + 1):
@@ -74,7 +74,7 @@ class Calls:
         raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)", outside=True)
 
     async def _permitted(self, body: object) -> Any:
-        """Call at once, or, while the server is left alone, when its time is over and no other call is trying it."""
+        """Call at once; while the server is left alone, when its time is over and no other call is trying it."""
         if self._failures < OPEN_AFTER:
             return await self._once(body)
         async with self._trying:

@@ -109,9 +109,7 @@ class Judge:
 
 
 def fill(template: str, request: RewardRequest, **numbers: float) -> str:
-    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in
-    as they are.
-    """
+    """Return the template with the request's texts in it, as they are. Other braces stay."""
     values = {"prompt": _text(request.prompt), "label": _text(request.label), "response": request.response}
     values = {name: text[:MAX_PART] for name, text in values.items()} | {
         name: f"{number:g}" for name, number in numbers.items()

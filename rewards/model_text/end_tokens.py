@@ -103,7 +103,6 @@ def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> 
 
 
 def _json_map(file: Path) -> Mapping[str, Any]:
-    """Return the map in a file; empty where there is no file. Raises ValueError."""
     if not file.exists():
         return {}
     try:
