@@ -34,8 +34,6 @@ _SCALARS = frozenset({str, int, float, bool, bytes, type(None)})
 
 M = TypeVar("M")
 Convert = Callable[[Any], Any]
-_Declared = tuple[str, Any, Any]
-"""Name, type and default of a field of a struct."""
 RawFields = dict[str, msgspec.Raw]
 """Fields of a message by name, each in its bytes."""
 
@@ -91,12 +89,12 @@ def check_open(value: object, levels: int = MAX_LEVELS) -> None:
 
 def _plain(value: object) -> object:
     """Return a value of a subclass of a built-in type, such as numpy.float64, as this type."""
-    kinds: tuple[type[Any], ...] = (str, float, int, bytes)
-    for kind in kinds:
-        if isinstance(value, kind):
-            plain: object = kind.__str__(value) if kind is str else kind(value)
-            return plain
-    raise TypeError(f"a value that msgpack can hold, no {type(value).__name__}")
+    if isinstance(value, str):
+        return str.__str__(value)
+    kind = next((kind for kind in (float, int, bytes) if isinstance(value, kind)), None)
+    if kind is None:
+        raise TypeError(f"a value that msgpack can hold, no {type(value).__name__}")
+    return kind(value)  # type: ignore[arg-type]
 
 
 # A reward function may return a Decimal: a number, not text.
@@ -112,28 +110,29 @@ class _Conversion(NamedTuple):
     unpack: Convert
     may_be_nil: bool
 
+    def replace(self, wire: Any, convert: Convert) -> None:
+        """Replace the field's value in a struct by its conversion. Raises WireError."""
+        if (value := getattr(wire, self.name)) is not None or not self.may_be_nil:
+            setattr(wire, self.name, _converted(self.name, convert, value))
+
 
 class _Layout:
     """The fields of a dataclass as msgspec reads and writes them: a struct of its annotations, with arrays as bytes."""
 
     def __init__(
-        self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Collection[_Declared] = ()
+        self, message: type, names: Sequence[str], *, later: Collection[str] = (), head: Sequence[Any] = ()
     ) -> None:
+        """``later``: fields that may be left out. ``head``: (name, type, default) of fields before the others."""
         self._names = names
         self._conversions: list[_Conversion] = []
         self._nested: dict[str, _Layout] = {}
-        hints, defaults = (
-            get_type_hints(message),
-            {field.name: _default(field) for field in dataclasses.fields(message)},
-        )
+        hints = get_type_hints(message)
+        defaults = {field.name: _default(field) for field in dataclasses.fields(message)}
         fields = list(head)
         for name in names:
             kind, may_be_nil = _without_none(hints[name])
-            kinds = [
-                self._struct_kind(name, kind),
-                *([msgspec.UnsetType] if name in later else ()),
-                *([None] if may_be_nil else ()),
-            ]
+            kinds = [self._struct_kind(name, kind)]
+            kinds += [msgspec.UnsetType] * (name in later) + [None] * may_be_nil
             fields.append((name, reduce(or_, kinds), defaults[name]))
             if pair := self._pair(name, kind):
                 self._conversions.append(_Conversion(name, *pair, may_be_nil))
@@ -151,28 +150,20 @@ class _Layout:
         """Return the functions that pack and unpack a field; None where msgspec does it all."""
         if name in self._nested:
             layout = self._nested[name]
-            return (_in_place(layout.pack), _in_place(layout.unpack)) if layout._conversions else None
+            return (layout.pack, layout.unpack) if layout._conversions else None
         return _ARRAYS.get(kind) or ((_checked, _checked) if _is_open(kind) else None)
 
-    def pack(self, wire: Any) -> None:
-        """Replace arrays by their bytes. Raises WireError."""
-        name, value = "", None
-        try:
-            for name, pack, _, may_be_nil in self._conversions:
-                if (value := getattr(wire, name)) is not None or not may_be_nil:
-                    setattr(wire, name, pack(value))
-        except UNFIT as error:
-            raise _named(error, name, value) from None
+    def pack(self, wire: Any) -> Any:
+        """Replace arrays by their bytes, and return the struct. Raises WireError."""
+        for field in self._conversions:
+            field.replace(wire, field.pack)
+        return wire
 
-    def unpack(self, wire: Any) -> None:
-        """Replace bytes by arrays. Raises WireError."""
-        name, value = "", None
-        try:
-            for name, _, unpack, may_be_nil in self._conversions:
-                if (value := getattr(wire, name)) is not None or not may_be_nil:
-                    setattr(wire, name, unpack(value))
-        except UNFIT as error:
-            raise _named(error, name, value) from None
+    def unpack(self, wire: Any) -> Any:
+        """Replace bytes by arrays, and return the struct. Raises WireError."""
+        for field in self._conversions:
+            field.replace(wire, field.unpack)
+        return wire
 
     def unchecked(self, value: object) -> JsonObject:
         """Return the fields of a message with values of any type, arrays as bytes. Raises WireError."""
@@ -199,8 +190,8 @@ class MessageFormat(Generic[M]):
         names = [field.name for field in fields]
         self.message, self.name = message, name
         self._later = [(field.name, field.default) for field in fields[names.index(later_from) :]] if later_from else []
-        head: list[_Declared] = [("schema", int, 0), ("type", str, "")]
-        self._layout = _Layout(message, names, later={late for late, _ in self._later}, head=head)
+        head = (("schema", int, 0), ("type", str, ""))
+        self._layout = _Layout(message, names, later=dict(self._later), head=head)
         self._hints, self._newest = get_type_hints(message), _NEWEST.get(name, SCHEMA)
         self._keeps_unknown = "extra" in self._hints
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(self._layout.struct)
@@ -275,23 +266,15 @@ class MessageFormat(Generic[M]):
         message = msgspec.convert(wire, self.message, from_attributes=True)
         if self._newest > SCHEMA and message.schema > wire.schema:  # type: ignore[attr-defined]
             newer = ", ".join(name for name, default in self._later if not _is(getattr(message, name), default))
-            raise WireError("schema", (f"{message.schema} for a {self.name} with {newer}"), wire.schema)  # type: ignore[attr-defined]
+            raise WireError("schema", f"{message.schema} for a {self.name} with {newer}", wire.schema)  # type: ignore[attr-defined]
         return message
 
     def _refused(self, error: Exception, data: bytes) -> WireError:
         try:
             value: object = msgspec.msgpack.decode(data)
         except UNFIT as malformed:
-            return WireError(
-                "message", "one msgpack map", f"{len(data)} bytes: {malformed or type(malformed).__name__}"
-            )
+            return _malformed("message", "one msgpack map", data, malformed)
         return mismatch(error, value, self.message)
-
-
-def unpack(data: bytes, *types: str) -> JsonObject:
-    """Return the map of a message of one of these types. Raises WireError, UnknownSchema."""
-    type_of(data, *types)
-    return {name: _decoded(name, raw) for name, raw in _raw_fields(data).items()}
 
 
 def type_of(data: bytes, *types: str) -> str:
@@ -310,7 +293,11 @@ def _raw_fields(data: bytes) -> RawFields:
     try:
         return _RAW.decode(data)
     except UNFIT as error:
-        raise WireError("message", "one msgpack map", f"{len(data)} bytes: {error or type(error).__name__}") from None
+        raise _malformed("message", "one msgpack map", data, error) from None
+
+
+def _malformed(field: str, want: str, data: bytes, error: Exception) -> WireError:
+    return WireError(field, want, f"{len(data)} bytes: {error or type(error).__name__}")
 
 
 def _decoded(field: str, raw: msgspec.Raw) -> object:
@@ -318,20 +305,8 @@ def _decoded(field: str, raw: msgspec.Raw) -> object:
     try:
         value: object = msgspec.msgpack.decode(raw)
     except UNFIT as error:
-        raise WireError(
-            field, "a value of msgpack", f"{len(bytes(raw))} bytes: {error or type(error).__name__}"
-        ) from None
+        raise _malformed(field, "a value of msgpack", bytes(raw), error) from None
     return _converted(field, _checked, value)
-
-
-def _in_place(step: Callable[[Any], None]) -> Convert:
-    """Return a function that converts the fields of a message inside another, and returns this message."""
-
-    def convert(wire: object) -> object:
-        step(wire)
-        return wire
-
-    return convert
 
 
 def _named(error: Exception, name: str, value: object) -> WireError:
@@ -374,8 +349,8 @@ def _unwritable(fields: JsonObject) -> WireError:
 def _without_none(hint: object) -> tuple[Any, bool]:
     """Return the type of a field without None, and whether None is allowed."""
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    others = tuple(kind for kind in kinds if kind is not type(None))
-    return reduce(or_, others), len(others) < len(kinds)
+    value_kinds = tuple(kind for kind in kinds if kind is not type(None))
+    return reduce(or_, value_kinds), len(value_kinds) < len(kinds)
 
 
 def _with_plain_tuples(hint: Any) -> Any:
