@@ -9,7 +9,7 @@ import math
 import re
 import ssl
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -23,14 +23,12 @@ from tidemill.bus.config import OLDEST_SERVER
 from tidemill.bus.errors import BusError, BusFull, BusUnavailable, Denied, Forbidden
 from tidemill.bus.system.coroutines import ended, heard, to_the_end
 from tidemill.bus.system.failure_log import FailureLog
-from tidemill.bus.wire.subjects import token
+from tidemill.bus.wire.subjects import inbox_prefix
 
 _log = logging.getLogger(__name__)
 
 RETRY_S = 0.1
 """Seconds between two tries of one request."""
-CANCEL_AGAIN_S = 0.2
-"""Interval of the cancellations of work that has forgotten one."""
 AFTER_FULL_S = 15.0
 """Seconds left for a request from the last time that the bus was full: its server is started again when it has room."""
 T = TypeVar("T")
@@ -125,9 +123,8 @@ class Connection:
                         raise BusUnavailable(where, "the connection was closed")
                     await self._up_or_closed.wait()
         except TimeoutError:
-            raise BusUnavailable(
-                where, f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
-            ) from None
+            reason = f"not connected for {timeout_s:.1f} s ({self.last_error or 'no error seen'})"
+            raise BusUnavailable(where, reason) from None
 
     def on_lost(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` whenever the connection breaks. Returns a function that removes it."""
@@ -163,24 +160,21 @@ class Connection:
             if not scope.expired():
                 scope.reschedule(loop.time())
 
-        def refused(error: Forbidden) -> bool:
-            if error.subject == subject.lower():
+        def end_if_refused(error: Forbidden) -> bool:
+            if is_ours := error.subject == subject.lower():
                 end()
-            return error.subject == subject.lower()
+            return is_ours
 
         try:
             async with asyncio.timeout(timeout_s) as scope:
-                ends = [
-                    self.on_lost(end),
-                    self.on_forbidden(refused),
-                ]
+                removals = (self.on_lost(end), self.on_forbidden(end_if_refused))
                 try:
                     # Twice the time, so that always the scope above ends the request, and never the library.
                     # Its wait_for (Python 3.11) loses a cancellation that comes together with the answer.
                     return await heard(self.nc.request(subject, payload, timeout=2 * timeout_s))
                 finally:
-                    for forget in ends:
-                        forget()
+                    for remove in removals:
+                        remove()
         except FOREIGN as error:
             self.check_allowed(subject)
             raise self.unavailable(subject, error) from None
@@ -188,7 +182,7 @@ class Connection:
     async def send(self, subject: str, payload: bytes = b"", *, reply: str = "") -> None:
         """Publish without an answer. Raises Forbidden; BusUnavailable when not connected."""
         self.check_allowed(subject)
-        if not self.connected:
+        if not self.connected:  # the client library would send it later, too late
             raise BusUnavailable(subject, "not connected")
         try:
             # With more than 2 MiB unsent it waits for them, and swallows a cancellation.
@@ -246,20 +240,15 @@ class Connection:
             async with asyncio.timeout(wait_s):
                 await asyncio.shield(connecting)
         except FOREIGN as error:
-            reason = self.last_error or str(error) or type(error).__name__
-            raise BusUnavailable(
-                f"connecting {name} to {address}", f"waited {time.monotonic() - since:.1f} s: {reason}"
-            ) from None
+            reason = f"waited {time.monotonic() - since:.1f} s: {self.last_error or error or type(error).__name__}"
+            raise BusUnavailable(f"connecting {name} to {address}", reason) from None
         finally:
             await ended(connecting)  # the client library may swallow one cancellation, and would then connect for ever
             self._opening = None
         version = self.nc.connected_server_version
         if (version.major, version.minor) < OLDEST_SERVER:
-            want = ".".join(map(str, OLDEST_SERVER))
-            raise BusError(
-                f"connecting {name} to {address}: want nats-server >= {want}, got "
-                f"{version.major}.{version.minor}.{version.patch}"
-            )
+            want, got = ".".join(map(str, OLDEST_SERVER)), f"{version.major}.{version.minor}.{version.patch}"
+            raise BusError(f"connecting {name} to {address}: want nats-server >= {want}, got {got}")
         self._set_connected()
 
     async def close(self) -> None:
@@ -299,12 +288,10 @@ class Connection:
         if (violation := _VIOLATION.search(self.last_error)) is not None:
             self._on_violation(violation[1].lower(), violation[2])
             return
-        now = time.monotonic()
-        if now - self._logged_s > _LOG_EVERY_S:
-            self._logged_s = now
-            _log.warning(
-                "bus: %s what=%s error=%s", "trouble" if self.connected else "waiting", self._what, self.last_error
-            )
+        if time.monotonic() - self._logged_s > _LOG_EVERY_S:
+            self._logged_s = time.monotonic()
+            state = "trouble" if self.connected else "waiting"
+            _log.warning("bus: %s what=%s error=%s", state, self._what, self.last_error)
 
     def _on_violation(self, verb: str, subject: str) -> None:
         error = Forbidden(subject, "publish" if verb == "publish" else "subscribe", self.user)
@@ -344,20 +331,12 @@ class Connection:
             listener()
 
 
-def inbox_prefix(user: str) -> str:
-    """Return the prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
-    return f"_INBOX_{token(user)}" if user else "_INBOX"
-
-
 def _login(address: Address) -> dict[str, object]:
-    """Return the client library's options for user and certificates."""
+    """Return the client library's options for user and certificates. Raises ValueError."""
     options: dict[str, object] = {}
     if address.user and address.password:
-        options |= {
-            "user": address.user,
-            "password": address.password,
-            "inbox_prefix": inbox_prefix(address.user).encode(),
-        }
+        prefix = inbox_prefix(address.user).encode()
+        options |= {"user": address.user, "password": address.password, "inbox_prefix": prefix}
     elif address.user:
         options["token"] = address.user
     if address.tls or address.ca:
@@ -366,28 +345,20 @@ def _login(address: Address) -> dict[str, object]:
             if address.cert:
                 context.load_cert_chain(address.cert, address.key or None)
         except OSError as error:
-            raise ValueError(
-                f"address of the bus: ca, cert, key: want PEM files, {address.ca} {address.cert}: {error}"
-            ) from None
+            files = f"{address.ca} {address.cert}"
+            raise ValueError(f"address of the bus: ca, cert, key: want PEM files, {files}: {error}") from None
         options["tls"] = context
     return options
 
 
 def _raise_if_denied(what: str, address: Address, error: Exception) -> None:
-    reason = str(error)
     if isinstance(error, ssl.SSLCertVerificationError):
-        raise Denied(
-            what,
-            f"the certificate of the bus: {error.verify_message}",
-            "give the file that signed it (bus.tls_ca, or ?ca=FILE)",
-        )
-    if any(text in reason.lower() for text in _LOGIN_ERRORS):
-        missing = "no user given" if not address.user else "wrong name or password"
-        raise Denied(
-            what,
-            missing,
-            "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)",
-        )
+        reason, cure = f"the certificate of the bus: {error.verify_message}", "give the file that signed it"
+        raise Denied(what, reason, f"{cure} (bus.tls_ca, or ?ca=FILE)")
+    if any(text in str(error).lower() for text in _LOGIN_ERRORS):
+        reason = "wrong name or password" if address.user else "no user given"
+        cure = "TIDEMILL_BUS_CREDENTIALS=FILE, or TIDEMILL_BUS_USER and TIDEMILL_BUS_PASSWORD (docs/security.md)"
+        raise Denied(what, reason, cure)
 
 
 @asynccontextmanager
@@ -405,7 +376,7 @@ async def retry(
     connection: Connection,
     ask: Callable[[], Awaitable[T]],
     *,
-    pause_s: float = 0.0,
+    pause_s: float = RETRY_S,
     deadline: float = math.inf,
     outage_s: float | None = None,
     report: Callable[[BusUnavailable], None] | None = None,
@@ -435,19 +406,3 @@ async def before_retry(
     if connection.closed or time.monotonic() + pause_s >= deadline:
         raise error
     await asyncio.sleep(pause_s)
-
-
-async def cancellable(work: Coroutine[object, None, T]) -> T:
-    """Return the result of ``work``, which ends for certain when this is cancelled.
-
-    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
-    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
-    """
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.wait((task,))
-    finally:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait((task,), timeout=CANCEL_AGAIN_S)
-    return task.result()

@@ -113,13 +113,9 @@ async def _ensure_stream(jet: JetStream, config: JsonObject) -> None:
     except NotFound:
         info = await _created(jet, f"STREAM.CREATE.{name}", config, f"STREAM.INFO.{name}")
     present = info["config"]
-    changes = {
-        field: config[field]
-        for field in _CHANGED_IN_PLACE
-        if field in config and present.get(field, False) != config[field]
-    }
-    if changes:
-        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **changes})
+    settings = {field: config[field] for field in _CHANGED_IN_PLACE if field in config}
+    if any(present.get(field, False) != value for field, value in settings.items()):
+        info = await jet.call(f"STREAM.UPDATE.{name}", {**present, **settings})
     _compare(name, config, info["config"])
 
 

@@ -135,13 +135,8 @@ class Outbox:
             if on_retry is not None:
                 on_retry(reason, full)
             if tries % 100 == 1:
-                _log.log(
-                    logging.INFO if full else logging.WARNING,
-                    "bus: not stored yet subject=%s tries=%d reason=%s",
-                    subject,
-                    tries,
-                    reason,
-                )
+                level = logging.INFO if full else logging.WARNING
+                _log.log(level, "bus: not stored yet subject=%s tries=%d reason=%s", subject, tries, reason)
             await self._pause(full)
 
     async def _pause(self, full: bool) -> None:
@@ -184,13 +179,11 @@ class Outbox:
             self._settle(token, None)
 
     def _forbidden(self, error: Forbidden) -> bool:
-        waiting = [
-            (future, subject) for future, _, subject in self._waiting.values() if subject.lower() == error.subject
-        ]
-        for future, subject in waiting:
+        refused = [publish for publish in self._waiting.values() if publish[2].lower() == error.subject]
+        for future, _, subject in refused:
             if not future.done():
                 future.set_exception(Forbidden(subject, error.verb, error.user))
-        return bool(waiting)
+        return bool(refused)
 
     def _lost(self) -> None:
         for token in list(self._waiting):
@@ -241,9 +234,7 @@ def _read(subject: str, answer: Msg | None) -> PublishAck:
     if answer is None:
         raise BusUnavailable(subject, "no answer: the message may be stored")
     if not answer.data:
-        raise BusUnavailable(
-            subject, "there is no stream for this subject (not created yet, or the server is starting)"
-        )
+        raise BusUnavailable(subject, "no stream for this subject (not created yet, or the server is starting)")
     try:
         stored = _REPLY.decode(answer.data)
     except (msgspec.DecodeError, RecursionError):

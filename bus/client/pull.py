@@ -98,8 +98,7 @@ class OrderedPull:
     @overload
     async def next(self, timeout_s: float) -> Delivered | None: ...
     async def next(self, timeout_s: float | None = None) -> Delivered | None:
-        """Return the next message, or None after ``timeout_s`` without one. Waits for the bus for as long as necessary,
-        and logs that.
+        """Return the next message, or None after ``timeout_s`` without one; waits for the bus as long as necessary.
 
         Raises the errors of ``on_open``, NotFound when the stream is gone, BusUnavailable when the connection was
         closed.
@@ -203,14 +202,10 @@ class OrderedPull:
             "headers_only": self._headers_only,
             **({"filter_subjects": self._filters} if self._filters else {}),
         }
-        self._consumer, self._consumer_seq, self._requested = (
-            name,
-            0,
-            0,
-        )  # a server that answers too late has made it, too
-        await self._jet.call(
-            f"CONSUMER.CREATE.{self._stream}.{name}", {"stream_name": self._stream, "config": config}, retry_for_s=2.5
-        )
+        # Before the call: a server whose answer comes too late has made it, too, and ``_drop`` removes it.
+        self._consumer, self._consumer_seq, self._requested = name, 0, 0
+        request = {"stream_name": self._stream, "config": config}
+        await self._jet.call(f"CONSUMER.CREATE.{self._stream}.{name}", request, retry_for_s=2.5)
         self._last_message_s = time.monotonic()
         await self._request_more()
         self.reopened += 1
@@ -277,11 +272,5 @@ async def present(
 
 async def _any(jet: JetStream, stream: str, first: int, last: int, filters: Sequence[str]) -> bool:
     """Return whether the stream's leader has a message in this range."""
-    for subject in filters or (">",):
-        try:
-            if (await jet.next(stream, first, subject)).seq <= last:
-                return True
-        except NotFound as error:
-            if error.what == "stream":
-                raise
-    return False
+    messages = [await jet.next(stream, first, subject) for subject in filters or (">",)]
+    return any(message is not None and message.seq <= last for message in messages)

@@ -15,13 +15,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 from tidemill.bus.client.connection import RETRY_S, retry
 from tidemill.bus.client.jetstream import RETRY_FOR_S, JetStream, Message
-from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE, PublishAck
+from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.pull import Delivered, present
 from tidemill.bus.errors import (
     BusFull,
     BusUnavailable,
     Forbidden,
-    NotFound,
     Refused,
     RowConflict,
     UnreadableRow,
@@ -160,10 +159,8 @@ class Rows:
         while True:
             try:
                 async for row in self.watch(key, every_s, unreadable=True):
-                    if row is None:
-                        await self.change(
-                            key, lambda present: value if present is None else None, replace_unreadable=True
-                        )
+                    if row is None:  # another write of ours may be faster
+                        await self.change(key, lambda row: value if row is None else None, replace_unreadable=True)
             except BusUnavailable as error:
                 if self._jet.connection.closed:
                     raise
@@ -219,20 +216,18 @@ class Rows:
         headers = {subjects.MESSAGE_ID: new_id("row")}
         if expected is not None:
             headers[subjects.EXPECTED_LAST_ON_SUBJECT] = str(expected)
-        deadline, report = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
+        deadline, log_failure = time.monotonic() + RETRY_FOR_S, FailureLog(_log, every_s=_LOG_EVERY_S)
 
-        async def attempt() -> PublishAck:
+        async def attempt() -> int:
             await self._jet.connection.wait_up(deadline - time.monotonic(), subject)
-            return await self._jet.outbox.attempt(subject, payload, headers)
+            return (await self._jet.outbox.attempt(subject, payload, headers)).seq
 
         def report_full(error: BusUnavailable) -> None:
-            if isinstance(error, BusFull):
-                report("bus: not stored yet", str(error))
+            if isinstance(error, BusFull):  # the only wait that may be long
+                log_failure("bus: not stored yet", str(error))
 
         try:
-            return (
-                await retry(self._jet.connection, attempt, pause_s=RETRY_S, deadline=deadline, report=report_full)
-            ).seq
+            return await retry(self._jet.connection, attempt, deadline=deadline, report=report_full)
         except Refused as error:
             if error.code not in WRONG_LAST_SEQUENCE or expected is None:
                 raise
@@ -240,18 +235,10 @@ class Rows:
 
     async def _mine(self, key: str, message_id: str, expected: int) -> int:
         """Return the revision of our own write, whose first answer was lost; raise RowConflict for another's."""
-        message = await self._message(key)
+        message = await self._jet.last(self._stream, self._subject(key))
         if message is not None and message.headers.get(subjects.MESSAGE_ID) == message_id:
             return message.seq
         raise RowConflict(f"{self.bucket}.{key}", expected)
-
-    async def _message(self, key: str) -> Message | None:
-        try:
-            return await self._jet.last(self._stream, self._subject(key))
-        except NotFound as error:
-            if error.what == "stream":
-                raise
-            return None
 
     def _subject(self, key: str) -> str:
         if not _KEY.fullmatch(key):
@@ -265,16 +252,15 @@ class Rows:
             raise WireError(f"{self.bucket}.{key}", "a value that JSON can hold", str(error)) from None
 
     def _unreadable(self, key: str, revision: int, error: WireError) -> UnreadableRow:
-        return UnreadableRow(
-            f"{self.bucket}.{key}", f"{error.field}: {error.want}".removeprefix(": "), error.got, revision
-        )
+        want = f"{error.field}: {error.want}".removeprefix(": ")
+        return UnreadableRow(f"{self.bucket}.{key}", want, error.got, revision)
 
     async def _read_row(self, key: str) -> tuple[Value | None, int, WireError | None]:
         """Return (value, revision, None), or (None, revision, the reason why it is unreadable).
 
         Without a row, (None, revision of the marker of a deleted row, or 0, None).
         """
-        message = await self._message(key)
+        message = await self._jet.last(self._stream, self._subject(key))
         return (None, 0, None) if message is None else self._decoded(key, message)
 
     def _decoded(self, key: str, message: Message | Delivered) -> tuple[Value | None, int, WireError | None]:

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.bus.client.connection import inbox_prefix
 from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.quoting import quoted, quoted_list
@@ -73,7 +72,7 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     return Permissions(
         publish=unique,
         subscribe=tuple(subscribe),
-        inbox=f"{inbox_prefix(name)}.>",
+        inbox=f"{subjects.inbox_prefix(name)}.>",
         denied=tuple(denied),
         answers=role == LEARNER,
     )

@@ -65,7 +65,7 @@ class DeadLetters:
                 raise
             # The first try may have stored this one, and its answer may be lost.
             stored = await self._jet.last(self._stream, subject)
-            return stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
+            return stored is not None and stored.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]
         return True
 
     async def decisions(self) -> dict[int, DeadLetterDecision]:
@@ -78,7 +78,8 @@ class DeadLetters:
     async def of(self, task: int) -> Dead | None:
         """Return the dead letter of one task; None when there is none, or none that can be read."""
         try:
-            return decode_dead((await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))).data)
+            message = await self._jet.last(self._stream, subjects.dead_task(self._jet.run, task))
+            return None if message is None else decode_dead(message.data)
         except (NotFound, WireError):
             return None
 

@@ -21,7 +21,7 @@ from typing import Any
 from tidemill.bus.client.jetstream import JetStream
 from tidemill.bus.client.outbox import WRONG_LAST_SEQUENCE
 from tidemill.bus.client.rows import Rows
-from tidemill.bus.errors import BusError, BusUnavailable, NotFound, Refused, WireError
+from tidemill.bus.errors import BusError, BusUnavailable, Refused, WireError
 from tidemill.bus.wire import parts, subjects
 from tidemill.bus.wire.codec import decode_turn_record, encode_turn_record
 from tidemill.bus.wire.turn_records import TurnKind, TurnRecord, check_turn_record
@@ -215,13 +215,10 @@ class TurnStream:
             except Refused as error:
                 if error.code not in WRONG_LAST_SEQUENCE:
                     raise
-                try:
-                    message = await self._jet.last(self._stream, subject)
-                except NotFound:  # removed, because the task is settled
+                message = await self._jet.last(self._stream, subject)  # None: removed, because the task is settled
+                if message is None or message.headers.get(subjects.MESSAGE_ID) != headers[subjects.MESSAGE_ID]:
                     raise Superseded from None
-                if message.headers.get(subjects.MESSAGE_ID) == headers[subjects.MESSAGE_ID]:
-                    return message.seq  # stored by a try that got no answer
-                raise Superseded from None
+                return message.seq  # stored by a try that got no answer
 
     def note_lost(self, record: TurnRecord, reason: str, *, ends: bool) -> None:
         """Count and log a record that is not stored. ``ends``: the episode does, too; else it goes on."""
@@ -237,17 +234,14 @@ class TurnStream:
         subject = subjects.turn(self.run, task, index)
         records: list[TurnRecord] = []
         seq = refused = 0
-        while True:
-            try:
-                message = await self._jet.next(self._stream, seq + 1, subject)
-            except NotFound:
-                return records, seq, refused
+        while message := await self._jet.next(self._stream, seq + 1, subject):
             seq = message.seq
             record = self._jet.refusals.read(subjects.TURNS, seq, partial(self._record, message.data, task, index))
             if record is not None:
                 records.append(record)
             else:
                 refused += 1
+        return records, seq, refused
 
     def _record(self, data: bytes, task: int, index: int) -> TurnRecord:
         """Return the record in a message. Raises WireError."""

@@ -72,12 +72,8 @@ class History:
         # A binary search: the times of a stream rise with its sequences.
         while low < high:
             middle = (low + high) // 2
-            try:
-                message = await self._jet.next(stream, middle)
-            except NotFound:
-                high = middle
-                continue
-            if message.stored_s < unix_s:
+            message = await self._jet.next(stream, middle)
+            if message is not None and message.stored_s < unix_s:
                 low = message.seq + 1
             else:
                 high = middle
@@ -94,21 +90,15 @@ class History:
     async def at_version(self, version: int) -> int:
         """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
         for candidate in sorted(v for v in await self._versions() if v >= version):
-            firsts = [await self._first(subjects.samples(self._jet.run, kind, candidate)) for kind in Kind]
-            if any(firsts):
-                return min(seq for seq in firsts if seq)
+            filters = [subjects.samples(self._jet.run, kind, candidate) for kind in Kind]
+            firsts = [await self._jet.next(self._stream, 1, subject) for subject in filters]
+            if seqs := [first.seq for first in firsts if first is not None]:
+                return min(seqs)
         return (await self.state()).last_seq + 1
 
     async def _versions(self) -> set[int]:
         counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
         return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
-
-    async def _first(self, subject: str) -> int:
-        """Return the sequence of the first message on a subject; 0 when there is none."""
-        try:
-            return (await self._jet.next(self._stream, 1, subject)).seq
-        except NotFound:
-            return 0
 
     async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
         if last is not None:

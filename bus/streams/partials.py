@@ -45,15 +45,18 @@ class Partials:
         by_index: dict[int, Partial] = {}
         try:
             for subject in await self._jet.subjects(self._stream, subjects.partial(self._jet.run, task)):
+                message = await self._jet.last(self._stream, subject)
+                if message is None:  # trimmed meanwhile
+                    continue
                 try:
-                    partial = decode_partial((await self._jet.last(self._stream, subject)).data)
+                    partial = decode_partial(message.data)
                     check_partial(partial)
                 except WireError as error:
                     _log.warning("partial not usable subject=%s error=%s", subject, error)
                     continue
                 if (partial.run, partial.task) == (self._jet.run, task):
                     by_index[partial.index] = partial
-        except NotFound:  # trimmed meanwhile, or the run is older than the stream
+        except NotFound:  # the run is older than the stream
             pass
         return by_index
 

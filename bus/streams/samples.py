@@ -207,13 +207,10 @@ class SampleStream:
         """Return the smallest sequence of a part that a manifest from ``below`` on names; ``below`` for none."""
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
-        while True:
-            try:
-                message = await self._jet.next(self._stream, max(1, seq), manifests)
-            except NotFound:
-                return oldest
+        while message := await self._jet.next(self._stream, max(1, seq), manifests):
             seq = message.seq + 1
             oldest = await self._first_part(message, oldest)
+        return oldest
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
         """Return the sequence of a readable manifest's first part, at most ``oldest``."""

@@ -55,6 +55,20 @@ async def ended(task: "asyncio.Task[Any]") -> None:
         task.exception()
 
 
+async def cancellable(work: Coroutine[object, None, Result]) -> Result:
+    """Return the result of ``work``, which ends for certain when this is cancelled.
+
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
+    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
+    """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        await ended(task)
+    return task.result()
+
+
 async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
     """Run work that must not be cut short, such as a close. A cancellation is raised when it has ended."""
     task, cancelled = asyncio.create_task(work), None

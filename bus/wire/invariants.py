@@ -210,7 +210,7 @@ def _check_sequences(sample: Sample) -> None:
     for axis, total, name in ((0, len(sample.tokens), "tokens"), (1, sample.response_length, "response tokens")):
         if (actual := sum(size[axis] for size in sample.sequences)) != total:
             raise WireError("sequences", f"to sum to {total} {name}", actual)
-    lengths = [size.response_length for size in sample.sequences]
+    lengths = np.array([size.response_length for size in sample.sequences])
     ends = np.cumsum(lengths)
     crossed = np.setdiff1d(ends, np.cumsum([span.num_tokens for span in sample.spans]))
     if len(crossed):

@@ -89,12 +89,16 @@ def check_open(value: object, levels: int = MAX_LEVELS) -> None:
 
 def _plain(value: object) -> object:
     """Return a value of a subclass of a built-in type, such as numpy.float64, as this type."""
-    if isinstance(value, str):
-        return str.__str__(value)
-    kind = next((kind for kind in (float, int, bytes) if isinstance(value, kind)), None)
-    if kind is None:
-        raise TypeError(f"a value that msgpack can hold, no {type(value).__name__}")
-    return kind(value)  # type: ignore[arg-type]
+    match value:
+        case str():
+            return str.__str__(value)
+        case float():
+            return float(value)
+        case int():
+            return int(value)
+        case bytes():
+            return bytes(value)
+    raise TypeError(f"a value that msgpack can hold, no {type(value).__name__}")
 
 
 # A reward function may return a Decimal: a number, not text.
@@ -275,6 +279,12 @@ class MessageFormat(Generic[M]):
         except UNFIT as malformed:
             return _malformed("message", "one msgpack map", data, malformed)
         return mismatch(error, value, self.message)
+
+
+def unpack(data: bytes, *types: str) -> JsonObject:
+    """Return the map of a message of one of these types. Raises WireError, UnknownSchema."""
+    type_of(data, *types)
+    return {name: _decoded(name, raw) for name, raw in _raw_fields(data).items()}
 
 
 def type_of(data: bytes, *types: str) -> str:

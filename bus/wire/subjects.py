@@ -60,6 +60,11 @@ def token(text: str) -> str:
     return _NOT_TOKEN.sub("_", text) or "_"
 
 
+def inbox_prefix(user: str) -> str:
+    """Return the prefix of the reply subjects of a user; the server lets no other user subscribe to them."""
+    return f"_INBOX_{token(user)}" if user else "_INBOX"
+
+
 def stream(run: str, name: str) -> str:
     """Return the name of a stream of a run; ``name`` is the short one, such as TASKS."""
     return f"TM_{run}_{name}"
