@@ -72,9 +72,7 @@ ShortName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 
 
 def section(cls: type[Section]) -> type[Section]:
-    """Check the values of a keyword-only dataclass when it is made. Raises ValueError that names each wrong field, want
-    and got.
-    """
+    """Check the values of a keyword-only dataclass when it is made. Raises ValueError naming each wrong field."""
     cls.__pydantic_config__ = _CONFIG  # type: ignore[attr-defined]
 
     def init(self: Any, /, **values: object) -> None:
@@ -89,8 +87,7 @@ def section(cls: type[Section]) -> type[Section]:
 
 
 def read(kind: Any, values: object, where: str = "") -> Any:
-    """Return what plain values, as JSON has them, stand for: a section, or ``Sections`` of a kind. Raises
-    SectionRefused.
+    """Return the section, or ``Sections``, that plain values as JSON has them stand for. Raises SectionRefused.
 
     ``where``: path before the names of settings in errors.
     """
@@ -149,9 +146,7 @@ class Derived:
 
 @functools.cache
 def derived(cls: type, prefix: str = "") -> dict[str, str]:
-    """Return the paths of the derived fields of a section and of those in it, with the setting that each follows
-    from.
-    """
+    """Return the paths of the derived fields of a section, inner ones included: path -> the setting it follows from."""
     result = {}
     for name, kind in typing.get_type_hints(cls, include_extras=True).items():
         marks = typing.get_args(kind) if typing.get_origin(kind) is Annotated else ()
@@ -186,8 +181,8 @@ class Sections(dict[str, Section], Generic[Section]):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: object, handler: GetCoreSchemaHandler) -> CoreSchema:
         [entry] = typing.get_args(source)
-        made, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
-        named = dict[cls.names, Annotated[(made, BeforeValidator(functools.partial(_made, made)), *marks)]]  # type: ignore[valid-type, name-defined]
+        kind, *marks = typing.get_args(entry) if typing.get_origin(entry) is Annotated else (entry,)
+        named = dict[cls.names, Annotated[(kind, BeforeValidator(functools.partial(_made, kind)), *marks)]]  # type: ignore[valid-type, name-defined]
         return core_schema.no_info_wrap_validator_function(cls._read, handler(named))
 
     @classmethod
@@ -211,9 +206,7 @@ def _fields(entry: Any) -> Any:
 
 
 def _made(cls: type, value: object, info: ValidationInfo) -> object:
-    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone, where all else is
-    strict.
-    """
+    """Return a section for a map in a call: pydantic takes maps for sections from JSON alone."""
     return cls(**value) if info.mode == "python" and isinstance(value, Mapping) else value
 
 
@@ -294,7 +287,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 def _direct(refused: ValidationError, cls: type) -> ValueError:
-    """Return the error of a section that is made by a call: that of its own check, if there is one."""
+    """Return the error of a section that is made by a call: of its own check, if there is one."""
     first = refused.errors(include_url=False)[0]
     if first["type"] == "value_error" and not first["loc"]:
         return typing.cast(ValueError, first["ctx"]["error"])
@@ -316,8 +309,8 @@ def _got(error: Any) -> str:
 
 
 def _listed(names: Iterable[object]) -> str:
-    *others, last = map(str, names)
-    return f"{', '.join(others)} or {last}" if others else last
+    *first, last = map(str, names)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def _unknown(kind: Any, path: str) -> str:

@@ -31,10 +31,9 @@ class GroupRequest:
 
 
 def relative_length(request: GroupRequest, *, weight: float = 1.0, right_at: float = 1.0) -> list[dict[str, float]]:
-    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens; a wrong
-    one gets at most 0.
+    """Add ``weight`` times 0.5 to the shortest and -0.5 to the longest response, in between by sampled tokens.
 
-    A response is right with a reward of at least ``right_at``. Source: Kimi k1.5, 2501.12599, section 2.3.3.
+    A wrong response (with a reward below ``right_at``) gets at most 0. Source: Kimi k1.5, 2501.12599, section 2.3.3.
     """
     if not request.rewards:
         raise RewardFailed(

@@ -91,10 +91,9 @@ accumulate.
 def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     """Return the reward called ``name``, or at the import path ``package.module:function``, with its options bound.
 
-    The scorer raises RewardFailed when the reward raises anything but TimeoutError, and when the result is not a
-    number, or map of numbers, that a sample may have (``bus/wire/invariants.py``). It has no time limit; the caller
-    sets one.
-    Raises UnknownReward or BadRewardOption, which suggest the nearest existing name.
+    The scorer, which has no time limit, raises RewardFailed when the reward raises anything but TimeoutError, and when
+    the result is no number, or map of numbers, that a sample may have (``bus/wire/invariants.py``). Raises
+    UnknownReward or BadRewardOption, which suggest the nearest existing name.
     """
     bound = bind(name, options)
     # A reward of unknown speed must not stop the event loop, in which an actor also renews the leases of its tasks.
@@ -104,7 +103,6 @@ def load(name: str, options: Mapping[str, object] | None = None) -> Scorer:
     call: Callable[[RewardRequest], Any] = _Threaded(bound) if in_thread and not bound.is_async else bound
 
     async def score(request: RewardRequest) -> float | dict[str, float]:
-        """Call the reward with its options, and validate its result."""
         with errors_as(
             lambda error: RewardFailed(name, repr_at(error), outside=is_outside(error)),
             but=(RewardFailed, TimeoutError),
@@ -135,9 +133,7 @@ class Bound:
         return self.function(argument, **self.options)
 
     def checked(self, argument: object) -> Any:
-        """Call a plain function; return its checked result. Raises RewardFailed, also for every error of the
-        function.
-        """
+        """Call a plain function; return its checked result. Raises RewardFailed, also for its own errors."""
         with errors_as(lambda error: RewardFailed(self.name, repr_at(error), self.contract.word), but=(RewardFailed,)):
             return self.contract.checked(self.name, self(argument))
 
@@ -180,12 +176,12 @@ def bind(name: str, options: Mapping[str, object] | None = None, contract: Contr
     # A class is made once, with the options, and its instances are called: it may keep a connection or a model.
     _check_options(name, function.__init__, own_options, contract)
     with errors_as(lambda error: BadRewardOption(name, "*", _reason(error), contract.word, contract.options)):
-        made = function(**own_options)
-    if not callable(made):
+        instance = function(**own_options)
+    if not callable(instance):
         raise UnknownReward(
             name, f"want a class whose instances can be called with the {contract.argument}", contract.word
         )
-    return Bound(name, made, {}, contract)
+    return Bound(name, instance, {}, contract)
 
 
 def _reason(error: BaseException) -> str:
@@ -214,14 +210,12 @@ def _find(name: str, contract: Contract) -> Callable[..., Any]:
 def _check_options(
     name: str, function: Callable[..., object], options: Mapping[str, object], contract: Contract
 ) -> None:
-    """Compare options with the signature: all known, none missing, and of the annotated type if that is in ``_KINDS``
-    or a Literal.
+    """Compare options with the signature: known, complete, and of the annotated type if it is a simple one.
 
     Raises UnknownReward or BadRewardOption.
     """
 
     def refused(option: str, reason: str) -> BadRewardOption:
-        """Return the error for an option."""
         return BadRewardOption(name, option, reason, contract.word, contract.options)
 
     parameters = list(inspect.signature(function).parameters.values())
@@ -250,9 +244,7 @@ def _hints(function: Callable[..., object]) -> dict[str, Any]:
 
 
 def _wanted_instead(value: object, kind: Any) -> str:
-    """Return the wanted values in words where this is none of them; empty where it is one, or the annotation is not
-    checked.
-    """
+    """Return the wanted values in words; empty where this is one, or the annotation is not checked."""
     if get_origin(kind) is Literal:
         return "" if value in get_args(kind) else f"one of {', '.join(map(repr, get_args(kind)))}"
     if kind not in _KINDS:
@@ -311,9 +303,7 @@ def by_rollout(request: RewardRequest) -> float:
 
 
 class _Threaded:
-    """Runs a plain reward in one daemon thread per call: a call that hangs blocks neither the loop, nor other calls,
-    nor the exit.
-    """
+    """Runs a plain reward in a daemon thread per call: one that hangs blocks neither loop, nor others, nor exit."""
 
     def __init__(self, reward: Bound) -> None:
         self._name, self._reward = reward.name, reward
@@ -328,7 +318,6 @@ class _Threaded:
         future: asyncio.Future[Parts] = loop.create_future()
 
         def finish(result: Any, error: Exception | None) -> None:
-            """Set the result or the error, in the loop's thread."""
             self._running -= 1
             if future.done():  # cancelled: the caller has stopped waiting
                 return
@@ -338,7 +327,6 @@ class _Threaded:
                 future.set_result(result)
 
         def work() -> None:
-            """Run the reward, in its own thread."""
             result: object = None
             error: Exception | None = None
             try:

@@ -73,16 +73,12 @@ class Access(Protocol):
 
 
 class RunAccess:
-    """The keys of a run. Without a run (a teacher, a router without a bus) requests need no key, and commands are
-    refused.
-    """
+    """The keys of a run. Without a run (a teacher, a router without a bus) only commands are refused."""
 
     def __init__(
         self, keys: RunKeys | None, on_refused: Callable[[str], None] | None = None, *, unguarded: bool = False
     ) -> None:
-        """``on_refused`` is called with the reason when a command is refused. ``unguarded``: without keys, all commands
-        are accepted.
-        """
+        """``on_refused`` gets the reason of each refused command. ``unguarded``: without keys, accept all commands."""
         self.keys, self._on_refused, self._unguarded = keys, on_refused, unguarded
         self.guarded, self.is_public = keys is not None, False
 
@@ -97,16 +93,12 @@ class RunAccess:
                 return "admin key" if self.keys is not None else "none" if self._unguarded else "refused"
 
     async def check(self, request: web.Request, rule: Rule) -> None:
-        """Check the key. Raises HTTPUnauthorized, HTTPForbidden, or HTTPServiceUnavailable while the keys cannot be
-        read.
-        """
+        """Check the key. Raises HTTPUnauthorized, HTTPForbidden; HTTPServiceUnavailable while no keys can be read."""
         if rule is Rule.COMMAND or (rule is Rule.REQUEST and self.is_public):
             await self.want(request, admin=rule is Rule.COMMAND)
 
     async def want(self, request: web.Request, *, admin: bool) -> None:
-        """Check for the given key; for a handler that reads from the body which key it needs. Raises as ``check``
-        does.
-        """
+        """Check for a key, for a handler that reads from the body which one it needs. Raises as ``check``."""
         if self.keys is None:
             if admin and not self._unguarded:
                 self._refused(
@@ -118,8 +110,8 @@ class RunAccess:
         try:
             # The keys may have been made, or replaced, since they were read: a key that does not fit is compared once
             # more with the newest ones. A request without a key does not make this process read the bus.
-            known = (await self.keys.known()).admits(presented, admin=admin)
-            if known or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
+            is_admitted = (await self.keys.known()).admits(presented, admin=admin)
+            if is_admitted or (presented and (await self.keys.newest()).admits(presented, admin=admin)):
                 return
             has = (await self.keys.known()) != Keys()
         except BusError as error:
@@ -143,7 +135,7 @@ class TokenAccess:
     """One token for all requests; empty = none is needed. There are no commands."""
 
     def __init__(self, token: str, on_refused: Callable[[str], None] | None = None) -> None:
-        """``on_refused`` is called with the reason when a request is refused."""
+        """``on_refused`` gets the reason of each refused request."""
         self._token, self._on_refused = token, on_refused
         self.guarded, self.is_public = bool(token), False
 

@@ -93,15 +93,15 @@ class Bodies:
         try:
             while piece := await _within(request, min(deadline, asyncio.get_running_loop().time() + limits.stall_s)):
                 self._refuse_size(len(body) + len(piece))
-                more = _counted(len(body) + len(piece)) - _counted(len(body))
-                if self.held_bytes + more > limits.all_bytes:
+                num_bytes = _counted(len(body) + len(piece)) - _counted(len(body))
+                if self.held_bytes + num_bytes > limits.all_bytes:
                     reason = (
                         f"bodies of {self.held_bytes} bytes are being processed, want at most {limits.all_bytes}: "
                         "repeat the request"
                     )
                     raise refusal(web.HTTPServiceUnavailable, reason, {"Retry-After": str(RETRY_AFTER_S)})
                 body += piece
-                self.held_bytes += more
+                self.held_bytes += num_bytes
         except TimeoutError:
             reason = f"body: want all of it within {limits.whole_s:g} s, and a piece of it every {limits.stall_s:g} s"
             raise refusal(web.HTTPRequestTimeout, f"{reason}, got {len(body)} bytes") from None
@@ -130,9 +130,7 @@ def body_in(request: web.Request) -> bytes:
 
 
 def json_in(raw: bytes) -> object:
-    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, nested at most ``MAX_DEPTH``
-    deep.
-    """
+    """Return a body as a JSON value. Raises ValueError unless it is JSON in UTF-8, at most ``MAX_DEPTH`` deep."""
     # Counted first, as that is cheap: a body with fewer brackets cannot be deeper, and the memory of the value is
     # bounded.
     nested = raw.count(b"[") + raw.count(b"{")
@@ -150,9 +148,9 @@ def json_in(raw: bytes) -> object:
     return value
 
 
-def _deeper(value: object, most: int) -> bool:
+def _deeper(value: object, max_depth: int) -> bool:
     level = [value]
-    for _ in range(most):
+    for _ in range(max_depth):
         level = [
             inner
             for outer in level

@@ -55,8 +55,8 @@ class ChildConnection:
         note: Callable[[str, str], None] = lambda kind, text: None,
         freed: Callable[[], None] = lambda: None,
     ) -> None:
-        """``kill`` ends the process, with a reason for its calls. ``closed``: called when the child has closed its end.
-        ``note``: gets its notes, by kind. ``freed``: called when a call has ended.
+        """``kill`` gets the reason for the calls. ``closed``: the child closed its end. ``note`` gets kind and text.
+        ``freed``: a call has ended.
         """
         self.number, self._kill, self._closed, self._note, self._freed = number, kill, closed, note, freed
         self.ended = ""
@@ -104,16 +104,13 @@ class ChildConnection:
                 future.cancel()
 
     def process_ended(self, reason: str) -> None:
-        """End, once the output from before the process's end is read: its end may be reported before the last reply
-        comes.
-        """
+        """End, once all that the process wrote is read: its end may be reported before its last reply comes."""
         if self._reading is None or self._reading.done():
             self.end(reason)
             return
         timer = asyncio.get_running_loop().call_later(LAST_WORDS_S, self.end, reason)
 
         def read(_: object) -> None:
-            """End: all is read."""
             timer.cancel()
             self.end(reason)
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.bus.client.connection import inbox_prefix
 from tidemill.bus.client.layout import stream_configs
 from tidemill.bus.config import BusConfig
 from tidemill.bus.server.quoting import quoted, quoted_list
@@ -73,7 +72,7 @@ def permissions(role: str, name: str, run: str, config: BusConfig) -> Permission
     return Permissions(
         publish=unique,
         subscribe=tuple(subscribe),
-        inbox=f"{inbox_prefix(name)}.>",
+        inbox=f"{subjects.inbox_prefix(name)}.>",
         denied=tuple(denied),
         answers=role == LEARNER,
     )
@@ -83,9 +82,7 @@ _Lists = tuple[list[str], list[str], list[str]]
 
 
 class _Rights:
-    """(publish, subscribe, denied) of every role, in methods named after the roles. No role subscribes to subjects it
-    writes: a cycle.
-    """
+    """(publish, subscribe, denied) of every role. No role subscribes to subjects it writes: a cycle."""
 
     def __init__(self, run: str, config: BusConfig, name: str) -> None:
         self._run, self._name, self._rollouts = run, name, config.rollouts
@@ -95,22 +92,20 @@ class _Rights:
 
     def learner(self) -> _Lists:
         """All rights on its run."""
-        own = [subjects.everything(self._run), *self._rows_of.values()]
+        subjects_of_run = [subjects.everything(self._run), *self._rows_of.values()]
         api = [_api("INFO"), _api("STREAM.NAMES")]
         for stream in self._streams:
             api += [_api(f"STREAM.{verb}.{stream}") for verb in ("CREATE", "UPDATE", "INFO", "PURGE", "MSG.GET")]
             api += [_api(f"CONSUMER.{verb}.{stream}.>") for verb in ("CREATE", "INFO", "DELETE", "MSG.NEXT")]
             api.append(f"$JS.ACK.{stream}.>")
         return (
-            [*own, *api],
+            [*subjects_of_run, *api],
             [subjects.everything(self._run), *self._rows_of.values(), *subjects.acks(self._run, self._rollouts)],
             [],
         )
 
     def actor(self) -> _Lists:
-        """Leases and settles tasks; stores samples under its own name, parts, unfinished responses, reports of
-        failures.
-        """
+        """Leases and settles tasks; stores samples under its own name, parts, partials, reports of failures."""
         publish = [
             subjects.samples_of(self._run, self._name),
             subjects.manifest(subjects.samples_of(self._run, self._name)),
@@ -155,9 +150,7 @@ class _Rights:
         )
 
     def viewer(self) -> _Lists:
-        """Reads everything but secret rows. It creates consumers of its own to read with; it may not touch the
-        consumers of tasks.
-        """
+        """Reads everything but secret rows, by consumers of its own; it may not touch the consumers of tasks."""
         publish = [subjects.full(self._run), _api("INFO"), _api("STREAM.NAMES")]
         secret = [subjects.bucket_stream(self._run, bucket) for bucket in subjects.SECRET_BUCKETS]
         for stream in [stream for stream in self._streams if stream not in secret]:
@@ -171,13 +164,13 @@ class _Rights:
     def operator(self) -> _Lists:
         """Reads everything, sets the desired numbers of processes, decides on dead tasks, and registers readers."""
         publish, subscribe, denied = self.viewer()
-        own = [
+        writing = [
             self._rows_of["wanted"],
             subjects.row(self._run, "run", "cursor.*"),
             subjects.dead_decision(self._run, "*"),
         ]
         return (
-            [*own, *publish],
+            [*writing, *publish],
             [subject for subject in subscribe if subject not in (self._rows_of["wanted"], self._rows_of["run"])],
             denied,
         )
@@ -200,10 +193,8 @@ class _Rights:
             yield _api(f"DIRECT.GET.{stream}")
 
     def _subscriptions(self, *, live: Sequence[str], weights: Sequence[str]) -> list[str]:
-        """Return the subjects of row changes: live rows of some roles, some keys of the weights, ``run`` and
-        ``wanted``.
-        """
-        rows = [subjects.row(self._run, "live", f"{other}.*") for other in live]
+        """Return the subjects of row changes: live rows of some roles, some keys of weights, all of run and wanted."""
+        rows = [subjects.row(self._run, "live", f"{role}.*") for role in live]
         rows += [subjects.row(self._run, "weights", key) for key in weights]
         return [*rows, self._rows_of["run"], self._rows_of["wanted"]]
 
@@ -216,34 +207,31 @@ def _api(verb: str) -> str:
 
 
 def make_users(directory: Path, run: str, config: BusConfig) -> list[str]:
-    """Return lines of the server's configuration. Makes the missing users, with a file ``<user>.env`` each that only
-    its owner can read.
+    """Return lines of the server's configuration. Makes the missing users, each with a private file ``<user>.env``.
 
     Users that exist keep their passwords, so that running processes can still connect.
     """
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
-    wanted = {
+    roles = {
         **{role: role for role in SINGLE},
         **{f"{role}-{number}": role for role in POOLS for number in range(config.auth_users)},
     }
     file = directory / USERS_FILE
-    known: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    for user in wanted:
-        if user not in known or not credentials_file(directory, user).exists():
-            known[user] = _new_user(directory, user)
-    known.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
-    write_whole(file, json.dumps(known, indent=1) + "\n", private=True)
-    allowed = {user: permissions(role, user, run, config) for user, role in wanted.items()}
-    lines = ["accounts {", *_account_lines(allowed, known), "}"]
+    hashes: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    for user in roles:
+        if user not in hashes or not credentials_file(directory, user).exists():
+            hashes[user] = _new_user(directory, user)
+    hashes.setdefault(_ROUTES, secrets.token_urlsafe(_PASSWORD_BYTES))
+    write_whole(file, json.dumps(hashes, indent=1) + "\n", private=True)
+    allowed = {user: permissions(role, user, run, config) for user, role in roles.items()}
+    lines = ["accounts {", *_account_lines(allowed, hashes), "}"]
     write_whole(directory / SERVER_FILE, "\n".join(lines) + "\n", private=True)
     return lines
 
 
 def viewer_alone(password: str, run: str, config: BusConfig) -> list[str]:
-    """Return the configuration of a server without accounts, with the viewer as its only user; no lines without a
-    password.
-    """
+    """Return the lines of a server with the viewer as its only user; no lines without a password."""
     if not password:
         return []
     return ["authorization {", *_user_lines(VIEWER, password, permissions(VIEWER, VIEWER, run, config)), "}"]
@@ -260,9 +248,7 @@ def credentials_file(directory: Path, user: str) -> Path:
 
 
 def read_credentials(file: Path) -> tuple[str, str]:
-    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming the file, never its
-    content.
-    """
+    """Return (user, password) of a file with lines ``NAME=value``. Raises ValueError naming only the file."""
     try:
         pairs = dict(line.strip().partition("=")[::2] for line in file.read_text().splitlines() if "=" in line)
     except OSError as error:
@@ -282,13 +268,11 @@ def _new_user(directory: Path, user: str) -> str:
 
 
 def _hashed(password: str) -> str:
-    """Return the bcrypt hash of the C library, or the password where there is none: then the server's files are as
-    secret as the users'.
-    """
-    found = ctypes.util.find_library("crypt")
-    if found is None:
+    """Return the bcrypt hash of the C library, or where it has none the password itself."""
+    libcrypt = ctypes.util.find_library("crypt")
+    if libcrypt is None:
         return password
-    crypt = ctypes.CDLL(found).crypt
+    crypt = ctypes.CDLL(libcrypt).crypt
     crypt.restype = ctypes.c_char_p
     salt = "".join(secrets.choice(_SALT) for _ in range(21)) + "."
     hashed: bytes | None = crypt(password.encode(), f"{_BCRYPT}{salt}".encode())

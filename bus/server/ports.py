@@ -6,8 +6,9 @@ from typing import Self
 
 
 class KeptPort:
-    """A free TCP port of this machine: ``number``. A server, which listens with SO_REUSEADDR, can bind it; a process
-    that requests any free port, or connects from one, does not get it until ``close``.
+    """A free TCP port of this machine, which the system gives to no client until ``close``.
+
+    A server, which listens with SO_REUSEADDR, can bind ``number``.
     """
 
     def __init__(self, host: str = "127.0.0.1", number: int = 0) -> None:

@@ -62,9 +62,7 @@ class Bus:
 
     @property
     def nc(self) -> Client:
-        """The client library's connection. For tests and benchmarks: every use of the program has a method of its
-        own.
-        """
+        """The client library's connection, for tests and benchmarks alone."""
         return self._connection.nc
 
     @property
@@ -92,13 +90,9 @@ class Bus:
         await self._connection.wait_up(timeout_s)
 
     async def retry(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of ``ask``, called again while the bus is away.
-
-        Raises BusUnavailable after an outage of an hour, and when the connection was closed.
-        """
+        """Return the result of ``ask``, called again while the bus is away; for an hour, or until it is closed."""
 
         def report(error: BusUnavailable) -> None:
-            """Log the error that another try follows."""
             _log.warning("bus: still trying error=%s", error)
 
         return await retry(self._connection, ask, pause_s=_PAUSE_S, outage_s=_OUTAGE_S, report=report)
@@ -110,9 +104,7 @@ class Bus:
         return self._rows[bucket]
 
     async def full(self) -> str:
-        """Return the reason for which the bus stores nothing, with the cure; empty when messages are stored, or the bus
-        is away.
-        """
+        """Return the reason for which the bus stores nothing, with the cure; empty when it stores or is away."""
         return await self.jet.outbox.full()
 
     @asynccontextmanager
@@ -120,7 +112,6 @@ class Bus:
         """Answer ``full`` of every process with ``reason()`` while entered: a core message, which needs no disk."""
 
         async def answer(message: Msg) -> None:
-            """Send the reason to a requester."""
             if message.reply:
                 await self._connection.try_send(message.reply, reason().encode())
 
@@ -156,7 +147,6 @@ async def raise_epoch(bus: Bus) -> int:
     """Make this process the newest learner, and return its epoch (the first is 1)."""
 
     def following(row: Value | None) -> Value:
-        """Return the row with the next epoch."""
         return {"epoch": 1 if row is None else int(row["epoch"]) + 1, "by": bus.name}
 
     return int((await bus.rows("run").change(subjects.EPOCH_KEY, following)).after["epoch"])
@@ -181,10 +171,8 @@ class SeveralRuns(ValueError):
 
 
 async def runs_on(connection: Connection) -> list[str]:
-    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server refuses to list its
-    streams.
-    """
-    found: list[str] = []
+    """Return the names of the runs, sorted. Raises BusUnavailable; BusError when the server lists no streams."""
+    names_of_runs: list[str] = []
     offset = 0
     while True:
         request = json.dumps({"offset": offset}).encode()
@@ -194,27 +182,26 @@ async def runs_on(connection: Connection) -> list[str]:
         if "error" in answer:
             raise BusError(f"runs of the bus: {answer['error'].get('description', answer['error'])}")
         names = answer.get("streams") or []
-        found += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
+        names_of_runs += [match[1] for name in names if (match := _TASKS.fullmatch(name))]
         offset += len(names)
         if not names or offset >= int(answer.get("total", 0)):
-            return sorted(found)
+            return sorted(names_of_runs)
 
 
 async def find_run(url: str, *, name: str, wait_s: float) -> str:
-    """Return the name of the one run on the bus at ``url``. Waits up to ``wait_s``: the bus, or the run, may start
-    later.
+    """Return the name of the one run on the bus at ``url``, which may start within ``wait_s``.
 
     Raises SeveralRuns naming them, BusUnavailable.
     """
     deadline = time.monotonic() + wait_s
     async with open_connection(url, name, wait_s) as connection:
         while True:
-            found = await runs_on(connection)
-            if len(found) == 1:
-                return found[0]
-            if found:
+            names = await runs_on(connection)
+            if len(names) == 1:
+                return names[0]
+            if names:
                 raise SeveralRuns(
-                    f"--run: {parse(url)} carries {len(found)} runs ({', '.join(found)}); want the name of one"
+                    f"--run: {parse(url)} carries {len(names)} runs ({', '.join(names)}); want the name of one"
                 )
             if time.monotonic() > deadline:
                 raise BusUnavailable(f"run on {parse(url)}", f"none there within {wait_s:.0f} s")

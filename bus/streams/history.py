@@ -28,9 +28,7 @@ class StoredSample:
 
 
 class History:
-    """The stored and the coming messages of stream SAMPLES. Every read has a consumer of its own, which the server
-    keeps in memory.
-    """
+    """The stored and the coming messages of SAMPLES. Every read has a consumer in the server's memory."""
 
     def __init__(self, jet: JetStream) -> None:
         self._jet = jet
@@ -67,30 +65,22 @@ class History:
         return await self._stored(message)
 
     async def at_time(self, unix_s: float, *, name: str = subjects.SAMPLES) -> int:
-        """Return the sequence of the first message of stream ``name`` that was stored then or later; one past the last
-        if none was.
-        """
+        """Return the sequence of the first message of stream ``name`` stored then or later, or the next sequence."""
         stream = subjects.stream(self._jet.run, name)
         state = await self._jet.state(stream)
         low, high = max(1, state.first_seq), state.last_seq + 1
         # A binary search: the times of a stream rise with its sequences.
         while low < high:
             middle = (low + high) // 2
-            try:
-                message = await self._jet.next(stream, middle)
-            except NotFound:
-                high = middle
-                continue
-            if message.stored_s < unix_s:
+            message = await self._jet.next(stream, middle)
+            if message is not None and message.stored_s < unix_s:
                 low = message.seq + 1
             else:
                 high = middle
         return low
 
     async def at_task(self, task: int, *, name: str = subjects.SAMPLES) -> int:
-        """Return ``at_time`` of the time at which a task was issued: no earlier message refers to it. 1 when the task
-        is gone.
-        """
+        """Return ``at_time`` of the issue of a task: no earlier message refers to it. 1 when the task is gone."""
         try:
             issued = await self._jet.message(subjects.stream(self._jet.run, subjects.TASKS), task)
         except NotFound:
@@ -98,25 +88,17 @@ class History:
         return await self.at_time(issued.stored_s, name=name)
 
     async def at_version(self, version: int) -> int:
-        """Return the sequence of the first sample with its oldest token of this version, or else of the next version
-        that has one.
-        """
-        for found in sorted(v for v in await self._versions() if v >= version):
-            firsts = [await self._first(subjects.samples(self._jet.run, kind, found)) for kind in Kind]
-            if any(firsts):
-                return min(seq for seq in firsts if seq)
+        """Return the sequence of the first sample whose oldest token is of this version, or of the next one."""
+        for candidate in sorted(v for v in await self._versions() if v >= version):
+            filters = [subjects.samples(self._jet.run, kind, candidate) for kind in Kind]
+            firsts = [await self._jet.next(self._stream, 1, subject) for subject in filters]
+            if seqs := [first.seq for first in firsts if first is not None]:
+                return min(seqs)
         return (await self.state()).last_seq + 1
 
     async def _versions(self) -> set[int]:
-        found = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
-        return {version for subject in found if (version := subjects.version_of_sample(subject)) is not None}
-
-    async def _first(self, subject: str) -> int:
-        """Return the sequence of the first message on a subject; 0 when there is none."""
-        try:
-            return (await self._jet.next(self._stream, 1, subject)).seq
-        except NotFound:
-            return 0
+        counts = await self._jet.subjects(self._stream, subjects.samples(self._jet.run))
+        return {version for subject in counts if (version := subjects.version_of_sample(subject)) is not None}
 
     async def _read(self, first: int, last: int | None, *, headers_only: bool) -> AsyncIterator[Delivered]:
         if last is not None:

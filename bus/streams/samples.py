@@ -77,8 +77,7 @@ class SampleStream:
         self.stats = PublishStats()
 
     async def publish(self, sample: Sample) -> int:
-        """Store a sample, retried for ever under its message id, and return its sequence. Cancellable. Does not check
-        invariants.
+        """Store an unchecked sample, retried for ever under its message id, and return its sequence. Cancellable.
 
         Any number may be in flight at once. Waits while the stream is full. Raises WireError for a sample that cannot
         be encoded, and ValueError for a sample of another run.
@@ -111,15 +110,13 @@ class SampleStream:
         checked_before: Container[int] = (),
         on_passed: Callable[[int], None] | None = None,
     ) -> AsyncIterator[Received]:
-        """Yield every message after the cursor in stream order, for ever, over server restarts. End it with ``aclose``
-        or cancellation.
+        """Yield every message after the cursor in stream order, for ever, over server restarts; end it with ``aclose``.
 
-        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. Samples are
-        decoded and, with ``check``, checked against the invariants, except sequences in ``checked_before``: those
-        passed the invariants of their time. ``vocab_size`` and ``routed``, the sizes of the model's routing: None = not
-        known. ``on_passed`` gets the sequence of every message once the caller requests the next one, parts and settled
-        ones included.
-        Raises StreamReplaced, StreamTrimmed when messages after the cursor are gone.
+        None begins at the first message there is. Sequences that the cursor counts as settled are skipped. With
+        ``check``, samples are checked against the invariants, except ``checked_before``, which passed those of their
+        time. ``vocab_size``, ``routed`` (sizes of the model's routing): None = not known. ``on_passed`` gets every
+        sequence, parts and settled ones included, once the caller requests the next message. Raises StreamReplaced;
+        StreamTrimmed when messages after the cursor are gone.
         """
         reading = _Reading(self._jet, self._stream, cursor, vocab_size if check else _NO_CHECK, checked_before, routed)
         return reading.messages(self._filters(kinds), on_passed)
@@ -139,8 +136,7 @@ class SampleStream:
         return await self._jet.state(self._stream)
 
     async def trim(self, below: int) -> None:
-        """Remove messages with sequences < ``below``, except parts that a later manifest still needs (and the messages
-        between).
+        """Remove messages with sequences < ``below``, except from the first part on that a later manifest still needs.
 
         A sample is lost when its parts are trimmed before its manifest is stored (readers get a WireError): keep a
         window of history, as ``history_samples`` does.
@@ -186,9 +182,7 @@ class SampleStream:
                 yield delivered
 
     def _filters(self, kinds: Collection[Kind] | None) -> list[str]:
-        """Return no filter for all kinds: parts come, too, a jump in the sequences can only be a hole, and the server
-        filters nothing.
-        """
+        """Return none for all kinds: parts come, too, so that a jump in the sequences can only be a hole."""
         if kinds is None or set(kinds) == set(Kind):
             return []
         return [subjects.samples(self._jet.run, kind) for kind in sorted(kinds)]
@@ -210,23 +204,16 @@ class SampleStream:
         return stored.seq
 
     async def _oldest_part_needed(self, below: int) -> int:
-        """Return the smallest sequence of a part that a manifest at ``below`` or after it names; ``below`` when there
-        is none.
-        """
+        """Return the smallest sequence of a part that a manifest from ``below`` on names; ``below`` for none."""
         oldest, seq = below, below
         manifests = subjects.manifest(subjects.samples_of(self._jet.run, "*"))
-        while True:
-            try:
-                message = await self._jet.next(self._stream, max(1, seq), manifests)
-            except NotFound:
-                return oldest
+        while message := await self._jet.next(self._stream, max(1, seq), manifests):
             seq = message.seq + 1
             oldest = await self._first_part(message, oldest)
+        return oldest
 
     async def _first_part(self, manifest: Message, oldest: int) -> int:
-        """Return the sequence of the first part if it is before ``oldest`` and readers accept the manifest; else
-        ``oldest``.
-        """
+        """Return the sequence of a readable manifest's first part, at most ``oldest``."""
         try:
             seqs = parts.read_manifest(
                 manifest.data, seq=manifest.seq, max_payload=self._jet.connection.max_payload
@@ -239,8 +226,6 @@ class SampleStream:
 
 
 class _FullWait:
-    """The share of one publish in ``waiting_full``."""
-
     def __init__(self, stats: PublishStats) -> None:
         self._stats, self._full = stats, False
 
@@ -265,8 +250,6 @@ _NO_CHECK = -1
 
 
 class _Reading:
-    """One read of SAMPLES."""
-
     def __init__(
         self,
         jet: JetStream,
@@ -286,9 +269,7 @@ class _Reading:
     async def messages(
         self, filters: Sequence[str], on_passed: Callable[[int], None] | None = None
     ) -> AsyncIterator[Received]:
-        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a jump in the sequences that is a
-        hole.
-        """
+        """Yield the messages in order. Raises StreamReplaced, and StreamTrimmed at a hole in the sequences."""
         async with OrderedPull(self._jet, self._stream, self._start, filters=filters, on_open=self._opened) as pull:
             expected = pull.position
             async for delivered in pull:
@@ -326,9 +307,7 @@ class _Reading:
         )
 
     def _opened(self, state: StreamState, position: int) -> None:
-        """Check, at the start and after every re-opening, that the stream is the same one and still has the messages
-        needed.
-        """
+        """Check at the start and after every re-opening that it is the same stream, with the messages needed."""
         if self._created is None:
             self._created = state.created
             self._start = max(self._start, state.first_seq)
@@ -337,9 +316,7 @@ class _Reading:
         self._check_first(state, max(position, self._start))
 
     async def _check_gap(self, expected: int) -> None:
-        """Check a jump in the sequences: either messages of another kind have the sequences between, or there is a
-        hole.
-        """
+        """Check that messages of another kind have the sequences of a jump."""
         self._check_first(await self._jet.retry_for_ever(lambda: self._jet.state(self._stream)), expected)
 
     def _check_first(self, state: StreamState, needed: int) -> None:
@@ -352,8 +329,7 @@ class _Reading:
 async def payload_of(jet: JetStream, message: Delivered | Message) -> bytes:
     """Return the bytes of a sample, joined from its parts where the message is a manifest.
 
-    Raises WireError for a manifest that no sample can have, and at the first part that is gone, too large or another
-    sample's.
+    Raises WireError for an impossible manifest, and at a part that is gone, too large or another sample's.
     """
     if PARTS_HEADER not in message.headers:
         return message.data
@@ -397,9 +373,7 @@ def glimpse_of(delivered: Delivered) -> Glimpse:
 
 
 def headers_of(sample: Sample) -> dict[str, str]:
-    """Return the headers of a sample. The summary for readers without the payload is one header, because each header
-    costs CPU.
-    """
+    """Return the headers of a sample: one for readers without the payload, because each header costs CPU."""
     versions = [span.version for span in sample.spans]
     fields = (
         f"group={sample.group_size} versions={f'{min(versions)}-{max(versions)}' if versions else 'none'} "
@@ -418,9 +392,7 @@ def headers_of(sample: Sample) -> dict[str, str]:
 
 
 def header_fields(headers: Mapping[str, str]) -> dict[str, str]:
-    """Return the fields present in a sample's headers: ``task`` and ``index`` (of the message id), ``group``,
-    ``versions``, ...
-    """
-    task, _, rest = headers.get(subjects.MESSAGE_ID, "").partition(".")
-    found = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
-    return {"task": task, "index": rest.partition(".")[0], **found}
+    """Return the fields of a sample's headers: ``task`` and ``index`` (of the message id), ``group``, ..."""
+    task, _, after_task = headers.get(subjects.MESSAGE_ID, "").partition(".")
+    summary = dict(word.split("=", 1) for word in headers.get(SAMPLE_HEADER, "").split(" ") if "=" in word)
+    return {"task": task, "index": after_task.partition(".")[0], **summary}

@@ -38,10 +38,9 @@ _NS = 1_000_000_000
 
 
 class Lease:
-    """The right of this process to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
+    """The right to work on a task, until ``ack``, ``nak`` or ``fail``, or ``lease_s`` without renewal.
 
-    No method raises because the bus is away: an acknowledgement that is lost leads to another delivery, which is
-    harmless.
+    No method raises because the bus is away: a lost acknowledgement leads to another, harmless delivery.
     """
 
     def __init__(self, queue: "TaskQueue", task: Task, message: Msg, deliveries: int) -> None:
@@ -58,19 +57,15 @@ class Lease:
         return await self._answer(PROGRESS)
 
     async def ack(self) -> bool:
-        """Acknowledge the task after all its samples are stored; retried for ``lease_s``. Returns whether the server
-        confirmed it.
-        """
+        """Acknowledge the task, whose samples are stored; retried for ``lease_s``. Returns whether it is confirmed."""
         connection, deadline = self._queue.jet.connection, time.monotonic() + self._lease_s
 
         async def ack() -> None:
-            """Acknowledge once, and wait for the confirmation."""
-            left = deadline - time.monotonic()
-            await connection.wait_up(left)
-            await connection.request(self._reply, ACK, min(left, _CONFIRM_S))
+            left_s = deadline - time.monotonic()
+            await connection.wait_up(left_s)
+            await connection.request(self._reply, ACK, min(left_s, _CONFIRM_S))
 
         def report(error: BusUnavailable) -> None:
-            """Log the error that another try follows, or the last one."""
             _log.info("task not acknowledged yet task=%d reason=%s", self.task.id, error)
 
         try:
@@ -81,9 +76,7 @@ class Lease:
         return True
 
     async def nak(self, delay_s: float = 0) -> bool:
-        """Negatively acknowledge: deliver to another actor, at once or after ``delay_s``. Returns False when the bus
-        was away.
-        """
+        """Have it delivered again, at once or after ``delay_s``. Returns False when the bus was away."""
         return await self._answer(
             NAK if delay_s <= 0 else NAK + b" " + json.dumps({"delay": int(delay_s * _NS)}).encode()
         )
@@ -149,8 +142,7 @@ class TaskQueue:
         await self._writer.fence(epoch)
 
     async def issue(self, task: Task) -> int:
-        """Store a task and return its id. Retries until stored. Needs ``fence`` first; ``task.epoch`` is the fenced
-        one.
+        """Store a task of the fenced epoch and return its id. Retries until stored. Needs ``fence`` first.
 
         Raises Fenced, and WireError for a task that is larger than a message.
         """
@@ -160,33 +152,29 @@ class TaskQueue:
 
     async def scan(self, start: int = 1) -> AsyncIterator[Task]:
         """Yield every valid task from id ``start`` to the present end, in order."""
-        async for _, found in valid(self._log, start, follow=False):
-            if isinstance(found, Task):
-                yield found
+        async for _, record in valid(self._log, start, follow=False):
+            if isinstance(record, Task):
+                yield record
 
     async def fetch(self, id: int) -> Task:
         """Return one task. Raises NotFound."""
         return decode_task((await self.jet.message(self._stream, id)).data, id)
 
     async def backlog(self, kind: Kind = Kind.TRAIN, rollout: str | None = None) -> tuple[int, int]:
-        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that is not delivered again yet
-        counts as leased.
-        """
+        """Return (waiting, leased) of one queue, or of all of a kind. A nak'ed task that waits counts as leased."""
         if (
             rollout is None and kind is Kind.TRAIN
         ):  # also those that the settings of this process do not name, as an onlooker's
-            there = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
-            rollouts = {subjects.rollout_of(subject) for subject in there if subjects.trains(subject)}
-            names = [subjects.consumer(kind, each) for each in sorted({"", *self.jet.config.rollouts, *rollouts})]
+            num_messages = await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*"))
+            rollouts = {subjects.rollout_of(subject) for subject in num_messages if subjects.trains(subject)}
+            names = [subjects.consumer(kind, name) for name in sorted({"", *self.jet.config.rollouts, *rollouts})]
         else:
             names = [subjects.consumer(kind, rollout or "")]
         infos = [await self.jet.call(f"CONSUMER.INFO.{self._stream}.{name}") for name in names]
         return sum(int(info["num_pending"]) for info in infos), sum(int(info["num_ack_pending"]) for info in infos)
 
     async def waiting(self) -> dict[str, int]:
-        """Return the number of tasks of any kind that wait for an actor, by rollout; the empty name counts single
-        turns.
-        """
+        """Return the number of tasks that wait for an actor by rollout; the empty name counts single turns."""
         found: Counter[str] = Counter()
         for subject in await self.jet.subjects(self._stream, subjects.task(self.jet.run, "*")):
             kind, rollout = subject.split(".")[3].partition("-")[0], subjects.rollout_of(subject)
@@ -197,20 +185,15 @@ class TaskQueue:
         return +found
 
     async def acked_to(self, rollout: str = "") -> int:
-        """Return the id up to which every training task of a rollout is acknowledged (one that is leased for long holds
-        it back).
-        """
+        """Return the id up to which every training task of a rollout is acknowledged; a long lease holds it back."""
         info = await self.jet.call(f"CONSUMER.INFO.{self._stream}.{self._queues[Kind.TRAIN, rollout]}")
         return int(info["ack_floor"]["stream_seq"])
 
     @asynccontextmanager
     async def acks(self, on_ack: Callable[[int], None]) -> AsyncIterator[None]:
-        """While entered, ``on_ack`` gets the id of every training task that is acknowledged. Some may be missed; see
-        ``acked_to``.
-        """
+        """While entered, ``on_ack`` gets the ids of acknowledged training tasks. Some may be missed (``acked_to``)."""
 
         async def on_message(message: Msg) -> None:
-            """Call ``on_ack`` with the task of an acknowledgement after which it is not delivered again."""
             numbers = subjects.delivery(message.subject)
             if numbers is not None and (message.data.startswith(_OVER) or not message.data):
                 on_ack(numbers.seq)
@@ -225,12 +208,9 @@ class TaskQueue:
         return (await self.jet.state(self._stream)).last_seq
 
     async def raise_floor(self, floor: int) -> None:
-        """Record that all tasks with ids up to ``floor`` are settled: actors ack them without work. The floor never
-        falls.
-        """
+        """Record that all tasks with ids up to ``floor`` are settled: actors ack them unworked. It never falls."""
 
         def raised(row: Value | None) -> Value | None:
-            """Return the row with the floor; None if it is as high already."""
             return None if row is not None and row["floor"] >= floor else {"floor": floor}
 
         await self._rows.change(subjects.FLOOR_KEY, raised, replace_unreadable=True)
@@ -243,15 +223,14 @@ class TaskQueue:
     # --- the actors' side
 
     async def lease(self, timeout_s: float, *, kind: Kind = Kind.TRAIN, rollout: str = "") -> Lease | None:
-        """Return the next task of a queue, None when none came within ``timeout_s``. Any number of callers may wait at
-        once; cancellable.
+        """Return the next task of a queue, None after ``timeout_s``. Any number of callers may wait; cancellable.
 
         Acks and passes over tasks that are settled (below the floor), void (after a fence), unreadable or delivered too
         often (DEAD).
         """
         deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            message = await self._slots[kind, rollout].take(left)
+        while (left_s := deadline - time.monotonic()) > 0:
+            message = await self._slots[kind, rollout].take(left_s)
             if message is None:
                 return None
             try:

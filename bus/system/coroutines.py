@@ -16,10 +16,9 @@ Result = TypeVar("Result")
 
 
 async def first_of(*works: Awaitable[object]) -> tuple[asyncio.Future[object], ...]:
-    """Run several until the first ends; the others are cancelled. Raises its error, if it has one.
+    """Run several until the first ends, and cancel the others. Raises its error, if it has one.
 
-    Returns the future of each, which is cancelled unless it ended first. A task that must continue is given as
-    ``asyncio.shield(task)``.
+    Returns all futures. A task that must continue is given as ``asyncio.shield(task)``.
     """
     futures = tuple(asyncio.ensure_future(work) for work in works)
     try:
@@ -56,10 +55,22 @@ async def ended(task: "asyncio.Task[Any]") -> None:
         task.exception()
 
 
-async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
-    """Run work that must not be cut short, such as a close. A cancellation meanwhile is raised when the work has
-    ended.
+async def cancellable(work: Coroutine[object, None, Result]) -> Result:
+    """Return the result of ``work``, which ends for certain when this is cancelled.
+
+    ``asyncio.wait_for`` of Python 3.11, which client libraries use, forgets a cancellation that comes together with its
+    result (CPython issue 86296). So ``work`` is cancelled again until it ends.
     """
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.wait((task,))
+    finally:
+        await ended(task)
+    return task.result()
+
+
+async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
+    """Run work that must not be cut short, such as a close. A cancellation is raised when it has ended."""
     task, cancelled = asyncio.create_task(work), None
     while not task.done():
         try:
@@ -74,9 +85,7 @@ async def to_the_end(work: Coroutine[object, object, Result]) -> Result:
 
 
 async def heard(call: Awaitable[Result]) -> Result:
-    """Await a call that may swallow a cancellation, such as a publish of the client library. The cancellation is raised
-    after the call.
-    """
+    """Await a call that may swallow a cancellation (the client library's publish), which is raised afterwards."""
     task = asyncio.current_task()
     assert task is not None
     before = task.cancelling()  # above 0 in the cleanup of a cancelled task, whose calls may end normally

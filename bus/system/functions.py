@@ -62,12 +62,11 @@ def find_function(path: str, setting: str = "", *, want: str = FUNCTION) -> Call
 
 
 def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
-    """Return the object at ``module:name``; a name may have dots. Raises FunctionRefused, for any error of the module's
-    import too.
+    """Return the object at ``module:name`` (the name may have dots). Raises FunctionRefused, for any error of the
+    import.
     """
 
     def refused(defect: Defect, reason: str) -> FunctionRefused:
-        """Return the error."""
         return FunctionRefused(path, defect, reason, setting, want)
 
     module_name, _, name = path.partition(":")
@@ -90,24 +89,23 @@ def find_object(path: str, setting: str = "", *, want: str = FUNCTION) -> Any:
 
 
 def present_name(module_name: str) -> str:
-    """Return the name below ``tidemill`` of a module that is named as if its package were an import name; empty for
-    others.
+    """Return the name below ``tidemill`` of a module that is named as before the packages moved; empty for others.
 
     A user's own ``rewards.py`` or ``bus/`` is such a name's rightful owner.
     """
     room = module_name.partition(".")[0]
     if room not in _ROOMS:
         return ""
-    here, ours = importlib.util.find_spec(room), importlib.util.find_spec(f"tidemill.{room}")
+    old, ours = importlib.util.find_spec(room), importlib.util.find_spec(f"tidemill.{room}")
     assert ours is not None
-    if here is not None and [*(here.submodule_search_locations or ())] != [*(ours.submodule_search_locations or ())]:
+    if old is not None and [*(old.submodule_search_locations or ())] != [*(ours.submodule_search_locations or ())]:
         return ""
     return f"tidemill.{module_name}"
 
 
 def nearest(word: str, words: Mapping[str, object]) -> str:
     """Return the most similar public word, for the end of a message; empty without one."""
-    similar = difflib.get_close_matches(word, [other for other in words if not other.startswith("_")], n=1)
+    similar = difflib.get_close_matches(word, [candidate for candidate in words if not candidate.startswith("_")], n=1)
     return f" (nearest: {similar[0]!r})" if similar else ""
 
 
@@ -127,7 +125,11 @@ def check_call(
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
-        by_name = {one.name for one in parameters if one.kind in (one.KEYWORD_ONLY, one.POSITIONAL_OR_KEYWORD)}
+        by_name = {
+            parameter.name
+            for parameter in parameters
+            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        }
         asked = frozenset(by_name.intersection(offered))
         signature.bind(*given, **dict.fromkeys(asked))
     except (TypeError, ValueError) as error:

@@ -30,9 +30,7 @@ class _File(io.FileIO):
         self._lossy, self._ended = lossy, False
 
     def write(self, data: Any) -> int:
-        """Write what can be written; the bytes count as written when they cannot be. Raises Unwritable once, unless
-        lossy.
-        """
+        """Write what can be written, and count the rest as written. Raises Unwritable once, unless lossy."""
         try:
             return len(data) if self._ended else super().write(data) or len(data)
         except OSError as error:
@@ -54,9 +52,7 @@ def lossy_standard_files() -> None:
 
 
 def guard_standard_files() -> None:
-    """Make standard error lossy, and standard output strict. Closed ones become /dev/null: another file would get their
-    numbers.
-    """
+    """Make stderr lossy and stdout strict. Closed ones become /dev/null, or other files would get their numbers."""
     for descriptor in (STANDARD_OUTPUT, STANDARD_ERROR):
         try:
             os.fstat(descriptor)

@@ -67,9 +67,7 @@ def _tool(value: object, where: str) -> JsonObject:
 
 
 def text_of(content: object, where: str, kinds: Mapping[str, str] = TEXTS) -> str:
-    """Return the text of a message's content: a text, or text parts of these ``kinds``. Raises WireError, for an image
-    as well.
-    """
+    """Return the text of a content: a text, or text parts of these ``kinds``. Raises WireError, for an image, too."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple):
@@ -108,7 +106,6 @@ def _message(value: object, where: str) -> JsonObject:
 
 
 def _check_fields(fields: JsonMapping, where: str) -> None:
-    """Raise WireError for a field that no template has, and for one that is to be text and is none."""
     for name, want in REFUSED.items():
         if name in fields:
             raise WireError(f"{where}.{name}", want, _short(fields[name]))
@@ -157,6 +154,5 @@ def _with_names(messages: Sequence[JsonObject]) -> list[JsonObject]:
 
 
 def _short(value: object) -> object:
-    """Return a value for an error, cut if it is long."""
     text = repr(value)
     return value if len(text) <= 80 else f"{text[:80]}..."

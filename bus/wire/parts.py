@@ -63,9 +63,11 @@ def read_manifest(data: bytes, *, seq: int, max_payload: int) -> PartsManifest:
     manifest = _MANIFEST.read(data)
     if not 0 < manifest.length <= MAX_SAMPLE_BYTES:
         raise WireError("parts.length", f"1 to {MAX_SAMPLE_BYTES} bytes", manifest.length)
-    most = _FEW_PARTS + manifest.length // max(1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2))
-    if not 0 < len(manifest.seqs) <= most:
-        raise WireError("parts.seqs", f"1 to {most} parts for {manifest.length} bytes", len(manifest.seqs))
+    max_parts = _FEW_PARTS + manifest.length // max(
+        1, min(_SMALLEST_PART_BYTES, (max_payload - HEADER_RESERVE_BYTES) // 2)
+    )
+    if not 0 < len(manifest.seqs) <= max_parts:
+        raise WireError("parts.seqs", f"1 to {max_parts} parts for {manifest.length} bytes", len(manifest.seqs))
     if len(set(manifest.seqs)) < len(manifest.seqs) or min(manifest.seqs) < 1 or max(manifest.seqs) >= seq:
         raise WireError(
             "parts.seqs",

@@ -65,11 +65,11 @@ class RoutedShape:
         return asdict(self) | {"layers": list(self.layers)}
 
     @classmethod
-    def read(cls, given: object) -> "RoutedShape":
+    def read(cls, fields: object) -> "RoutedShape":
         """Return the sizes that an engine reports. Raises ValueError for anything else."""
-        if not isinstance(given, Mapping) or not isinstance(layers := given.get("layers"), list):
-            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(given)[:80]}")
-        sizes: JsonObject = {name: given.get(name) for name in ("num_layers", "top_k", "num_experts")}
+        if not isinstance(fields, Mapping) or not isinstance(layers := fields.get("layers"), list):
+            raise ValueError(f"want a map with num_layers, layers, top_k and num_experts, got {str(fields)[:80]}")
+        sizes: JsonObject = {name: fields.get(name) for name in ("num_layers", "top_k", "num_experts")}
         if (
             not all(type(size) is int and 1 <= size < 1 << 16 for size in sizes.values())
             or not 0 < sizes["top_k"] <= sizes["num_experts"]
@@ -85,9 +85,7 @@ class RoutedShape:
 
     @classmethod
     def of(cls, values: JsonMapping) -> "RoutedShape | None":
-        """Return the sizes in the map of a config.json; None for a dense model. Raises KeyError, TypeError, ValueError
-        for wrong sizes.
-        """
+        """Return the sizes in a config.json; None for a dense model. Raises KeyError, TypeError, ValueError."""
         layers = tuple(at for at, sparse in enumerate(sparse_layers(values)) if sparse)
         if not layers:
             return None
@@ -102,10 +100,10 @@ class RoutedShape:
 def num_experts(values: JsonMapping) -> int:
     """Return the number of routed experts of a layer, by config.json; 0 for a dense model."""
     family = str(values.get("model_type"))
-    found = values.get(EXPERTS_OF.get(family, ""))
-    if found is None and family in RENAMED:
-        found = values.get(LOCAL_EXPERTS)
-    return found if isinstance(found, int) else 0
+    count = values.get(EXPERTS_OF.get(family, ""))
+    if count is None and family in RENAMED:
+        count = values.get(LOCAL_EXPERTS)
+    return count if isinstance(count, int) else 0
 
 
 def sparse_layers(values: JsonMapping) -> list[bool]:
@@ -120,8 +118,8 @@ def sparse_layers(values: JsonMapping) -> list[bool]:
 
 def unknown_rows(ids_LEK: RoutedExperts) -> NDArray[np.bool_]:
     """Return where the experts are unknown, [L]; the array must have been checked."""
-    found: NDArray[np.bool_] = ids_LEK[:, 0, 0] == np.iinfo(ids_LEK.dtype).max
-    return found
+    unknown_L: NDArray[np.bool_] = ids_LEK[:, 0, 0] == np.iinfo(ids_LEK.dtype).max
+    return unknown_L
 
 
 def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedShape | None = None) -> None:
@@ -142,14 +140,14 @@ def check_routed_experts(ids_LEK: RoutedExperts, num_tokens: int, shape: RoutedS
         raise WireError(
             f"routed_experts[{int(np.argmax(mixed_L))}]", "experts in all of its layers, or in none", "experts in some"
         )
-    known = ids_LEK[~unknown_L]
-    if not len(known):
+    known_XEK = ids_LEK[~unknown_L]
+    if not len(known_XEK):
         return
-    if shape is not None and known.max() >= shape.num_experts:
-        raise WireError("routed_experts", f"ids < {shape.num_experts}", int(known.max()))
-    if not known.any():
+    if shape is not None and known_XEK.max() >= shape.num_experts:
+        raise WireError("routed_experts", f"ids < {shape.num_experts}", int(known_XEK.max()))
+    if not known_XEK.any():
         raise WireError("routed_experts", "the experts that the engine has chosen", "0 everywhere")
-    ordered = np.sort(known, axis=-1)
+    ordered = np.sort(known_XEK, axis=-1)
     if (twice := (ordered[..., 1:] == ordered[..., :-1]).any(axis=(1, 2))).any():
         where = int(np.flatnonzero(~unknown_L)[np.argmax(twice)])
         raise WireError(f"routed_experts[{where}]", "different experts in each layer", "one of them twice")

@@ -13,9 +13,8 @@ import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.streams.bus import Bus, connect, raise_epoch
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.system.files import write_whole
 from tidemill.bus.wire.messages import Dead, Evaluated, Kind, Sample, Sampling, Status, Task
 from tidemill.launch.run import access, feeder_process, scores

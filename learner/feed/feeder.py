@@ -8,10 +8,10 @@ import socket
 from collections.abc import Sequence
 from contextlib import suppress
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.errors import BusError
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus, current_epoch
+from tidemill.bus.system.coroutines import cancellable
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.feed.feed_server import FeedServer
 from tidemill.learner.feed.feeder_loops import Feeder, refuse_newer

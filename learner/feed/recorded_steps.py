@@ -16,11 +16,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from tidemill.bus.client.connection import cancellable
 from tidemill.bus.errors import BusUnavailable
 from tidemill.bus.liveness.heartbeats import HeartbeatPublisher
 from tidemill.bus.streams.bus import Bus
-from tidemill.bus.system.coroutines import first_of
+from tidemill.bus.system.coroutines import cancellable, first_of
 from tidemill.bus.wire.messages import Done, Plan, Sample
 from tidemill.bus.wire.rows import LiveRow
 from tidemill.learner.batch.batching import build_batches

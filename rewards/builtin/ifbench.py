@@ -93,8 +93,8 @@ def sentences(text: str) -> Iterator[str]:
                 continue
         yield text[begin:behind].strip()  # never empty: it ends in a mark
         begin = behind
-    if rest := text[begin:].strip():
-        yield rest
+    if last := text[begin:].strip():
+        yield last
 
 
 def _first_sentences(text: str, number: int) -> list[str]:
@@ -122,7 +122,7 @@ def _lines(text: str) -> list[str]:
 
 def _ends(text: str) -> Counter[str]:
     """Count the sentences by their last character, quotes and brackets behind it aside."""
-    return Counter(one.rstrip("\"'\u201d\u2019)]")[-1:] for one in sentences(text))
+    return Counter(sentence.rstrip("\"'\u201d\u2019)]")[-1:] for sentence in sentences(text))
 
 
 def _stop_words(text: str, arguments: JsonMapping) -> bool:
@@ -134,7 +134,8 @@ def _stop_words(text: str, arguments: JsonMapping) -> bool:
 
 def _overlap(text: str, arguments: JsonMapping) -> bool:
     of_text, of_reference = (
-        {one[place : place + 3] for place in range(len(one) - 2)} for one in (text, str(arguments["reference_text"]))
+        {string[place : place + 3] for place in range(len(string) - 2)}
+        for string in (text, str(arguments["reference_text"]))
     )
     return bool(of_text) and abs(100 * len(of_text & of_reference) / len(of_text) - float(arguments["percentage"])) <= 2
 
@@ -155,8 +156,8 @@ def _alliteration(text: str, arguments: JsonMapping) -> bool:
 def _words_in_runs(sentence: str) -> int:
     """Return the number of words in runs of words that begin with one letter."""
     letters = [word[0] for raw in sentence.lower().split() if (word := raw.lstrip(_EDGES))]
-    same = [a == b for a, b in pairwise(letters)]
-    return sum(same) + sum(now and not before for before, now in pairwise([False, *same]))
+    equal = [a == b for a, b in pairwise(letters)]
+    return sum(equal) + sum(now and not before for before, now in pairwise([False, *equal]))
 
 
 def _palindromes(text: str, arguments: JsonMapping) -> bool:
@@ -166,8 +167,8 @@ def _palindromes(text: str, arguments: JsonMapping) -> bool:
 def _punctuation(text: str, arguments: JsonMapping) -> bool:
     if "\u203d" in text:
         return set(text) >= _MARKS
-    both = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
-    return both >= 0 and set(text[:both] + text[both + 2 :]) >= _MARKS
+    place = min((place for mark in ("?!", "!?") if (place := text.find(mark)) >= 0), default=-1)
+    return place >= 0 and set(text[:place] + text[place + 2 :]) >= _MARKS
 
 
 def _parentheses(text: str, arguments: JsonMapping) -> bool:
@@ -204,10 +205,10 @@ def _is_prime(number: int) -> bool:
 
 
 def _options(text: str, arguments: JsonMapping) -> bool:
-    given = str(arguments["options"])
-    separator = next((one for one in ("/", "or") if one in given), ",")
-    options = [option.strip() for option in given.split(separator)]
-    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", given):
+    listed = str(arguments["options"])
+    separator = next((mark for mark in ("/", "or") if mark in listed), ",")
+    options = [option.strip() for option in listed.split(separator)]
+    if re.match(r"\W*[aA]\W*[bB]\W*[cC]\W*", listed):
         return text in options
     return text.strip(_EDGES).lower() in {option.strip(_EDGES).lower() for option in options}
 
@@ -219,14 +220,16 @@ def _is_emoji(character: str) -> bool:
 
 
 def _emojis(text: str, arguments: JsonMapping) -> bool:
-    plain = (one.translate(_NO_PUNCTUATION).strip() for one in sentences(text))
-    return all(one and any(map(_is_emoji, one[-2:] + after[:1])) for one, after in pairwise(chain(plain, [""])))
+    plain = (sentence.translate(_NO_PUNCTUATION).strip() for sentence in sentences(text))
+    return all(
+        sentence and any(map(_is_emoji, sentence[-2:] + after[:1])) for sentence, after in pairwise(chain(plain, [""]))
+    )
 
 
 def _equally_long(text: str, arguments: JsonMapping) -> bool:
-    found = _first_sentences(text, 4)
-    words = [word for sentence in found for word in set(_words(sentence))]
-    return len(found) == 3 and len({len(sentence) for sentence in found}) == 1 and len(words) == len(set(words))
+    three = _first_sentences(text, 4)
+    words = [word for sentence in three for word in set(_words(sentence))]
+    return len(three) == 3 and len({len(sentence) for sentence in three}) == 1 and len(words) == len(set(words))
 
 
 def _japanese(text: str, arguments: JsonMapping) -> bool:
@@ -237,10 +240,10 @@ def _japanese(text: str, arguments: JsonMapping) -> bool:
 
 def _keyword_in_sentence(text: str, arguments: JsonMapping) -> bool:
     number = int(arguments["N"])
-    found = _first_sentences(text, number)
+    first = _first_sentences(text, number)
     return (
-        1 <= number <= len(found)
-        and re.search(rf"\b{re.escape(str(arguments['word']))}\b", found[number - 1], re.IGNORECASE) is not None
+        1 <= number <= len(first)
+        and re.search(rf"\b{re.escape(str(arguments['word']))}\b", first[number - 1], re.IGNORECASE) is not None
     )
 
 
@@ -251,7 +254,7 @@ def _last_is_first(text: str, arguments: JsonMapping) -> bool:
 
 def _ends_as_it_begins(text: str, arguments: JsonMapping) -> bool:
     words = (line.lower().strip(_EDGES).split() for line in _lines(text))
-    return all(one[0] == one[-1] for one in words if one)
+    return all(line[0] == line[-1] for line in words if line)
 
 
 def _longer_each_time(text: str, arguments: JsonMapping) -> bool:
@@ -303,9 +306,9 @@ def _africa(text: str, arguments: JsonMapping) -> bool:
 
 
 def _story(text: str, arguments: JsonMapping) -> bool:
-    found = _first_sentences(text, 27)
-    return len(found) == 26 and all(
-        one.lower().startswith(letter) for one, letter in zip(found, string.ascii_lowercase, strict=True)
+    lines = _first_sentences(text, 27)
+    return len(lines) == 26 and all(
+        line.lower().startswith(letter) for line, letter in zip(lines, string.ascii_lowercase, strict=True)
     )
 
 
@@ -323,9 +326,7 @@ def _quotes_kept(text: str) -> str:
 
 
 def _is_special(field: str) -> bool:
-    """Return whether a field begins with a quote and has a character that is no word's and no space before its last
-    quote.
-    """
+    """Return whether a field begins with a quote, and has neither a word character nor a space up to its last one."""
     return field.startswith('"') and re.search(r"[^\w\s]", field[1 : field.rindex('"')]) is not None
 
 
@@ -352,7 +353,7 @@ def _quoted_fields(text: str, arguments: JsonMapping) -> bool:
     if len(rows) != 4 or not _has_header(rows[0], "StudentID", "Subject", "Grade", "Semester", "Score"):
         return False
     return all(
-        len(row) == 5 and all(len(one := field.strip()) > 1 and one[0] == one[-1] == '"' for field in row)
+        len(row) == 5 and all(len(plain := field.strip()) > 1 and plain[0] == plain[-1] == '"' for field in row)
         for row in rows
     )
 
@@ -379,10 +380,10 @@ def _keywords(text: str, arguments: JsonMapping) -> bool:
 
 def _keyword_at(text: str, arguments: JsonMapping) -> bool:
     sentence, place = int(arguments["n"]), int(arguments["m"])
-    found = _first_sentences(text, sentence)
-    if not 1 <= sentence <= len(found):
+    first = _first_sentences(text, sentence)
+    if not 1 <= sentence <= len(first):
         return False
-    words = [token for token in _TOKEN.findall(found[sentence - 1]) if token[0].isalnum()]
+    words = [token for token in _TOKEN.findall(first[sentence - 1]) if token[0].isalnum()]
     return 1 <= place <= len(words) and words[place - 1].lower() == str(arguments["keyword"]).strip().lower()
 
 
@@ -394,8 +395,8 @@ def _second_words(text: str, arguments: JsonMapping) -> bool:
 
 
 def _first_word_changed(text: str, arguments: JsonMapping) -> bool:
-    asked, said = str(arguments["prompt_to_repeat"]), text.split()
-    return asked != text and said[1:] == asked.split()[1:]
+    prompt, said = str(arguments["prompt_to_repeat"]), text.split()
+    return prompt != text and said[1:] == prompt.split()[1:]
 
 
 def _span(text: str, arguments: JsonMapping) -> bool:

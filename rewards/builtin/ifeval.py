@@ -35,8 +35,8 @@ LANGUAGE_SEED = 0
 
 
 def ifeval(request: RewardRequest, *, share: bool = False) -> dict[str, float]:
-    """Return ``score`` (1 if all instructions are followed; with ``share`` the share of them), ``followed`` (the
-    share).
+    """Return ``followed``, the share of instructions that are followed, and ``score``: with ``share`` the same, else 1
+    for all.
 
     The metadata, or a label that is a map, has ``instruction_id_list`` and ``kwargs``, one map for each instruction. An
     empty response follows none. Raises RewardFailed for an unknown instruction, or arguments that are missing.
@@ -61,8 +61,8 @@ def follows(name: str, arguments: JsonMapping, response: str) -> bool:
     """Return whether a response follows one instruction. Raises RewardFailed."""
     check = INSTRUCTIONS.get(name) or ifbench.INSTRUCTIONS.get(name)
     if check is None:
-        known = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
-        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {known}")
+        names = ", ".join(sorted(INSTRUCTIONS.keys() | ifbench.INSTRUCTIONS.keys()))
+        raise RewardFailed("ifeval", f"instruction {name!r} is not supported; there are {names}")
     if not isinstance(arguments, Mapping):
         raise RewardFailed("ifeval", f"instruction {name!r}: want a map of arguments, got {arguments!r}"[:500])
     try:
@@ -222,8 +222,7 @@ _FACTORY = _profiles()
 
 
 def written_in(text: str, language: str) -> bool:
-    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for a text without letters,
-    as in IFEval.
+    """Return whether a text is written in a language, by its code (``de``, ``zh-cn``); True for one without letters.
 
     Raises ModuleNotFoundError without the library, ValueError for a code that it does not have.
     """

@@ -11,17 +11,14 @@ from tidemill.rewards.port import RewardRequest
 def length(request: RewardRequest, *, target: int, slope: float = 1.0, shorter: bool = False) -> float:
     """Return minus ``slope`` times the relative excess over ``target`` sampled tokens, at least -1; 0 up to the target.
 
-    ``shorter``: too short responses lose in the same way (L1-Exact, Aggarwal and Welleck 2025, 2503.04697, in relative
-    terms).
+    ``shorter``: too short responses lose, too (L1-Exact, Aggarwal and Welleck 2025, 2503.04697, in relative terms).
     """
     away = (request.sampled_length - target) / max(1, target)
     return -min(1.0, slope * (abs(away) if shorter else max(0.0, away)))
 
 
 def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:
-    """Return 0 up to ``max_tokens - buffer`` sampled tokens of the response, then a line to -1 at ``max_tokens``, and
-    -1 beyond.
-    """
+    """Return 0 up to ``max_tokens - buffer`` sampled tokens, then a line to -1 at ``max_tokens``, and -1 beyond."""
     begin = max_tokens - buffer
     if request.sampled_length <= begin:
         return 0.0
@@ -29,9 +26,7 @@ def overlong(request: RewardRequest, *, max_tokens: int, buffer: int) -> float:
 
 
 def repetition(request: RewardRequest, *, ngram: int = 3, penalty: float = 1.0) -> float:
-    """Return ``-penalty`` times the share of n-grams of words that occurred before; 0 for a response shorter than
-    ``ngram`` words.
-    """
+    """Return ``-penalty`` times the share of n-grams of words that occurred before; 0 for fewer than ``ngram`` words."""
     words = request.response.lower().split()
     total = len(words) - ngram + 1
     if total <= 0 or ngram <= 0:

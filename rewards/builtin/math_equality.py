@@ -25,19 +25,17 @@ _OPEN, _CLOSE = "([{", ")]}"
 
 def same_math(answer: str, gold: str) -> bool:
     """Return whether two answers are the same number, expression, list of them, or text."""
-    left, right = plain(answer), plain(gold)
-    if not left or not right:
+    first, second = plain(answer), plain(gold)
+    if not first or not second:
         return False
-    if BLANKS.sub("", left).casefold() == BLANKS.sub("", right).casefold() or _equal(left, right, depth=0):
+    if BLANKS.sub("", first).casefold() == BLANKS.sub("", second).casefold() or _equal(first, second, depth=0):
         return True
     number = number_in_box(answer, words=False)
     return number is not None and number == number_in_box(gold, words=False)
 
 
 def plain(text: str) -> str:
-    r"""Return an answer without the parts that do not change it: ``$``, ``\left``, ``\text{}``, units, ``x =``, a final
-    full stop.
-    """
+    r"""Return an answer without ``$``, ``\left``, ``\text{}``, units, ``x =`` and a final full stop."""
     text = ungrouped(WRAPPED.sub(r"\1", text[: 10 * MAX_CHARACTERS])).replace("\N{GREEK SMALL LETTER PI}", r"\pi")
     text = _DROPPED.sub("", text).replace(r"\{", "{").replace(r"\}", "}").replace(r"\cup", "U").strip()
     text = _LISTED.sub(", ", ASSIGNED.sub("", text.removesuffix(".").strip())).replace("**", "^")
@@ -51,20 +49,18 @@ def _equal(left: str, right: str, depth: int) -> bool:
     if first is None or second is None or depth > 3 or len(first[1]) != len(second[1]) or first[0] != second[0]:
         return False
     if first[0] == "{}" or not first[0]:  # a set, or a list without brackets: any order
-        rest = list(second[1])
+        unmatched = list(second[1])
         for part in first[1]:
-            found = next((other for other in rest if _equal(part, other, depth + 1)), None)
-            if found is None:
+            partner = next((candidate for candidate in unmatched if _equal(part, candidate, depth + 1)), None)
+            if partner is None:
                 return False
-            rest.remove(found)
+            unmatched.remove(partner)
         return True
-    return all(_equal(one, other, depth + 1) for one, other in zip(first[1], second[1], strict=True))
+    return all(_equal(one, candidate, depth + 1) for one, candidate in zip(first[1], second[1], strict=True))
 
 
 def _parts(text: str) -> tuple[str, list[str]] | None:
-    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)``, ``{1, 2}`` or ``1, 2``; None for a single
-    value.
-    """
+    """Return the brackets and the members of ``(1, 2)``, ``[0, 1)`` or ``1, 2``; None for a single value."""
     brackets = ""
     if text[:1] in _OPEN and text[-1:] in _CLOSE and _wraps(text):
         brackets, inner = text[0] + text[-1], text[1:-1]
@@ -113,5 +109,5 @@ def _unmixed(text: str) -> str:
     mixed = _MIXED.match(text)
     if mixed is None:
         return text
-    whole, above, below = mixed.groups()[:3] if mixed.group(1) else mixed.groups()[3:]
-    return f"{whole}{'-' if whole.startswith('-') else '+'}{above}/{below}"
+    integer, above, below = mixed.groups()[:3] if mixed.group(1) else mixed.groups()[3:]
+    return f"{integer}{'-' if integer.startswith('-') else '+'}{above}/{below}"

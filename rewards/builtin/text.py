@@ -18,7 +18,6 @@ def exact(request: RewardRequest, *, strip: bool = True, case_sensitive: bool = 
     """Return 1.0 if the response equals the label (or one of the labels, if it is a list), else 0.0."""
 
     def normal(text: object) -> str:
-        """Return the text in the form in which it is compared."""
         plain = str(text).strip() if strip else str(text)
         return plain if case_sensitive else plain.casefold()
 
@@ -34,15 +33,14 @@ def digits(request: RewardRequest) -> float:
     """
     label, response = str(request.label), request.response
     right = sum(got == want for got, want in zip(response, label, strict=False))
-    ended = request.status is Status.COMPLETED and len(response) == len(label)
-    return (right + ended) / (max(len(label), len(response)) + 1)
+    right_end = request.status is Status.COMPLETED and len(response) == len(label)
+    return (right + right_end) / (max(len(label), len(response)) + 1)
 
 
 def regex(request: RewardRequest, *, pattern: str, whole: bool = False, group: str = "") -> float:
     """Return 1.0 if ``pattern`` is found in the response (``whole``: if it describes all of it), else 0.0.
 
-    ``group``: name or number of a group; its text in the last match, stripped, must equal the label. Dots match line
-    ends.
+    ``group``: a group whose text in the last match, stripped, must equal the label. Dots match line ends.
     """
     compiled = re.compile(pattern, re.DOTALL)
     if whole:
@@ -90,8 +88,7 @@ def _f1(answer: list[str], gold: list[str]) -> float:
 def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: bool = False) -> float:
     """Return 1.0 if the response is ``<think>...</think><answer>...</answer>`` with text in each, else 0.0.
 
-    ``tags``: their names in order, with spaces between. ``outside``: other text may stand before, between and after
-    them.
+    ``tags``: their names in order. ``outside``: other text may stand before, between and after them.
     """
     remaining = request.response
     for tag in tags.split():
@@ -99,7 +96,7 @@ def format_tags(request: RewardRequest, *, tags: str = "think answer", outside: 
         if request.response.count(opened) != 1 or request.response.count(closed) != 1:
             return 0.0
         before, opening, remaining = remaining.partition(opened)
-        inside, ended, remaining = remaining.partition(closed)
-        if not opening or not ended or not inside.strip() or (before.strip() and not outside):
+        inside, closing, remaining = remaining.partition(closed)
+        if not opening or not closing or not inside.strip() or (before.strip() and not outside):
             return 0.0
     return float(outside or not remaining.strip())

@@ -108,7 +108,7 @@ def seccomp_filter(machine: str, pid: int) -> bytes:
     for call in (KILL, TGKILL):
         when(call, argument(0), (_EQUAL, 0, 1, pid), allow, refuse)
     code.append(refuse)
-    return b"".join(struct.pack("<HBBI", *one) for one in code)
+    return b"".join(struct.pack("<HBBI", *instruction) for instruction in code)
 
 
 def confine(program: bytes) -> None:
@@ -163,8 +163,8 @@ def main() -> None:
         os.write(result_at, repr(error).encode())
         os._exit(1)
     os.write(result_at, CONFINED)  # before the program runs: what it writes comes behind
-    found = run(settings)
-    os.write(result_at, json.dumps(found).encode()[: settings["max_result"]])
+    report = run(settings)
+    os.write(result_at, json.dumps(report).encode()[: settings["max_result"]])
     sys.stdout.flush()
     os._exit(0)  # a program's exit handlers and threads have no part in its result
 
@@ -186,9 +186,7 @@ def restrict(settings: "dict[str, int]") -> None:
 
 
 def run(settings: "dict[str, object]") -> "dict[str, object]":
-    """Run the program, and a call of one of its functions or its tests, if the settings have one. A program's own exit
-    is its end.
-    """
+    """Run the program to its end or exit, and then the call or the tests that the settings have."""
     names: dict[str, object] = {"__name__": "__main__", "__builtins__": __builtins__}
     sys.argv = ["solution.py"]
     try:
@@ -214,21 +212,19 @@ def run(settings: "dict[str, object]") -> "dict[str, object]":
 
 
 def imported(program: str) -> "dict[str, object]":
-    """Return the names of ``MODULES`` that a program reads and never binds: nothing is imported for one that imports
-    what it uses.
-    """
-    found: dict[str, object] = {}
+    """Return the names of ``MODULES`` that a program reads and never binds, which it imports where it has to."""
+    namespace: dict[str, object] = {}
     for name in missing(program):
         if name in MODULES:
-            found[name] = importlib.import_module(name)
+            namespace[name] = importlib.import_module(name)
             continue
         for module in map(importlib.import_module, reversed(MODULES)):
             if name in getattr(module, "__all__", ()) or (
                 not hasattr(module, "__all__") and name[:1] != "_" and hasattr(module, name)
             ):
-                found[name] = getattr(module, name)
+                namespace[name] = getattr(module, name)
                 break
-    return found
+    return namespace
 
 
 def missing(program: str) -> "set[str]":
@@ -250,7 +246,7 @@ def missing(program: str) -> "set[str]":
             }  # of a function, class, exception, pattern or parameter
         for field in node._fields:
             value = getattr(node, field, None)
-            nodes += [one for one in (value if isinstance(value, list) else [value]) if hasattr(one, "_fields")]
+            nodes += [child for child in (value if isinstance(value, list) else [value]) if hasattr(child, "_fields")]
     return {name for name in read if name not in bound}
 
 

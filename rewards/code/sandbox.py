@@ -76,8 +76,7 @@ def run(
     imports: bool = False,
     python: str = "",
 ) -> ProgramOutcome:
-    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code that
-    raises).
+    """Run a Python program to its end, and then ``call`` (a function's name and arguments) or ``tests`` (code).
 
     ``imports``: names of ``jail.MODULES`` need no import. ``python``: interpreter; default this one. Raises
     RewardFailed where no process can be started or confined.
@@ -113,7 +112,7 @@ def run(
 
 
 def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[bytes]", int]:
-    """Start an interpreter; return it, and the descriptor from which its result is read. Raises RewardFailed."""
+    """Start an interpreter; return it, and the descriptor of its result. Raises RewardFailed."""
     settings_at = os.memfd_create("settings", os.MFD_CLOEXEC)
     os.write(settings_at, json.dumps(settings).encode())
     os.lseek(settings_at, 0, os.SEEK_SET)
@@ -139,21 +138,19 @@ def _started(settings: JsonMapping, python: str) -> tuple["subprocess.Popen[byte
 
 
 def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, bounds: Bounds) -> tuple[bytes, bytes, str]:
-    """Write the input and read output and result until both end. Returns them, and the reason to end the process
-    before.
-    """
+    """Write the input, read output and result until both end; return them, and the reason to end the process before."""
     assert process.stdin is not None and process.stdout is not None
     end_s = time.monotonic() + bounds.seconds
-    found = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
+    received = {process.stdout.fileno(): bytearray(), result_at: bytearray()}
     os.set_blocking(process.stdin.fileno(), False)
     with selectors.DefaultSelector() as waiting, process.stdin, process.stdout:
-        for descriptor in found:
+        for descriptor in received:
             waiting.register(descriptor, selectors.EVENT_READ)
         waiting.register(process.stdin, selectors.EVENT_WRITE)
-        while any(descriptor in waiting.get_map() for descriptor in found):
+        while any(descriptor in waiting.get_map() for descriptor in received):
             left_s = end_s - time.monotonic()
             if left_s <= 0:
-                return bytes(found[process.stdout.fileno()]), b"", "time"
+                return bytes(received[process.stdout.fileno()]), b"", "time"
             for key, _ in waiting.select(left_s):
                 if key.fileobj is process.stdin:
                     stdin = _write(process.stdin.fileno(), stdin)
@@ -162,12 +159,12 @@ def _talk(process: "subprocess.Popen[bytes]", result_at: int, stdin: bytes, boun
                         process.stdin.close()
                     continue
                 piece = os.read(key.fd, 1 << 16)
-                found[key.fd] += piece
+                received[key.fd] += piece
                 if not piece:
                     waiting.unregister(key.fd)
-                elif len(found[key.fd]) > bounds.output_bytes:
-                    return bytes(found[process.stdout.fileno()]), b"", "output"
-        return bytes(found[process.stdout.fileno()]), bytes(found[result_at]), ""
+                elif len(received[key.fd]) > bounds.output_bytes:
+                    return bytes(received[process.stdout.fileno()]), b"", "output"
+        return bytes(received[process.stdout.fileno()]), bytes(received[result_at]), ""
 
 
 def _write(descriptor: int, data: bytes) -> bytes:
@@ -183,9 +180,7 @@ def _write(descriptor: int, data: bytes) -> bytes:
 def _outcome(
     code: int, output: bytes, result: bytes, reason: str, passes: Callable[[JsonMapping], bool]
 ) -> ProgramOutcome:
-    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result, even
-    this process's.
-    """
+    """Return the end of a run. Raises RewardFailed only where the program did not begin: it can write any result."""
     text = output.decode(errors="replace")
     if reason:
         return ProgramOutcome(output=text, reason=reason)

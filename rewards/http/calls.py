@@ -50,9 +50,9 @@ class Calls:
     async def post(self, body: object, read: Callable[[Any], Any]) -> Any:
         """Return ``read`` of the answer's JSON.
 
-        A call without an answer, with one of ``AGAIN``, or with an answer that ``read`` refuses by ValueError is
-        repeated. While the server is left alone, calls wait: failing at once would use up prompts as fast as they come.
-        Raises RewardFailed with the last reason.
+        A call without an answer, with one of ``AGAIN``, or with one that ``read`` refuses by ValueError is repeated.
+        While the server is left alone, calls wait: failing at once would use up prompts as fast as they come. Raises
+        RewardFailed with the last reason.
         """
         pause_s, reason = FIRST_PAUSE_S, ""
         for attempt in range(self._retries + 1):
@@ -60,7 +60,7 @@ class Calls:
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
             try:
-                found = read(await self._permitted(body))
+                result = read(await self._permitted(body))
             except _CallRefused as error:
                 raise RewardFailed(self._name, str(error), outside=error.status not in OF_THE_BODY) from None
             except (aiohttp.ClientError, OSError, TimeoutError, ValueError, RecursionError) as error:
@@ -70,11 +70,11 @@ class Calls:
                 self._note_failure()
                 continue
             self._failures = 0
-            return found
+            return result
         raise RewardFailed(self._name, f"{reason} ({self._retries + 1} attempts)", outside=True)
 
     async def _permitted(self, body: object) -> Any:
-        """Call at once, or, while the server is left alone, when its time is over and no other call is trying it."""
+        """Call at once; while the server is left alone, when its time is over and no other call is trying it."""
         if self._failures < OPEN_AFTER:
             return await self._once(body)
         async with self._trying:

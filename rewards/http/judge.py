@@ -94,8 +94,8 @@ class Judge:
             text = answer["choices"][0]["message"]["content"]
         except (KeyError, IndexError, TypeError):
             raise ValueError(f"want choices[0].message.content, got {answer!r}"[:300]) from None
-        found = self._pattern.findall(text) if isinstance(text, str) else []
-        last = found[-1] if found else None
+        numbers = self._pattern.findall(text) if isinstance(text, str) else []
+        last = numbers[-1] if numbers else None
         number = last[0] if isinstance(last, tuple) else last
         try:
             grade = float(number)  # type: ignore[arg-type]
@@ -108,15 +108,13 @@ class Judge:
         return grade
 
 
-def fill(template: str, request: RewardRequest, **more: float) -> str:
-    """Return the template with the request's texts in it. Braces elsewhere stay, and texts that have braces are put in
-    as they are.
-    """
+def fill(template: str, request: RewardRequest, **numbers: float) -> str:
+    """Return the template with the request's texts in it, as they are. Other braces stay."""
     values = {"prompt": _text(request.prompt), "label": _text(request.label), "response": request.response}
     values = {name: text[:MAX_PART] for name, text in values.items()} | {
-        name: f"{number:g}" for name, number in more.items()
+        name: f"{number:g}" for name, number in numbers.items()
     }
-    return re.sub(r"\{(prompt|label|response|low|high)\}", lambda found: values.get(found[1], found[0]), template)
+    return re.sub(r"\{(prompt|label|response|low|high)\}", lambda match: values.get(match[1], match[0]), template)
 
 
 def _said(message: JsonMapping) -> str:

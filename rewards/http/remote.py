@@ -11,8 +11,7 @@ from tidemill.rewards.port import Parts, RewardRequest, fields_of
 
 
 class Remote:
-    """Asks a server: ``tidemill reward-server``, or any that takes ``{prompt, response, label, ...}``, as slime's
-    remote_rm does.
+    """Asks ``tidemill reward-server``, or any server of ``{prompt, response, label, ...}``, such as slime's remote_rm.
 
     The answer is a number, a map of numbers, or a map with ``reward``, or ``failed`` with a reason. Options: ``url``;
     ``timeout_s`` of one attempt; ``retries``; ``connections``; ``token_env``: variable with a bearer token; ``key``:
@@ -49,8 +48,7 @@ class Remote:
 
 
 class RemoteGroupReward:
-    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server that takes ``{samples: [...],
-    rewards: [...]}``.
+    """A reward of groups: asks ``tidemill reward-server NAME --group``, or any server of ``{samples, rewards}``.
 
     The answer is a list with a reward for each sample, or a map with this under ``rewards``, or ``failed`` with a
     reason. Options as those of ``Remote``, but ``key``.
@@ -77,14 +75,12 @@ class RemoteGroupReward:
 
 
 def _refuse_failed(answer: object, word: str = "reward") -> None:
-    """Raise RewardFailed with the reason of a server that has none."""
     if isinstance(answer, Mapping) and isinstance(answer.get("failed"), str):
         raise RewardFailed("remote", f"failed there: {answer['failed'][:500]}", word)
 
 
 def bearer(variable: str, where: str = "") -> dict[str, str]:
-    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError where it
-    is not set.
+    """Return the header with the token in an environment variable; none for an empty name. Raises ValueError.
 
     ``where``: the option that names it, for the message; empty = an option of a reward.
     """
@@ -92,8 +88,8 @@ def bearer(variable: str, where: str = "") -> dict[str, str]:
         return {}
     token = os.environ.get(variable, "")
     if not token:
-        wanted = f"want the variable {variable} set"
-        raise ValueError(f"{where}: {wanted}" if where else f"{wanted} where the actor runs")
+        problem = f"want the variable {variable} set"
+        raise ValueError(f"{where}: {problem}" if where else f"{problem} where the actor runs")
     return {"Authorization": f"Bearer {token}"}
 
 

@@ -94,9 +94,7 @@ class RewardModel:
 
 
 def _tokenizer(model_dir: Path) -> Tokenize:
-    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a chat template that
-    renders one.
-    """
+    """Return the tokenizer of conversations. Raises ValueError without ``tokenizer.json`` or a fit chat template."""
     try:
         from tokenizers import Tokenizer
     except ImportError:

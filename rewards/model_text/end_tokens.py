@@ -35,7 +35,9 @@ class EndTokens:
     @classmethod
     def read(cls, model_dir: Path) -> Self:
         """Return the tokens of a model directory. Raises ValueError that names the file."""
-        configured = [id for name in ("config.json", "generation_config.json") for id in _eos_ids(model_dir / name)]
+        configured = [
+            token_id for name in ("config.json", "generation_config.json") for token_id in _eos_ids(model_dir / name)
+        ]
         vocabulary = _json_map(model_dir / "tokenizer.json")
         if not vocabulary:
             return cls(configured=tuple(dict.fromkeys(configured)))
@@ -49,7 +51,7 @@ class EndTokens:
     @property
     def named(self) -> tuple[int, ...]:
         """The ids that the files name, which other programs know too."""
-        return tuple(dict.fromkeys(id for id in (*self.configured, self.tokenizer) if id is not None))
+        return tuple(dict.fromkeys(token_id for token_id in (*self.configured, self.tokenizer) if token_id is not None))
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -59,10 +61,10 @@ class EndTokens:
 
 def _eos_ids(file: Path) -> Iterator[int]:
     ids = _json_map(file).get("eos_token_id")
-    for id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
-        if type(id) is not int or id < 0:
+    for token_id in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+        if type(token_id) is not int or token_id < 0:
             raise ValueError(f"{file}: eos_token_id: want a token id, or a list of some, got {ids!r:.80}")
-        yield id
+        yield token_id
 
 
 def _eos_token(model_dir: Path) -> str | None:
@@ -80,9 +82,9 @@ def _id_of(token: str | None, added: Mapping[str, int], vocabulary: Mapping[str,
         return None if token is None else added[token]
     tokens = (vocabulary.get("model") or {}).get("vocab") or {}
     if isinstance(tokens, list):
-        return next((id for id, pair in enumerate(tokens) if pair[0] == token), None)
-    id = tokens.get(token)
-    return None if id is None else int(id)
+        return next((token_id for token_id, pair in enumerate(tokens) if pair[0] == token), None)
+    token_id = tokens.get(token)
+    return None if token_id is None else int(token_id)
 
 
 def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> int | None:
@@ -95,13 +97,12 @@ def _end_of_turn(template: MessageTemplate | None, added: Mapping[str, int]) -> 
         )
     except ValueError:  # a template that refuses this chat; its rows are checked one by one
         return None
-    _, there, behind = text.rpartition(_ANSWER)
-    matches = [token for token in added if there and behind.lstrip().startswith(token)]
+    _, written, behind = text.rpartition(_ANSWER)
+    matches = [token for token in added if written and behind.lstrip().startswith(token)]
     return added[max(matches, key=len)] if matches else None
 
 
 def _json_map(file: Path) -> Mapping[str, Any]:
-    """Return the map in a file; empty where there is no file. Raises ValueError."""
     if not file.exists():
         return {}
     try:

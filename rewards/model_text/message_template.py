@@ -39,9 +39,7 @@ class MessageTemplate:
     """The chat template of a model. Thread-safe."""
 
     def __init__(self, source: str, special: Mapping[str, str], *, tool_use: str = "") -> None:
-        """``special``: the template's names of tokens (``eos_token``, ...) to the tokens. ``tool_use``: template of
-        chats with tools.
-        """
+        """``special``: tokens by name (``eos_token``, ...). ``tool_use``: template of chats with tools."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
@@ -56,9 +54,7 @@ class MessageTemplate:
 
     @classmethod
     def read(cls, model_dir: Path) -> Self | None:
-        """Return the template of a model directory; None when it has none. Raises ValueError with the line of a syntax
-        error.
-        """
+        """Return the template of a model directory; None when it has none. Raises ValueError for wrong syntax."""
         config, tokens = (_json_map(model_dir / name) for name in ("tokenizer_config.json", "special_tokens_map.json"))
         written = config.get("chat_template") or ""
         sources = (
@@ -124,9 +120,7 @@ class MessageTemplate:
             return None
 
     def _with_calls(self, template: jinja2.Template, messages: Sequence[JsonMapping]) -> Sequence[JsonMapping]:
-        """Return the messages, their calls of tools in the form that the template reads. Raises ValueError where it
-        writes none.
-        """
+        """Return the messages, calls of tools as the template reads them. Raises ValueError where it writes none."""
         if not any(message.get("tool_calls") for message in messages):
             return messages
         if template not in self._call_forms:
