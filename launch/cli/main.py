@@ -40,7 +40,6 @@ COMMANDS: Mapping[str, str] = {
     "weights": "version of each engine, and whether all engines of a version have the same bits",
     "tail": "print new samples as they arrive",
     "show": "one sample: its tokens, their probabilities, and its outcome",
-    "stats": "rates, lengths, rewards, lags and pass@k of the newest samples",
     "replay": "samples into a file, and from a file or a run into another bus or run",
     "archive": "write every sample to files as it arrives; trimming waits for it",
     "metrics": "give the metrics of each step to TensorBoard, Weights & Biases, a file or your own sink",

@@ -96,8 +96,7 @@ async def replay_run(bus: Bus, args: argparse.Namespace) -> int:
         async for match in tail(
             search, argparse.Namespace(**{**vars(args), "follow": False, "since": args.since or _all(args)})
         ):
-            if match.stored is not None:
-                yield match.stored
+            yield match.stored
 
     return await _replay(samples(), Origin(run=bus.run, created=state.created), args, url=args.bus or bus.connected_url)
 

@@ -110,7 +110,7 @@ async def show_sample(bus: Bus, args: argparse.Namespace) -> int:
     """Print one sample and return 0. Raises ValueError when there is none of this name, or it cannot be read."""
     match, others = await _find(bus, args.sample)
     sample = match.sample
-    if sample is None or isinstance(sample, WireError):
+    if isinstance(sample, WireError):
         raise ValueError(f"sample {args.sample}: #{match.line.seq} cannot be read: {sample}")
     tokens = tokens_of(sample, await _vocabulary(bus, args))
     history = await history_of(bus, match.line.seq, sample)

@@ -90,13 +90,11 @@ def _writer(args: argparse.Namespace) -> Callable[[FoundSample], None]:
 
 
 def _write_json(match: FoundSample) -> None:
-    assert match.sample is not None
     line = match.line
     print(to_json({**as_map(line.seq, match.sample), "lag": line.lag, "stored_s": line.stored_s}), flush=True)
 
 
 def _write_raw(match: FoundSample) -> None:
-    assert match.stored is not None
     if isinstance(match.stored.data, bytes):
         sys.stdout.buffer.write(len(match.stored.data).to_bytes(4, "little") + match.stored.data)
         sys.stdout.buffer.flush()

@@ -20,7 +20,7 @@ def block(match: FoundSample, *, full: bool = False) -> Text:
     an episode has its messages in the place of both.
     """
     line, sample = match.line, match.sample
-    if sample is None or isinstance(sample, WireError):
+    if isinstance(sample, WireError):
         return Text(f"#{line.seq} broken: {sample}\n", style="red")
     text = facts(line, sample)
     if error := sample.metadata.get("error"):

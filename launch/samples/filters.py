@@ -59,7 +59,6 @@ class Headline:
     """Actor as its subject has it: see ``subjects.token``."""
     task: int | None = None
     index: int | None = None
-    group_size: int | None = None
     versions: tuple[int, int] | None = None
     """Oldest and newest version; (-1, -1) for an empty response."""
     reward: float | None = None
@@ -90,7 +89,6 @@ def _headline(seq: int, stored_s: float, subject: str, headers: dict[str, str]) 
         actor=words[5],
         task=_int(fields.get("task")),
         index=_int(fields.get("index")),
-        group_size=_int(fields.get("group")),
         versions=_versions(fields.get("versions", "")),
         reward=_float(fields.get("reward")),
         status=fields.get("status"),

@@ -47,9 +47,8 @@ class FoundSample:
     """A sample that fits."""
 
     line: Headline
-    stored: StoredSample | None = None
-    sample: Sample | WireError | None = None
-    """None, as ``stored``, if payloads were not requested."""
+    stored: StoredSample
+    sample: Sample | WireError
 
 
 class SampleSearch:
@@ -75,24 +74,20 @@ class SampleSearch:
                 f"--since: want a time ago (10m, 2h), an ISO time, or a sequence (#123), got {since!r}"
             ) from None
 
-    async def forward(
-        self, first: int, last: int | None = None, *, payloads: bool = True
-    ) -> AsyncIterator[FoundSample]:
+    async def forward(self, first: int, last: int | None = None) -> AsyncIterator[FoundSample]:
         """Yield the samples from ``first`` to ``last`` that fit, in stream order; without ``last`` wait for new ones
         until cancelled.
         """
-        if payloads and not self._filter.of_headers:
+        if not self._filter.of_headers:
             async for stored in self.history.payloads(first, last):
                 if (match := await self._open(stored)) is not None:
                     yield match
             return
         async for glimpse in self.history.glimpses(first, last):
-            if (match := await self._look(glimpse, payloads)) is not None:
+            if (match := await self._look(glimpse)) is not None:
                 yield match
 
-    async def newest(
-        self, count: int, *, first: int = 1, limit: int, payloads: bool = True
-    ) -> tuple[list[FoundSample], int, int]:
+    async def newest(self, count: int, *, first: int = 1, limit: int) -> tuple[list[FoundSample], int, int]:
         """Return the last ``count`` samples from ``first`` on, oldest first; the last sequence of the stream; the
         number of sequences read.
 
@@ -108,21 +103,17 @@ class SampleSearch:
             for glimpse in reversed(chunk):
                 if len(matches) == count:
                     break
-                if (match := await self._look(glimpse, payloads)) is not None:
+                if (match := await self._look(glimpse)) is not None:
                     matches.append(match)
             high, size = low - 1, min(2 * size, max(_CHUNK[1], 2 * count))
         return matches[::-1], state.last_seq, state.last_seq - high
 
-    async def _look(self, glimpse: Glimpse, payloads: bool) -> FoundSample | None:
+    async def _look(self, glimpse: Glimpse) -> FoundSample | None:
         line = headline(glimpse)
         if replace(self._filter, lag=None).of(line) is False:  # before the registry is read for its lag
             return None
-        line = await self.lags.of(line)
-        fits = self._filter.of(line)
-        if fits is False:
+        if self._filter.of(await self.lags.of(line)) is False:
             return None
-        if fits and not payloads and self._filter.text is None:
-            return FoundSample(line=line)
         try:
             return await self._open(await self.history.payload(glimpse.seq))
         except NotFound:  # trimmed meanwhile
@@ -169,6 +160,7 @@ def as_map(seq: int, sample: Sample | WireError) -> JsonObject:
         "seq": seq,
         "task": sample.task,
         "index": sample.index,
+        "group_size": sample.group_size,
         "attempt": sample.attempt,
         "kind": sample.kind.value,
         "status": sample.status.value,
