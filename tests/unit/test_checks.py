@@ -274,7 +274,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         ),
         (
             ["learner.hooks.before_step=textwrap:indent"],
-            "it takes text, prefix, predicate; it is called with 1 arguments",
+            "missing a required argument: 'prefix'",
         ),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),
