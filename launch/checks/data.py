@@ -374,15 +374,17 @@ def _check_prepared(report: Report, config: RunConfig) -> Prompts:
     if config.prepare.kind == "digits":  # a token a character
         longest = "0" * config.prepare.max_digits + "="
         tokens = len(config.data.template.replace("{prompt}", longest) or longest)
-        room = config.prepare.max_position - config.sampling.max_new_tokens
+        room = config.prepare.values["max_position_embeddings"] - config.sampling.max_new_tokens
         if tokens > room > 0:
-            want = f"<= {room} for the longest prompt: prepare.max_position less sampling.max_new_tokens"
+            want = (
+                f"<= {room} for the longest prompt: prepare.model.max_position_embeddings less sampling.max_new_tokens"
+            )
             report.error(
                 "data",
                 report.at("prepare.max_digits"),
                 want=want,
                 got=f"{tokens} tokens",
-                cure="raise prepare.max_position",
+                cure="raise prepare.model.max_position_embeddings",
             )
     _check_grouped(report, config, [row], complete=True)
     report.good("data", f"made at the start: {config.prepare.kind}")

@@ -18,7 +18,6 @@ from tidemill.launch.checks.weights import check_megatron, check_tuning
 from tidemill.launch.devices.demand import ModelSize
 from tidemill.launch.devices.memory_table import MemoryRow, memory_rows, state_rows, valued
 from tidemill.launch.devices.trained import Shapes, trained_tensors
-from tidemill.launch.settings.prepare_config import PrepareConfig
 from tidemill.launch.settings.run_config import ModelConfig, RunConfig
 from tidemill.learner.layout.sizes import FAMILIES, WITH_BIAS, refusals
 from tidemill.learner.settings.megatron_arguments import refusals as argument_refusals
@@ -92,7 +91,7 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
     path = Path(config.model.path)
     prepare = config.prepare if made else None
     where = "prepare" if prepare is not None else f"{path}/config.json"
-    values = prepared_values(prepare) if prepare is not None else _read_config(report, config.model)
+    values = {"model_type": "qwen3", **prepare.values} if prepare is not None else _read_config(report, config.model)
     if values is None:
         return None
     before = len(report.errors)
@@ -148,23 +147,6 @@ def check_model(report: Report, config: RunConfig, *, made: bool) -> CheckedMode
 def _routed_bytes(config: RunConfig, values: Mapping[str, object]) -> int:
     routed = RoutedShape.of(values) if config.learner.routing_replay == ROLLOUT else None
     return 0 if routed is None else routed.bytes_per_token
-
-
-def prepared_values(prepare: PrepareConfig) -> dict[str, object]:
-    """Return the fields of the config.json that ``prepare`` will write, as far as the checks read them."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": prepare.vocab_size or {"digits": 16, "gsm8k": 512}[prepare.kind],
-        "hidden_size": prepare.hidden,
-        "intermediate_size": prepare.intermediate,
-        "num_hidden_layers": prepare.layers,
-        "num_attention_heads": prepare.heads,
-        "num_key_value_heads": prepare.kv_heads,
-        "head_dim": prepare.head_dim,
-        "max_position_embeddings": prepare.max_position,
-        "rope_theta": prepare.rope_theta,
-        "tie_word_embeddings": prepare.tie_embeddings,
-    }
 
 
 def _read_config(report: Report, model: ModelConfig) -> JsonObject | None:

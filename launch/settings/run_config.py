@@ -220,7 +220,7 @@ class RunConfig:
         """
         parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
         parts["learner"] = self._learner_settings()
-        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["prepare"] = None if self.prepare is None else self.prepare.recorded()
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
