@@ -74,9 +74,7 @@ class SourceReading:
 
     @classmethod
     def of(cls, source: Source, rules: RowRules, recorded: Collection[str]) -> "SourceReading":
-        """Read a source. ``recorded``: rollouts with recorded responses. Raises PromptError for a source that cannot be
-        read.
-        """
+        """Read a source; ``recorded``: rollouts with recorded responses. Raises PromptError for an unreadable one."""
         refuse_template(source.template)
         reading, until = cls(source=source), time.monotonic() + READ_S
         for scanned in scan_rows(source):
@@ -124,7 +122,6 @@ class SourceReading:
         self.rows = [row for number, row in enumerate(self.rows) if number not in bad]
 
     def __str__(self) -> str:
-        """Return how much was read and tokenized."""
         size = f"{self.read} prompts read"
         if not self.complete:
             share = "" if self.total is None else f" of {self.total} ({100 * self.read / self.total:.2g} %)"
@@ -229,9 +226,7 @@ def check_data(
 def check_evaluation(
     report: Report, config: RunConfig, model: CheckedModel | None, tokenize: PromptTokenizer | None
 ) -> Prompts | None:
-    """Report bad rows and errors in the evaluation sets, if there are evaluations; return facts about the sets that are
-    read.
-    """
+    """Report bad rows and errors in the evaluation sets of a run with evaluations; return facts about them."""
     rows: list[PromptRow] = []
     for name, eval_set in config.eval.sets.items() if config.eval.every else ():
         setting, data, before = f"eval.sets.{name}", eval_set.data(config.data), len(report.errors)
@@ -325,9 +320,7 @@ def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow],
 
 
 def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
-    """Report where a number of passes ends the run, and a learning rate that ends elsewhere. ``in_pass``: prompts of a
-    pass.
-    """
+    """Report where the passes (of ``in_pass`` prompts) end the run, and a learning rate that ends elsewhere."""
     learner = config.learner
     steps = -(-learner.num_epochs * in_pass // learner.groups_per_step)
     if steps >= learner.steps:
@@ -356,7 +349,6 @@ def _check_passes(report: Report, config: RunConfig, in_pass: int) -> None:
 
 
 def _in_pass(readings: Sequence[SourceReading]) -> int:
-    """Return the prompts of a pass."""
     return sum(Share(first=0, size=reading.read, weight=reading.source.weight, name="").in_pass for reading in readings)
 
 
@@ -440,7 +432,7 @@ def _check_files(report: Report, config: RunConfig) -> None:
 
 
 def _size(source: Source) -> int | None:
-    """Return the rows of a source, by its files' size where that takes no time; None = not known."""
+    """Return the rows of a source, where counting takes no time; None = not known."""
     count = count_rows(source.path)
     return None if count is None else len(range(count)[source.start : source.stop])
 

@@ -41,8 +41,7 @@ HOOK_ARGUMENTS = ("moment",)
 
 
 def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *, here: bool, call: bool) -> None:
-    """Load the reward with its options, and score the first of ``rows`` that is for it, if the reward is built in or
-    ``call`` is set.
+    """Load the reward with its options; score the first row that is for it, if it is built in or ``call`` is set.
 
     ``here``: the processes that compute it, actors or scorers, run on this machine. If none does, a missing module is a
     warning: it may be on their machines.
@@ -85,9 +84,7 @@ def _check_group(report: Report, config: RunConfig, *, here: bool) -> None:
 
 
 def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
-    """Find the interpreter, the module and the name of every rollout, without loading it. ``here``: actors run on this
-    machine.
-    """
+    """Find the interpreter or the code of every rollout. ``here``: actors run on this machine."""
     rollouts = config.rollouts
     loaded = served(rollouts, config.actor.rollouts)
     for name, rollout in rollouts.items():
@@ -132,7 +129,6 @@ def _imports(rollout: RolloutConfig) -> Iterator[tuple[str, str]]:
 
 
 def _absent(path: str) -> str:
-    """Return the reason that a module, or ``module:name``, cannot be imported; empty if none is known."""
     if ":" in path:
         return defect(path, kind="any")
     try:
@@ -202,9 +198,7 @@ def _check_one(
 
 
 def _call(report: Report, name: str, options: JsonObject, score: Scorer, row: PromptRow, *, where: str) -> None:
-    """Score the label itself as the response; a reward by import path in a child, as in an actor: it may end its
-    process.
-    """
+    """Score the label as the response; a reward by import path in a child, as in an actor: it may end its process."""
     if name in COMPARING and not _is_answer(row.label, many=name in SEVERAL):
         kind = (
             "list" if isinstance(row.label, list) else "map" if isinstance(row.label, dict) else json.dumps(row.label)

@@ -17,8 +17,7 @@ class PreparedPaths:
 
 
 def made_before(config: RunConfig) -> Path | None:
-    """Return the directory of another run's prepared files, if model and prompts are those and were made with the same
-    settings.
+    """Return the directory of another run's prepared files, if the run uses them and they were made with its settings.
 
     So it is with the configuration that a run keeps in its directory, when a new run begins with it
     (``--from-checkpoint``).
@@ -39,8 +38,7 @@ def made_before(config: RunConfig) -> Path | None:
 
 
 def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> PreparedPaths:
-    """Report files of ``prepare`` that nothing would read, or that exist with other settings; return the files that
-    will be made.
+    """Report prepared files that nothing reads, or that exist with other settings; return those that will be made.
 
     ``fresh``: the content of the run's directory is removed first.
     """

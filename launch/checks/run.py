@@ -23,9 +23,7 @@ class Purpose:
     trains: bool = True
     """False if it starts no learner: the evaluation sets are its only data."""
     starts_workers: bool = True
-    """True if it starts ``up.actors``, ``up.engines`` and ``up.scorers`` on this machine: their reward and program must
-    be here.
-    """
+    """True if it starts actors, engines and scorers on this machine: reward and program must be here."""
     uses_bus: bool = False
     """True if it needs the server at ``bus.url`` at once."""
     resumes: bool = False

@@ -20,9 +20,7 @@ TOKENIZER = "tokenizer.json"
 def check_teachers(
     report: Report, config: RunConfig, model: CheckedModel | None, data: Prompts | None, *, reach: bool
 ) -> None:
-    """Report teachers that cannot score the samples of the run. ``data``: None = not known; ``reach``: ask their
-    servers.
-    """
+    """Report teachers that cannot score the run's samples. ``data``: None = not known; ``reach``: ask their servers."""
     teachers = [*config.actor.teachers.values()]
     for teacher in teachers:
         where = report.at("actor.teachers")
@@ -108,7 +106,7 @@ def _check_server(
     model: CheckedModel | None,
     data: Prompts | None,
 ) -> None:
-    """Ask a server for its model, and with a temperature other than 1, of the run or a row, whether it scores at it.
+    """Ask a server for its model, and whether it scores at a temperature other than 1, if a row or the run has one.
 
     One that is away is a warning.
     """
@@ -136,7 +134,6 @@ def _check_server(
 
 
 def _get(url: str) -> dict[str, object]:
-    """Return the JSON map at an address. Raises OSError, ValueError."""
     with direct_opener().open(url, timeout=ANSWER_S) as answer:
         answer_map = json.loads(answer.read(1 << 20))
     if not isinstance(answer_map, dict):

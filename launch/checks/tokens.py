@@ -110,8 +110,7 @@ def _template(report: Report, config: RunConfig, model: CheckedModel) -> Message
 
 
 def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -> None:
-    """Report tools of rollouts that the model's chat template leaves out. Those of a renderer are checked with the
-    renderer.
+    """Report tools of rollouts that the chat template leaves out. Those of a renderer are checked with it.
 
     A program by import path is loaded in a child, as an actor does it, but only where the template writes no tools at
     all.
@@ -139,9 +138,7 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
 
 
 async def _tools_of_program(rollout: RolloutConfig) -> Sequence[str]:
-    """Return the tools that a program offers in chats; none for one that cannot be loaded, whose actor names the
-    reason.
-    """
+    """Return the tools that a program offers in chats; none for one that cannot be loaded (its actor reports it)."""
     async with Children(rollout.program, options=rollout.options, python=rollout.python) as children:
         try:
             async with asyncio.timeout(LOAD_S):
@@ -208,9 +205,7 @@ def _shown(ids: tuple[int, ...]) -> str:
 
 
 def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None, *, here: bool) -> None:
-    """Make the renderer of ``actor.gateway``, if there is one. ``here``: actors run on this machine; others may have
-    other packages.
-    """
+    """Make the renderer of ``actor.gateway``. ``here``: actors run on this machine; others may have other packages."""
     gateway = config.actor.gateway
     if not gateway.renderer:
         return
@@ -279,9 +274,7 @@ def _tells_of_tools(renderer: Renderer) -> bool:
 
 
 def _difference(renderer: Renderer, text: Text, directory: Path, template_args: JsonObject) -> str:
-    """Return how a question differs from the model's chat template; empty where it does not, or there is no
-    template.
-    """
+    """Return how a question differs from the model's chat template; empty where it does not, or without one."""
     try:
         template = ChatTemplate.read(directory)
         if template is None:

@@ -41,9 +41,7 @@ class Compared:
 
 
 def compare_weights(args: argparse.Namespace) -> int:
-    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError for wrong
-    arguments.
-    """
+    """Print the comparisons. Returns 0, or 1 when something differs or cannot be compared. Raises ValueError."""
     require("engine")
     if args.run_dir:
         if args.sides:
@@ -108,7 +106,6 @@ async def _reports(urls: Sequence[str]) -> "list[ChecksumReport]":
 
 
 async def _report(url: str, headers: "Headers") -> "ChecksumReport":
-    """Ask an engine for the checksums of the weights that it serves. Raises ValueError."""
     from tidemill.bus.http.client import ApiClient, CallFailed
     from tidemill.weightstore.format.checksums import ChecksumReport
 

@@ -34,8 +34,7 @@ def run(
     same_signal_s: float = SAME_SIGNAL_S,
     on_event: Callable[[str], None] = log.warning,
 ) -> int:
-    """Run ``main(draining)`` to its end. Returns 0 when it ended or was drained, 75 when it was cancelled, else the
-    code of its error.
+    """Run ``main(draining)`` to its end. Returns 0 ended or drained, 75 cancelled, else its error's code.
 
     ``drain_s``: seconds from the first signal to the cancellation. ``on_event`` is called with a text when a process
     below is stopped. After a signal this process ignores further ones, once ``main`` has ended: its exit code stands.
@@ -56,9 +55,7 @@ def run_refusing(
     drain_s: float,
     refusals: tuple[type[Exception], ...] = (ValueError,),
 ) -> int:
-    """Run as ``run``; an error of ``refusals`` is wrong use of the command: it is raised here, and is no crash in the
-    log.
-    """
+    """Run as ``run``; an error of ``refusals`` (wrong use of the command) is raised here, and is no crash."""
     refused: list[Exception] = []
 
     async def recorded(draining: asyncio.Event) -> None:

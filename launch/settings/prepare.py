@@ -113,8 +113,7 @@ class PreparedOtherwise(ValueError):
 
 
 def prepare(config: PrepareConfig, directory: Path) -> Prepared:
-    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already; an incomplete directory is
-    made again.
+    """Make ``model/`` and ``prompts.jsonl`` in ``directory``, unless they exist already.
 
     Returns their paths. Raises PreparedOtherwise, naming the differences, if they were made from another config.
     """
@@ -129,9 +128,7 @@ def prepare(config: PrepareConfig, directory: Path) -> Prepared:
 
 
 def refuse_other(config: PrepareConfig, directory: Path) -> bool:
-    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for files of another config or
-    unknown origin.
-    """
+    """Return whether the files of ``config`` exist already. Raises PreparedOtherwise for any others."""
     prepared, wanted = Prepared.in_(directory), config.recorded()
     record = _read_record(directory)
     if record is None and (prepared.model.exists() or prepared.prompts.exists()):
