@@ -312,10 +312,8 @@ def _check_grouped(report: Report, config: RunConfig, rows: Sequence[PromptRow],
     """Warn where no row has the metadata of ``group_reward_when``; if not all rows are read, nothing is known."""
     when = config.actor.group_reward_when
     if when and complete and not any(fits(when, row.metadata) for row in rows):
-        want, cure = (
-            f"rows with metadata {when!r:.200}",
-            "fix it, or data.metadata_key: their samples are scored one by one",
-        )
+        want = f"rows with metadata {when!r:.200}"
+        cure = "fix it, or data.metadata_key: their samples are scored one by one"
         report.warning("data", report.at("actor.group_reward_when"), want=want, got=f"none of {len(rows)}", cure=cure)
 
 

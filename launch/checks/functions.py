@@ -50,10 +50,8 @@ def check_reward(report: Report, config: RunConfig, rows: Sequence[PromptRow], *
         report.good("reward", "none needed: all samples are recorded responses")
         return
     if config.actor.scorers.enabled and not config.up.scorers:
-        want, cure = (
-            "scorers",
-            "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers",
-        )
+        want = "scorers"
+        cure = "start some: tidemill scorer --bus URL, or tidemill host ... scorers=N; or set up.scorers"
         report.warning("reward", report.at("actor.scorers.enabled"), want=want, got="up.scorers: 0", cure=cure)
     scored = [row for row in rows if row.rollout not in config.recorded_rollouts]
     if config.actor.group_reward:
@@ -93,10 +91,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
             continue
         if rollout.python:
             if shutil.which(rollout.python) is None:
-                where, cure = (
-                    report.at(f"rollouts.{name}.python"),
-                    "give the path of the interpreter that has the program's packages",
-                )
+                where = report.at(f"rollouts.{name}.python")
+                cure = "give the path of the interpreter that has the program's packages"
                 severity(
                     "rollouts",
                     where,
@@ -107,10 +103,8 @@ def check_rollouts(report: Report, config: RunConfig, *, here: bool) -> None:
             continue
         for setting, path in _imports(rollout):
             if reason := _absent(path):
-                where, cure = (
-                    report.at(f"rollouts.{name}.{setting}"),
-                    "fix the name; modules are searched in this directory and in PYTHONPATH",
-                )
+                where = report.at(f"rollouts.{name}.{setting}")
+                cure = "fix the name; modules are searched in this directory and in PYTHONPATH"
                 severity("rollouts", where, want="a program that can be imported", got=f"{path!r}: {reason}", cure=cure)
 
 
@@ -275,24 +269,18 @@ def _doubt_gspo(report: Report, config: RunConfig) -> None:
     if algorithm.loss not in ("gspo", "gspo_token"):
         return
     if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
-        cure, got = (
-            f"use anchor: proximal, as in correction: {algorithm.loss}",
-            f"clip_high {algorithm.clip_high} at anchor: rollout",
-        )
+        cure = f"use anchor: proximal, as in correction: {algorithm.loss}"
+        got = f"clip_high {algorithm.clip_high} at anchor: rollout"
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
         report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
     elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
-        got, cure = (
-            f"{algorithm.clip_low} and {algorithm.clip_high}",
-            f"use correction: {algorithm.loss}, or set clip_low and clip_high",
-        )
+        got = f"{algorithm.clip_low} and {algorithm.clip_high}"
+        cure = f"use correction: {algorithm.loss}, or set clip_low and clip_high"
         report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
-        want, cure = (
-            "seq_mean_token_mean with gspo: every response counts the same",
-            f"use correction: {algorithm.loss}, or set it",
-        )
+        want = "seq_mean_token_mean with gspo: every response counts the same"
+        cure = f"use correction: {algorithm.loss}, or set it"
         report.warning(
             "algorithm", report.at(f"{name}.aggregation"), want=want, got=str(algorithm.aggregation), cure=cure
         )

@@ -79,10 +79,8 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         return
     releases = _installed(program, "sglang")
     if releases is not None and not releases:
-        want, got = (
-            "the Python interpreter of an environment with SGLang",
-            f"{engine.sglang.python!r}, whose packages have no sglang",
-        )
+        want = "the Python interpreter of an environment with SGLang"
+        got = f"{engine.sglang.python!r}, whose packages have no sglang"
         report.warning(
             "engine", where, want=want, got=got, cure="install it there (docs/sglang.md), or give another one"
         )
@@ -90,10 +88,8 @@ def check_engine(report: Report, config: RunConfig, *, here: bool) -> None:
         try:
             release_of(engine.sglang.python, release)
         except EngineFailed:
-            want, got = (
-                f"an environment with SGLang {written(OLDEST)} or newer",
-                f"{engine.sglang.python!r}: SGLang {release}",
-            )
+            want = f"an environment with SGLang {written(OLDEST)} or newer"
+            got = f"{engine.sglang.python!r}: SGLang {release}"
             severity("engine", where, want=want, got=got, cure="install a newer release there (docs/sglang.md)")
 
 

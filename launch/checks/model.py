@@ -322,10 +322,8 @@ def _check_stops(report: Report, config: RunConfig, vocab_size: int) -> None:
     }
     for setting, ids in settings.items():
         if outside := [token for token in ids or () if token >= vocab_size]:
-            want, where = (
-                f"ids below {vocab_size}, the size of the model's vocabulary",
-                report.at(f"{setting}.stop_token_ids"),
-            )
+            want = f"ids below {vocab_size}, the size of the model's vocabulary"
+            where = report.at(f"{setting}.stop_token_ids")
             report.error(
                 "model", where, want=want, got=outside[0], cure="ids of tokens are in the model's tokenizer.json"
             )
@@ -336,19 +334,15 @@ def _check_reference(report: Report, config: RunConfig, values: Mapping[str, obj
     reference = config.learner.algorithm.kl.reference
     if not reference:
         return
-    where, want = (
-        report.at("learner.algorithm.kl.reference"),
-        "the directory of a model with the sizes of the trained one",
-    )
+    where = report.at("learner.algorithm.kl.reference")
+    want = "the directory of a model with the sizes of the trained one"
     try:
         its = json.loads((Path(reference) / "config.json").read_text(encoding="utf-8"))
-        family, reference_tensors = (
-            its["model_type"],
-            (
-                ModelShape.of(its, where=reference).tensors()
-                if its["model_type"] in DECODED
-                else tensors_in(Path(reference))
-            ),
+        family = its["model_type"]
+        reference_tensors = (
+            ModelShape.of(its, where=reference).tensors()
+            if its["model_type"] in DECODED
+            else tensors_in(Path(reference))
         )
         configs = as_older(values), as_older(its)
     except UNREADABLE as error:

@@ -53,10 +53,8 @@ def check_prepare(report: Report, config: RunConfig, *, fresh: bool) -> Prepared
         report.good("prepare", f"{before}: made by an earlier run, with the same settings")
         return PreparedPaths()
     if not used.model and not used.prompts:
-        want, cure = (
-            "either this and data.path, or prepare, which makes both",
-            "remove prepare (--set prepare=null), or the two paths",
-        )
+        want = "either this and data.path, or prepare, which makes both"
+        cure = "remove prepare (--set prepare=null), or the two paths"
         report.error("prepare", report.at("model.path"), want=want, got="all of them", cure=cure)
     elif not (used.model and used.prompts):
         setting, value = ("data.path", config.data.path) if used.model else ("model.path", config.model.path)

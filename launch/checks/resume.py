@@ -76,10 +76,8 @@ def _compare_rows(report: Report, config: RunConfig, rows: JsonMapping) -> None:
             "resume", report.at(error.field), want=error.want, got=error.got, cure="or start another run: set directory"
         )
     else:
-        want, cure = (
-            f"the files with which the run in {config.root} began",
-            "the run goes on with these, because it has planned none of them",
-        )
+        want = f"the files with which the run in {config.root} began"
+        cure = "the run goes on with these, because it has planned none of them"
         report.warning("resume", report.at("data.path"), want=want, got=f"others: {differences}", cure=cure)
 
 

@@ -67,10 +67,8 @@ def _check_directory(
         )
         return
     if model is not None and shape.max_positions < model.context:
-        want, got = (
-            f"a context of at least {model.context} tokens, the trained model's",
-            f"{teacher.name}: {shape.max_positions}",
-        )
+        want = f"a context of at least {model.context} tokens, the trained model's"
+        got = f"{teacher.name}: {shape.max_positions}"
         report.error("teachers", where, want=want, got=got, cure="use another teacher, or set engine.max_context")
         return
     report.good(

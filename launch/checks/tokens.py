@@ -129,10 +129,8 @@ def check_tools(report: Report, config: RunConfig, model: CheckedModel | None) -
             continue
         if not tools:
             continue
-        want, cure = (
-            "a chat template that writes tools, or the option protocol: text",
-            f"change chat_template.jinja in {model.directory}",
-        )
+        want = "a chat template that writes tools, or the option protocol: text"
+        cure = f"change chat_template.jinja in {model.directory}"
         offered = f" for {', '.join(tools)}" if setting == "use" else ""
         report.error("rollouts", report.at(f"rollouts.{name}.{setting}"), want=want, got=got + offered, cure=cure)
 
@@ -236,17 +234,13 @@ def check_renderer(report: Report, config: RunConfig, model: CheckedModel | None
     ends = " ".join(text.decode([token], skip_special=False) for token in renderer.stop_token_ids)
     report.good("rollouts", f"renderer: {renderer.name}, its responses end with {ends}")
     if not _tells_of_tools(renderer):
-        want, got = (
-            "a renderer that writes the tools of a request into its prompt",
-            f"{renderer.name}, which writes calls and results alone",
-        )
+        want = "a renderer that writes the tools of a request into its prompt"
+        got = f"{renderer.name}, which writes calls and results alone"
         cure = "describe the tools in the system prompt"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=got, cure=cure)
     if difference := _difference(renderer, text, directory, config.data.chat_template_args):
-        want, cure = (
-            "the token ids of the model's chat template",
-            "name the renderer of this model's family, if it is another one",
-        )
+        want = "the token ids of the model's chat template"
+        cure = "name the renderer of this model's family, if it is another one"
         report.warning("rollouts", report.at("actor.gateway.renderer"), want=want, got=difference, cure=cure)
 
 

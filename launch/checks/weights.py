@@ -221,10 +221,8 @@ def check_tuning(report: Report, config: RunConfig, tensors: Shapes) -> None:
         )
     elif idle:
         got = f"{list(choice)}: stage {idle[0]} would train nothing"
-        want, cure = (
-            "weights that are trained in every stage of the pipeline",
-            "lower learner.pipeline_parallel, or choose other layers",
-        )
+        want = "weights that are trained in every stage of the pipeline"
+        cure = "lower learner.pipeline_parallel, or choose other layers"
         report.error("model", report.at(setting), want=want, got=got, cure=cure)
     if learner.from_checkpoint:
         _check_beginning(report, Path(learner.from_checkpoint))
@@ -241,10 +239,8 @@ def _check_beginning(report: Report, directory: Path) -> None:
     if not directory.is_dir():
         got = f"{directory}: no such directory"
     elif (directory / "config.json").is_file():
-        got, cure = (
-            f"{directory}: a model directory",
-            "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT",
-        )
+        got = f"{directory}: a model directory"
+        cure = "make it model.path, or convert it: tidemill convert MODEL CHECKPOINT"
     elif (directory / "common.pt").is_file() or (directory / TRACKER).is_file():
         got += ", as in checkpoints of Megatron itself"
         cure = "make it model.megatron_checkpoint"

@@ -164,9 +164,8 @@ def _reader(args: argparse.Namespace) -> RowReader:
     text = Text.read(directory)
     if model is None or tokenize is None or text is None:
         return reader
-    longest = (
-        config.sampling.max_new_tokens if configs else 0
-    )  # files alone are of no run, which has a longest response
+    # Files alone are of no run, which has a longest response
+    longest = config.sampling.max_new_tokens if configs else 0
     tokens = tokens_of(config, config.data, model, tokenize, max_new_tokens=longest)
     if configs:
         rules = RowRules(unfit=row_check(config, max_new_tokens=longest, vocab_size=model.vocab_size))

@@ -170,9 +170,8 @@ def with_report(what: str, report: "ChecksumReport", tensors: "Mapping[str, Tens
     from tidemill.weightstore.format.checksums import differences, sum_of
 
     reported_names = {name for part in report.parts for name in part.names}
-    comparable = {
-        name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD
-    }  # a tied output projection
+    # A tied output projection
+    comparable = {name: tensor for name, tensor in tensors.items() if name in reported_names or name != HEAD}
     lines = differences(report, comparable, lambda part: sum_of(report.scheme, part, comparable))
     return Compared(what=what, tensors=len(comparable), differs=sorted(lines, key=_by_layer))
 

@@ -198,9 +198,8 @@ def staged_bytes(tensors: Shapes, config: RunConfig, dtype: str) -> int:
         stages_of(tensors, ours.pipeline_parallel, ours.virtual_pipeline, edge_layers=ours.edge_layers)
     ):
         dealt = Dealt(senders)
-        for name in [
-            name for name in of_stage if name not in sent
-        ]:  # a tied embedding is in two stages, and is sent by the first
+        # A tied embedding is in two stages, and is sent by the first
+        for name in [name for name in of_stage if name not in sent]:
             parts[stage, dealt.sender(name)] += math.prod(of_stage[name])
         sent |= of_stage.keys()
     return STAGED_COPIES * ITEM_BYTES[dtype] * max(parts.values(), default=0)
@@ -448,9 +447,8 @@ class Activations:
         layers = shape.num_layers * (
             hidden * item if self.recompute == FULL else self._layer(shape) - self.again_per_token(shape)
         )
-        if (
-            self.recompute == FULL or self.rotary_kernel
-        ):  # the angles of the rotary positions, or their cosines and sines, once for all
+        # The angles of the rotary positions, or their cosines and sines, once for all
+        if self.recompute == FULL or self.rotary_kernel:
             layers += shape.rope.size(shape.head_dim) * FLOAT32
         return layers + TOKEN_ID + (self.tensor_parallel > 1) + norm  # embedding (and its mask), last norm
 
@@ -465,9 +463,8 @@ class Activations:
         heads, kv_heads = shape.num_heads // split, max(1, shape.num_kv_heads // split)
         queries, keys = heads * shape.head_dim, kv_heads * shape.head_dim
         norms = 2 * (self._norm(hidden) + hidden * item) + self._post_norm(shape)
-        rotary = (
-            0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
-        )  # cosines and sines, for queries and for keys
+        # Cosines and sines, for queries and for keys
+        rotary = 0 if self.rotary_kernel else 4 * shape.rope.size(shape.head_dim) * item
         # the joint projection (of which the values are a view), rotated queries and keys, the output, and the sums of
         # the softmax
         attention = (queries + 2 * keys + queries + keys + queries) * item + heads * FLOAT32

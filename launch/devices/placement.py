@@ -310,16 +310,12 @@ def _no_block(
             f"at most one engine for each {size} devices of the ranks of a machine: learner.colocated has none "
             "elsewhere"
         )
-        got, cure = (
-            f"{want.engines} engines of {size} devices, {len(ranks)} ranks",
-            "lower up.engines, or the engines' tp_size",
-        )
+        got = f"{want.engines} engines of {size} devices, {len(ranks)} ranks"
+        cure = "lower up.engines, or the engines' tp_size"
         return PlacementRefused("up.engines", want_text, got, cure)
     if want.engine_devices:
-        want_text, got = (
-            f"{size} devices for each engine",
-            f"{len(want.engine_devices)} for {want.engines or 'one more'}",
-        )
+        want_text = f"{size} devices for each engine"
+        got = f"{len(want.engine_devices)} for {want.engines or 'one more'}"
         return PlacementRefused("engine.devices", want_text, got, "name more devices, or lower the number of engines")
     used = {uuid for rank in ranks for uuid in rank.uuids} | set(taken)
     free = [device.name for device in every_device(nodes) if device.uuid not in used]

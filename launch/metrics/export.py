@@ -102,9 +102,8 @@ async def _feed(
 ) -> None:
     done, run_id = args.from_step - 1, f"{bus.run}-{_time_in_name(await bus.plans.created())}"
     async for record in _records(bus, until_end=args.until_end or args.ended):
-        if (
-            isinstance(record, Done) and record.step > done
-        ):  # a step that is executed again after a restart has the same numbers
+        # A step that is executed again after a restart has the same numbers
+        if isinstance(record, Done) and record.step > done:
             done = record.step
             metrics = StepMetrics(
                 run=bus.run, run_id=run_id, step=record.step, epoch=record.epoch, metrics=record.metrics

@@ -256,9 +256,8 @@ class HostLearner:
         try:
             yield
         finally:
-            await supervisor.end(
-                supervisor.names(LEARNER), within_s=drain_s
-            )  # none are left where the host has drained all
+            # None are left where the host has drained all
+            await supervisor.end(supervisor.names(LEARNER), within_s=drain_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

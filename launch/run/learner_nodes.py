@@ -106,12 +106,7 @@ async def run_agent(
             )
         used = devices[: _ranks(config) // row.nodes]
         live = LiveRow(
-            role="learner",
-            id=name,
-            host=row.host,
-            pid=row.pid,
-            phase="waiting",
-            capabilities=_capabilities(used),
+            role="learner", id=name, host=row.host, pid=row.pid, phase="waiting", capabilities=_capabilities(used)
         )
         heartbeat = await stack.enter_async_context(HeartbeatPublisher(bus, live))
         shown = LearnerRow(heartbeat)

@@ -75,9 +75,8 @@ async def _supervised(
     main: Callable[[asyncio.Event], Coroutine[object, None, None]], drain_s: float, same_signal_s: float
 ) -> int:
     loop, draining = asyncio.get_running_loop(), asyncio.Event()
-    numbers = [
-        number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-    ]  # nohup
+    # Nohup
+    numbers = [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
     work = loop.create_task(cancellable(main(draining)), name="main")
     first_s = 0.0
 
@@ -118,9 +117,8 @@ def set_up_logging(role: str, id: str = "", *, level: int = logging.INFO) -> Non
         level=level, stream=sys.stderr, format=f"%(asctime)s %(levelname)-7s {name}: %(name)s: %(message)s", force=True
     )
     logging.getLogger("nats").setLevel(logging.CRITICAL)  # tidemill.bus.client.connection reports it
-    logging.getLogger("asyncio").addFilter(
-        lambda record: "eof_received" not in record.getMessage()
-    )  # of every TLS connection that ends
+    # Of every TLS connection that ends
+    logging.getLogger("asyncio").addFilter(lambda record: "eof_received" not in record.getMessage())
     for noisy in ("aiohttp.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 

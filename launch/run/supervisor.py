@@ -49,9 +49,8 @@ class GaveUp(RuntimeError):
         )
 
     def __str__(self) -> str:
-        if (
-            self.code == exit_codes.CONFIG
-        ):  # a command that failed before it began has written the whole message, behind its name
+        # A command that failed before it began has written the whole message, behind its name
+        if self.code == exit_codes.CONFIG:
             return f"{self.name}: {self.reason or re.sub(r'^tidemill [a-z]+: ', '', self.last_lines)}"
         often = f", {self.times} times within {self.window_s:.0f} s," if self.times > 1 else ""
         end = f"{self.name} {exit_codes.how(self.code)}{often} and is not started again"

@@ -151,10 +151,8 @@ class Up:
             self.code, self.failure = exit_codes.of(error), str(error)
         except OSError as error:  # of a disk without room: the log has none for the traceback either
             log.error("crashed", exc_info=error)
-            self.code, self.failure = (
-                exit_codes.CRASHED,
-                f"{error.filename or self._root}: {error.strerror or error}; {self._cure}",
-            )
+            self.code = exit_codes.CRASHED
+            self.failure = f"{error.filename or self._root}: {error.strerror or error}; {self._cure}"
         finally:
             await self._drain()
             await self._supervisor.end(self._supervisor.names("bus"), within_s=self._drain_s)

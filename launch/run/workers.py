@@ -40,9 +40,8 @@ def run_prepare(config: RunConfig) -> int:
 
         config.root.mkdir(parents=True, exist_ok=True)
         with (config.root / "prepare.lock").open("w") as lock:
-            fcntl.flock(
-                lock, fcntl.LOCK_EX
-            )  # several processes may call this at the same time; the second finds it done
+            # Several processes may call this at the same time; the second finds it done
+            fcntl.flock(lock, fcntl.LOCK_EX)
             prepare(config.prepare, config.root / "prepared")
     return 0
 
