@@ -49,7 +49,6 @@ def row_check(config: RunConfig, *, max_new_tokens: int, vocab_size: int | None)
 
 
 def _refuse_other_task(row: PromptRow, taskset: str) -> None:
-    """Raise PromptError for a row that has no task of its rollout's taskset."""
     task = row.metadata.get("verifiers")
     if isinstance(task, Mapping) and task.get("taskset") == taskset:
         return
@@ -59,7 +58,6 @@ def _refuse_other_task(row: PromptRow, taskset: str) -> None:
 
 
 def _refuse_responses(row: PromptRow, config: RunConfig, vocab_size: int | None) -> None:
-    """Raise PromptError for recorded responses that the loss of the run cannot train."""
     algorithm, own_temperature = config.learner.algorithm, row.sampling.temperature
     temperature, place_of = (
         (config.sampling.temperature, "sampling.temperature")

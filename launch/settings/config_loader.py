@@ -54,8 +54,7 @@ class Loaded:
 def load(
     files: Path | Sequence[Path], overrides: Sequence[str] = (), environment: Mapping[str, str] | None = None
 ) -> Loaded:
-    """Return the run's configuration: defaults < ``files``, a later one over an earlier < ``overrides`` <
-    ``environment`` < derived.
+    """Return the run's configuration: defaults < ``files`` < ``overrides`` < ``environment`` < derived.
 
     Raises SettingsError.
     """
@@ -72,9 +71,7 @@ def load(
 
 
 def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Setting] | None = None) -> RunConfig:
-    """Return a configuration from a nested map, such as the run's row on the bus, and from ``changed``. Raises
-    SettingsError.
-    """
+    """Return a configuration from a map, such as the run's row on the bus, and ``changed``. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _put(settings, ((str(name), Setting(value, origin)) for name, value in values.items()))
     _put(settings, (changed or {}).items())
@@ -82,9 +79,7 @@ def from_map(values: Mapping[str, object], origin: str, changed: Mapping[str, Se
 
 
 def changes(overrides: Sequence[str], environment: Mapping[str, str]) -> dict[str, Setting]:
-    """Return the settings of ``--set`` and the environment, to apply to a later configuration. Raises SettingsError for
-    unknown ones.
-    """
+    """Return the settings of ``--set`` and the environment, for a later configuration. Raises SettingsError."""
     settings: dict[str, Setting] = {}
     _put(settings, [_override(text) for text in overrides])
     _put(settings, _from_environment(environment))
@@ -152,7 +147,6 @@ def _refuse_single_underscores(name: str, path: str) -> None:
 
 
 def _paths(section: type, prefix: str) -> Iterator[str]:
-    """Yield the dotted path of every setting and every section."""
     for name, kind in typing.get_type_hints(section).items():
         yield f"{prefix}{name}"
         if (inner := section_of(kind)) is not None:
@@ -228,9 +222,7 @@ def _leaves(path: str, setting: Setting) -> Iterator[tuple[str, Setting]]:
 
 
 def _put(settings: dict[str, Setting], later: Iterable[tuple[str, Setting]]) -> None:
-    """Merge ``later`` over ``settings``: a value replaces all settings below it, the map of a section only those that
-    it names.
-    """
+    """Merge ``later`` over ``settings``: a value replaces all settings below it, a map only those it names."""
     for whole, value in later:
         for path, setting in _leaves(whole, value):
             if not (path in _sections() and setting.value == {}):
@@ -281,7 +273,6 @@ def _refuse_derived(settings: Mapping[str, Setting], config: RunConfig) -> None:
 
 
 def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> None:
-    """Raise SettingsError if there are any problems."""
     texts = []
     for problem in problems:
         origin, reason = _origin(problem.paths, settings), REMOVED.get(problem.paths[0]) if problem.unknown else None
@@ -292,9 +283,7 @@ def _refuse(problems: Sequence[Problem], settings: Mapping[str, Setting]) -> Non
 
 
 def _origin(names: Sequence[str], settings: Mapping[str, Setting]) -> str:
-    """Return the origin of the first of the settings ``names`` that was set, itself or as a part of a map; empty for
-    defaults.
-    """
+    """Return the origin of the first setting of ``names`` that was set, itself or in part; empty for defaults."""
     for name in names:
         for known, setting in settings.items():
             if _within(name, known):

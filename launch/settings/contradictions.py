@@ -246,9 +246,7 @@ def _refuse_recorded(config: "RunConfig") -> None:
 
 
 def _refuse_teachers(config: "RunConfig") -> None:
-    """Raise ValueError for teachers with scores that nothing uses, and for a loss that needs scores which no teacher
-    makes.
-    """
+    """Raise ValueError for scores of teachers that nothing uses, and for a loss that no teacher serves."""
     algorithm, teachers = config.learner.algorithm, config.actor.teachers
     if teachers and not algorithm.needs_teacher:
         raise ValueError(
@@ -317,9 +315,7 @@ def _refuse_rewards(config: "RunConfig") -> None:
 
 
 def _refuse_terms(config: "RunConfig") -> None:
-    """Raise ValueError for terms of the loss or the reward that would outweigh the reward, or have nothing to refer
-    to.
-    """
+    """Raise ValueError for terms that outweigh the reward, or have nothing to refer to."""
     algorithm = config.learner.algorithm
     if algorithm.distill_coef and algorithm.distill_teacher == "reference" and not algorithm.kl.reference:
         raise ValueError(

@@ -45,9 +45,7 @@ _WORDS = {
 
 
 def schema() -> JsonObject:
-    """Return the JSON Schema (draft 2020-12) of a configuration file: types, choices, bounds, defaults, sentences; no
-    unknown keys.
-    """
+    """Return the JSON Schema (draft 2020-12) of a configuration file."""
     whole = section.schema(RunConfig)
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of Tidemill"}
     return top | _accepted(whole, whole["$defs"]) | {"type": "object"}
@@ -114,9 +112,7 @@ class Entry:
 
 
 def entries(value: JsonObject | None = None, prefix: str = "") -> Iterator[Entry]:
-    """Yield every section and setting of a schema, in the order of the dataclasses; settings of the entries of a map
-    behind the map.
-    """
+    """Yield every section and setting of a schema in order; settings of a map's entries behind the map."""
     for name, part in (value or schema())["properties"].items():
         choices = [choice for choice in part.get("anyOf", ()) if choice != {"type": "null"}]
         maps = [choice for choice in choices if "properties" in choice]
@@ -182,7 +178,6 @@ def _default(setting: Entry) -> str:
 
 
 def _allowed(value: JsonObject) -> str:
-    """Return the choices or bounds of a setting."""
     choices = [
         *value.get("enum", ()),
         *(name for choice in value.get("anyOf", ()) for name in choice.get("enum", ["module:function"])),

@@ -215,12 +215,10 @@ class RunConfig:
         return int(1.5 * steps * self.samples_per_step * per_sample) + history * per_sample
 
     def digest(self) -> str:
-        """Return the SHA-256, hexadecimal, of the settings that change the training; places, machines and names are
-        left out.
-        """
+        """Return the SHA-256 of the settings that change the training, without places, machines and names."""
         parts: JsonObject = {name: dataclasses.asdict(getattr(self, name)) for name in ("sampling", "staleness")}
         parts["learner"] = self._learner_settings()
-        parts["prepare"] = None if self.prepare is None else dataclasses.asdict(self.prepare)
+        parts["prepare"] = None if self.prepare is None else self.prepare.recorded()
         parts["data"] = self._data_settings()
         parts["reward"] = self.actor.reward_parts.given or (self.actor.reward, self.actor.reward_options)
         if self.actor.teachers:  # without their addresses, which are places
@@ -244,7 +242,6 @@ class RunConfig:
         ).hexdigest()
 
     def _learner_settings(self) -> JsonObject:
-        """Return the learner's settings that change the training."""
         settings = {name: value for name, value in dataclasses.asdict(self.learner).items() if name not in _SAME_BITS}
         _leave_out(settings, _LATER_OF_LEARNER)
         if not self.learner.hooks.given:
@@ -256,7 +253,6 @@ class RunConfig:
         return settings
 
     def _data_settings(self) -> JsonObject:
-        """Return the settings of the data that change the training."""
         settings = {
             name: value for name, value in dataclasses.asdict(self.data).items() if name not in ("path", "bad_rows")
         }
@@ -299,7 +295,6 @@ _LATER_OF_DATA: JsonMapping = dict.fromkeys(
 
 
 def _leave_out(settings: JsonObject, defaults: JsonMapping) -> None:
-    """Remove the settings that have their default, or nothing."""
     for name, default in defaults.items():
         if not settings[name] or settings[name] == default:
             del settings[name]

@@ -11,6 +11,15 @@ DISCOUNTED = ("reinforce", "reinforce_pp")
 """
 OFFERED = ("lengths_N", "truncated_N", "parts", "metadata")
 """Arguments that an estimator by import path may ask for, by the names of its parameters."""
+_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
+OWN_ARGUMENTS = {
+    "advantage": ("rewards_N", "groups_N"),
+    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
+    "weight": _OF_TOKENS,
+    "reject": _OF_TOKENS,
+    "aggregation": ("mask_T", "sample_T", "denominators"),
+}
+"""Positional arguments of a function by import path, by setting."""
 RUNNING = ("rae",)
 """Estimators with a baseline that is carried from step to step (``learner/algorithms/advantages.py``)."""
 CREDITS = ("episode", "turn")

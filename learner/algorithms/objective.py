@@ -31,7 +31,7 @@ from tidemill.learner.algorithms.advantages import (
     whitened,
 )
 from tidemill.learner.algorithms.aggregation import Denominators, Reducer, TokenLoss, aggregate
-from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, RUNNING
+from tidemill.learner.algorithms.choices import ANCHORED, BY_COVARIANCE, OFFERED, OWN_ARGUMENTS, RUNNING
 from tidemill.learner.algorithms.config import AlgorithmConfig
 from tidemill.learner.algorithms.importance_weights import (
     WeightFunction,
@@ -232,7 +232,7 @@ class Objective:
             self.asks = frozenset({"metadata"} if config.by_role else ())
         elif not config.by_critic:  # with a critic, ``token_advantages`` makes the advantages
             self._advantages = find_function(config.advantage, "advantage")
-            given = ("rewards_N", "groups_N")
+            given = OWN_ARGUMENTS["advantage"]
             self.asks = check_call(self._advantages, given, OFFERED, path=config.advantage, setting="advantage")
         if config.advantage == "pass_at_k":
             self._advantages = partial(pass_at_k, k=config.pass_k)
@@ -640,22 +640,12 @@ class Objective:
         return top_k_divergence(listed_TK, tokens.teacher_top_TK, tokens.mask_T, kind=self.config.distill_loss)
 
 
-_OF_TOKENS = ("delta_T", "mask_T", "sequence_T", "num_sequences")
-_GIVEN: Mapping[str, tuple[str, ...]] = {
-    "loss": ("log_probs_T", "anchor_T", "tokens", "config"),
-    "weight": _OF_TOKENS,
-    "reject": _OF_TOKENS,
-    "aggregation": ("mask_T", "sample_T", "denominators"),
-}
-"""Arguments of a function by import path, by setting."""
-
-
 def _own(path: str, setting: str) -> Callable[..., Any]:
     """Return the function at an import path. Raises ValueError for one that cannot be called with the arguments of the
     setting.
     """
     function = find_function(path, setting)
-    check_call(function, _GIVEN[setting], path=path, setting=setting)
+    check_call(function, OWN_ARGUMENTS[setting], path=path, setting=setting)
     return function
 
 

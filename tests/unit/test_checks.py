@@ -274,7 +274,7 @@ def test_the_longest_prompt_that_fits(tmp_path: Path, length: int, fits: bool) -
         ),
         (
             ["learner.hooks.before_step=textwrap:indent"],
-            "it takes text, prefix, predicate; it is called with 1 arguments",
+            "missing a required argument: 'prefix'",
         ),
         (["directory=/proc/1/run"], "directory: want a directory that can be made"),
         (["data.template=no place"], "data.template: want text with {prompt} in it"),
@@ -609,7 +609,7 @@ def test_what_prepare_will_make_is_checked_before_it_is_made(tmp_path: Path) -> 
     assert not check(load(file), Purpose()).errors
     for setting, complaint in (
         ("learner.tensor_parallel=3", "prepare: vocab_size: want a multiple of learner.tensor_parallel = 3, got 16"),
-        ("prepare.max_position=8", "prepare.max_digits: want <= 4 for the longest prompt"),
+        ("prepare.model.max_position_embeddings=8", "prepare.max_digits: want <= 4 for the longest prompt"),
         ("sampling.max_new_tokens=600", "sampling.max_new_tokens: want < 512"),
         ("data.label_key=answer", "key 'answer' (data.label_key), got keys ['label', 'prompt']"),
     ):
@@ -837,7 +837,7 @@ def test_the_configuration_of_a_prepared_run_begins_a_new_one(tmp_path: Path) ->
     """The configuration that a run keeps names the files that it has made: ``--from-checkpoint`` with another directory
     uses them again.
     """
-    sizes = "count: 20, layers: 1, hidden: 16, heads: 2, kv_heads: 1, head_dim: 8, intermediate: 16"
+    sizes = "count: 20, model: {num_hidden_layers: 1, hidden_size: 16, intermediate_size: 16}"
     file = tmp_path / "run.yaml"
     file.write_text(
         f"directory: {tmp_path}/old\nprepare: {{kind: digits, {sizes}}}\nactor: {{reward: digits}}\nsampling: "
