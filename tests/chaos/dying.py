@@ -121,7 +121,8 @@ EPISODE = {
         lambda calls, *_: len(calls._episode.recorder) == 2,
     ),
     "unscored": Point(
-        "tidemill.actors.actor.loop:Actor._judged", lambda _, task, made: f"{task.id}.{made.sample.index}"
+        "tidemill.actors.actor.sample_scoring:SampleScorer.score",
+        lambda _, task, made: f"{task.id}.{made.sample.index}",
     ),
     "scored": Point("tidemill.actors.actor.loop:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
     "published": Point(
