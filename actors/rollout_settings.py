@@ -40,7 +40,7 @@ _USE = re.compile(
     rf"(?:{PROGRAM}|{OF_SLIME})[A-Za-z_][\w.]*:[A-Za-z_][\w.]*|{OF_VERIFIERS}[A-Za-z_][\w.@/-]*|{OF_OPENENV}(?:http|ws)s?://\S+"
 )
 USES = f"{', '.join([*BUILT_IN, DATASET])}, agent:MODULE:NAME, slime:MODULE:NAME, verifiers:TASKSET or openenv:URL"
-AGAIN = ("restart", "replay", "resume")
+AGAIN = RESTART, REPLAY, RESUME = "restart", "replay", "resume"
 """Ways in which an actor continues an episode that another actor began."""
 MEMORY_MB = 4096
 """Limit of a child where none is set, as that of a reward's process."""
@@ -105,8 +105,10 @@ class RolloutConfig:
     max_calls_in_flight: Positive = 16
     """Model calls of one episode at once; others wait."""
     drain_s: NotNegativeFloat | None = None
-    """Time for running episodes when the actor drains, before it hands them back; null = ``actor.drain_finish_s``."""
-    again: Annotated[str, OneOf(AGAIN)] = "restart"
+    """Time that an actor which drains gives running episodes before it hands them back; null =
+    ``actor.drain_finish_s``.
+    """
+    again: Annotated[str, OneOf(AGAIN)] = RESTART
     """Way to continue an episode after its actor was killed: restart | replay | resume (docs/rollouts.md)."""
     unlogged: Literal["continue", "fail"] | None = None
     """With ``again: replay`` or ``resume``, an episode with an answer that cannot be stored: continue (it goes on
@@ -119,7 +121,7 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         if self.recorded and (changed := [name for name in _names(self) if name != "use"]):
             raise ValueError(f"{changed[0]}: want use: {DATASET} alone, which has no program and no limits; remove it")
-        if self.unlogged == "fail" and self.again == AGAIN[0]:
+        if self.unlogged == "fail" and self.again == RESTART:
             raise ValueError(
                 f"unlogged: want again: replay or resume with fail, got again: {self.again}, which stores no answers"
             )
@@ -134,7 +136,7 @@ class RolloutConfig:
             raise ValueError(
                 f"options.{unknown[0]}: no such option with verifiers:TASKSET; there are taskset, agent, env, renderer"
             )
-        if self.again == "resume":
+        if self.again == RESUME:
             raise ValueError(
                 "again: want restart or replay with verifiers:TASKSET, whose environments have no state, got 'resume'"
             )
@@ -147,7 +149,7 @@ class RolloutConfig:
     @property
     def needs_log(self) -> bool:
         """True if an episode ends when its log cannot be written."""
-        return self.again == "resume" if self.unlogged is None else self.unlogged == "fail"
+        return self.again == RESUME if self.unlogged is None else self.unlogged == "fail"
 
     @property
     def program(self) -> str:

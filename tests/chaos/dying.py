@@ -126,7 +126,7 @@ EPISODE = {
     ),
     "scored": Point("tidemill.actors.actor.loop:Actor._publish", lambda _, task, sample: f"{task.id}.{sample.index}"),
     "published": Point(
-        "tidemill.actors.episodes.turn_log:TurnLog.ended", lambda log, _: f"{log._log._task}.{log._log._index}"
+        "tidemill.actors.episodes.turn_log:TurnLog.end", lambda log, _: f"{log._log._task}.{log._log._index}"
     ),
     "ended": Point("tidemill.bus.streams.tasks:Lease.ack", lambda lease: f"{lease.task.id}.0"),
 }
