@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 
 from tidemill.actors.rollout_settings import MULTI_TURN, RolloutConfig, served
@@ -42,9 +43,9 @@ GSPO_WIDE = 0.01
 CONTRACTS = {
     "loss": (4, (), "(log_probs_T, anchor_T, tokens, config)"),
     "advantage": (2, OFFERED, f"(rewards_N, groups_N, *, {', '.join(OFFERED)})"),
-    "weight": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
+    "weight.level": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
     "aggregation": (3, (), "(mask_T, sample_T, denominators)"),
-    "reject": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
+    "reject.rules": (4, (), "(delta_T, mask_T, sequence_T, num_sequences)"),
 }
 HOOK: tuple[int, tuple[str, ...], str] = (1, (), "(moment)")
 """Number of positional arguments that the learner passes, named ones that a function may ask for, and the signature in
@@ -266,11 +267,11 @@ def check_algorithm(report: Report, config: RunConfig) -> None:
     _doubt_gspo(report, config)
     algorithm = config.learner.algorithm
     functions = [
-        (f"algorithm.{name}", getattr(algorithm, name), contract)
-        for name, contract in CONTRACTS.items()
-        if name != "reject"
+        (f"algorithm.{path}", attrgetter(path)(algorithm), contract)
+        for path, contract in CONTRACTS.items()
+        if path != "reject.rules"
     ]
-    functions += [("algorithm.reject", path, CONTRACTS["reject"]) for path in algorithm.own_rejects]
+    functions += [("algorithm.reject.rules", path, CONTRACTS["reject.rules"]) for path in algorithm.reject.functions]
     functions += [(f"hooks.{name}", path, HOOK) for name, path in config.learner.hooks.given.items()]
     for name, path, (count, offered, signature) in functions:
         if ":" not in path:
@@ -313,23 +314,23 @@ def check_bridge(report: Report, config: RunConfig) -> None:
 def _doubt_gspo(report: Report, config: RunConfig) -> None:
     """Warn of anchors, ranges and aggregations that do not suit GSPO. Source: docs/algorithms.md, section 3.11."""
     algorithm, name = config.learner.algorithm, "learner.algorithm"
-    assert algorithm.clip_high is not None
+    assert algorithm.clip.high is not None
     if algorithm.loss not in ("gspo", "gspo_token"):
         return
-    if algorithm.anchor == "rollout" and algorithm.clip_high < GSPO_WIDE:
+    if algorithm.anchor == "rollout" and algorithm.clip.high < GSPO_WIDE:
         cure, got = (
             f"use anchor: proximal, as in correction: {algorithm.loss}",
-            f"clip_high {algorithm.clip_high} at anchor: rollout",
+            f"clip.high {algorithm.clip.high} at anchor: rollout",
         )
         want = "gspo anchored at the proximal policy: against mu, noise alone is larger than this range"
         report.warning("algorithm", report.at(f"{name}.anchor"), want=want, got=got, cure=cure)
-    elif algorithm.anchor == "proximal" and algorithm.clip_high > GSPO_WIDE:
+    elif algorithm.anchor == "proximal" and algorithm.clip.high > GSPO_WIDE:
         want = "about 3e-4 and 4e-4: the ratio of a response moves far less than that of a token"
         got, cure = (
-            f"{algorithm.clip_low} and {algorithm.clip_high}",
-            f"use correction: {algorithm.loss}, or set clip_low and clip_high",
+            f"{algorithm.clip.low} and {algorithm.clip.high}",
+            f"use correction: {algorithm.loss}, or set clip.low and clip.high",
         )
-        report.warning("algorithm", report.at(f"{name}.clip_high"), want=want, got=got, cure=cure)
+        report.warning("algorithm", report.at(f"{name}.clip.high"), want=want, got=got, cure=cure)
     if algorithm.aggregation != "seq_mean_token_mean" and algorithm.correction != "luspo":
         want, cure = (
             "seq_mean_token_mean with gspo: every response counts the same",
