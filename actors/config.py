@@ -180,7 +180,7 @@ class ActorConfig:
     """Teachers for on-policy distillation by name, ``{NAME: {urls, or model, when}}``: the first one with a ``when``
     that fits a row scores its samples (docs/distillation.md).
     """
-    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill_top_k"), SkipJsonSchema()] = 0
+    teacher_top_k: Annotated[NotNegative, Derived("learner.algorithm.distill.top_k"), SkipJsonSchema()] = 0
     """Tokens that a teacher lists at each position."""
     teacher_timeout_s: PositiveFloat = 120.0
     """Seconds to have a sequence scored, a wait for the teacher included; the sample is FAILED after them."""

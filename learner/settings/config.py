@@ -265,10 +265,10 @@ class LearnerConfig:
                 "samples of a group, got 1: "
                 "every advantage would be 0; raise it, or take advantage: reinforce, reinforce_pp or none"
             )
-        if algorithm.advantage == "pass_at_k" and algorithm.pass_k > self.group_size:
+        if algorithm.advantage == "pass_at_k" and algorithm.pass_at_k.k > self.group_size:
             raise ValueError(
-                f"group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {self.group_size}: "
-                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower pass_k"
+                f"group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {self.group_size}: "
+                "no k samples can be drawn from a group, and every advantage would be 0; raise it, or lower k"
             )
         self._refuse_group_size()
         if self.bridge and not all(self.bridge.partition(":")):
@@ -358,9 +358,9 @@ class LearnerConfig:
                 f"min_group_size: want >= 2 with algorithm.advantage: {algorithm.advantage}, which compares "
                 "the samples of a group, got 1"
             )
-        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_k:
+        if algorithm.advantage == "pass_at_k" and 0 < least < algorithm.pass_at_k.k:
             raise ValueError(
-                f"min_group_size: want >= algorithm.pass_k = {algorithm.pass_k}, got {least}: no k samples can be drawn"
+                f"min_group_size: want >= algorithm.pass_at_k.k = {algorithm.pass_at_k.k}, got {least}: no k samples can be drawn"
             )
 
     def _refuse_credit(self) -> None:

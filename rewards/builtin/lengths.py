@@ -1,7 +1,7 @@
 """Rewards for the length of a response, and for the absence of repeated phrases, as parts of a sum.
 
 Sources: ``overlong`` soft overlong punishment of DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13), which
-``learner.algorithm.overlong_buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
+``learner.algorithm.overlong.buffer`` does in the learner, for rewards of any actor. ``repetition`` the n-gram
 repetition penalty of "Demystifying Long Chain-of-Thought Reasoning" (Yeo et al. 2025, arXiv 2502.03373).
 """
 
