@@ -129,13 +129,9 @@ def check_call(
     try:
         signature = inspect.signature(function)
         parameters = signature.parameters.values()
-        by_name = {
-            parameter.name
-            for parameter in parameters
-            if parameter.kind in (parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD)
-        }
-        asked = frozenset(by_name.intersection(offered))
-        signature.bind(*given, **dict.fromkeys(asked))
+        by_name = {p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+        accepted = frozenset(by_name.intersection(offered))
+        signature.bind(*given, **dict.fromkeys(accepted))
     except (TypeError, ValueError) as error:
         raise FunctionRefused(path, Defect.SIGNATURE, str(error), setting, want) from None
-    return asked
+    return accepted
